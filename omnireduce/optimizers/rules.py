@@ -10,13 +10,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
 from omnireduce.errors import UsageError
 
 SUM, SCRATCH, OTHER = 0, 1, 2  # registers
 WEIGHTS, FIRST, SECOND = FIRST_COLUMN, FIRST_COLUMN + 1, FIRST_COLUMN + 2  # columns
+
+
+def number(name: str, given: Any) -> float:
+    """A number that a user gives, also one of NumPy or torch. Raises UsageError."""
+    try:
+        if isinstance(given, bool | str):
+            raise TypeError
+        return float(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UsageError(f"{name} is {given!r}; expected a number") from None
 
 
 @dataclass(frozen=True)
@@ -46,10 +56,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name, least, below in self._limits():
-            found = getattr(self, name)
-            if not isinstance(found, int | float) or not least <= found < below:
+            found = number(name, getattr(self, name))
+            if not least <= found < below:
                 most = "" if below == math.inf else f" and less than {below:g}"
-                raise UsageError(f"{name} is {found}; expected {least:g} or more{most}")
+                raise UsageError(f"{name} is {found:g}; expected {least:g} or more{most}")
+            object.__setattr__(self, name, found)  # all ranks have the same bits, however it was given
+        if not isinstance(self.lazy, bool):
+            raise UsageError(f"lazy is {self.lazy!r}; expected True or False")
 
     def _limits(self) -> list[tuple[str, float, float]]:
         """The fields that have limits: name, the least, and what it is less than."""
@@ -192,6 +205,9 @@ class Adam(Rule):
     beta2: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise UsageError(f"betas is {self.betas!r}; expected two numbers")
+        object.__setattr__(self, "betas", tuple(number("betas", each) for each in self.betas))
         object.__setattr__(self, "beta1", self.betas[0])
         object.__setattr__(self, "beta2", self.betas[1])
         super().__post_init__()

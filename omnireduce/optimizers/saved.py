@@ -103,7 +103,7 @@ class SavedParts:
                     found = arrays.get(key_of(name, what))
                     if found is None or found.shape != (stop - start,) or found.dtype != np.float32:
                         raise UsageError(f"{file} has no {what} of {name} with {stop - start} numbers of float32")
-                return int(arrays[STEP])
+                return int(arrays[STEP].item())
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise UsageError(f"{file} is no part of a state: {error}") from error
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,11 +16,15 @@ from omnireduce.errors import UsageError
 from omnireduce.optimizers.parts import Parameter, Part, parts_of
 from omnireduce.optimizers.rules import SCRATCH, SUM, WEIGHTS, Lamb, Rule, Step
 from omnireduce.optimizers.saved import STEP, SavedParts, key_of, save_part, share_of
-from omnireduce.optimizers.together import together
+from omnireduce.optimizers.together import check_alike, together
 from omnireduce.runtime.member import world
-from omnireduce.runtime.member.arguments import two_that_share
+from omnireduce.runtime.member.arguments import check_root, two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
+
+T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
+AT_ONCE = 16  # exchanges that are under way, where each parameter has its own
 
 
 class ShardedOptimizer:
@@ -41,12 +47,13 @@ class ShardedOptimizer:
         *, tables: Collection[str] = (), comm: Communicator | None = None, root: int = 0, name: str = "optimizer",
     ) -> None:  # fmt: skip
         self.comm = world.running() if comm is None else comm
+        if not isinstance(rule, Rule):
+            raise UsageError(f"rule is {rule!r}; expected one of omnireduce.optimizers, such as Adam()")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UsageError(f"name {name!r}: expected up to 40 letters, digits, '.' and '-'")
         self._name, self._rule, self.steps = name, rule, 0
-        named = params.items() if isinstance(params, Mapping) else ((str(at), each) for at, each in enumerate(params))
-        parameters = [checked(str(name), each) for name, each in named]
-        if not parameters:
-            raise UsageError("no parameters; expected at least one array")
-        names = [each.name for each in parameters]
+        parameters = parameters_of(params)
+        names = self._names = [each.name for each in parameters]
         if unknown := sorted(set(tables) - set(names)):
             raise UsageError(f"tables names {', '.join(unknown)}; expected some of {', '.join(names)}")
         shared = two_that_share([each.weights for each in parameters])
@@ -85,16 +92,32 @@ class ShardedOptimizer:
     def _ready(self) -> Communicator:
         """The communicator of the steps. Raises UsageError when its job was formed anew."""
         if self._group is None:
-            self._group = self._open()
-            self._begin(self._group, self._root)
+            self._group = self._opened_with(self._root, lambda group: self._begin(group, self._root))
         elif self._formation is not self.comm.formation:
             raise UsageError("the job was formed anew, and the shards have forgotten what they kept; call restore")
         return self._group
 
-    def _open(self) -> Communicator:
+    def _opened_with(self, root: int, begin: Callable[[Communicator], None]) -> Communicator:
+        """A new communicator of the steps, after `begin`."""
+        group = self._open(root)
+        try:
+            begin(group)
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+    def _open(self, root: int) -> Communicator:
         if self._formation is not self.comm.formation:
             self._formation, self._opened = self.comm.formation, 0
         self._opened += 1  # a rank that has just joined counts with the others
+        own = {
+            each.name: f"{list(each.weights.shape)} as {type(part).__name__.lower()}"
+            for part in self._parts
+            for each in part.parameters
+        }
+        rule = {"the rule": type(self._rule).__name__, "what the rule keeps": (self._rule.columns, self._rule.cells)}
+        check_alike(self.comm, f"{self._name}.alike", {"root": root, "parameters": list(own), **own, **rule})
         found = self.comm.create_group(name=f"{self._name}.{self._opened}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found
@@ -127,13 +150,16 @@ class ShardedOptimizer:
             part.done()
 
     def _given(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-        names = [each.name for part in self._parts for each in part.parameters]
+        if not isinstance(gradients, Mapping | Sequence):
+            raise UsageError(f"gradients is a {type(gradients).__name__}; expected a dict or a list")
         if not isinstance(gradients, Mapping):
-            if len(gradients) != len(names):
-                raise UsageError(f"{len(gradients)} gradients; expected {len(names)}, None for one that is missing")
-            gradients = {str(at): each for at, each in enumerate(gradients)}
-        if unknown := sorted(set(gradients) - set(names)):
-            raise UsageError(f"gradients of {', '.join(unknown)}; expected some of {', '.join(names)}")
+            if len(gradients) != len(self._names):
+                raise UsageError(
+                    f"{len(gradients)} gradients; expected {len(self._names)}, None for one that is missing"
+                )
+            gradients = dict(zip(self._names, gradients, strict=True))
+        if unknown := sorted(map(str, set(gradients) - set(self._names))):
+            raise UsageError(f"gradients of {', '.join(unknown)}; expected some of {', '.join(self._names)}")
         return {name: each for name, each in gradients.items() if each is not None}
 
     def _step_of(self, part: Part) -> Step:
@@ -141,15 +167,15 @@ class ShardedOptimizer:
 
     def _begin_step_by_norms(self, group: Communicator, rule: Lamb, given: Mapping[str, Any]) -> Callable[[], None]:
         each = [(part, self._step_of(part)) for part in self._parts]
-        first = [part.start(group, rule.norms(step), given) for part, step in each]
+        found = in_turn(lambda one: one[0].start(group, rule.norms(one[1]), given), each)
+        norms = [np.sqrt(each.totals).tolist() for each in found]
 
         def end() -> None:
-            norms = [np.sqrt(handle.wait().totals).tolist() for handle in first]
-            second = [
-                part.start(group, rule.apply(step, *lengths), {})
-                for (part, step), lengths in zip(each, norms, strict=True)
-            ]
-            self._end_step(second)
+            updates = [(part, rule.apply(step, *norm)) for (part, step), norm in zip(each, norms, strict=True)]
+            for _ in in_turn(lambda one: one[0].start(group, one[1], {}), updates):
+                pass
+            for part in self._parts:
+                part.done()
 
         return end
 
@@ -173,7 +199,7 @@ class ShardedOptimizer:
 
         An array is like the parameter; what is kept for each row has one number for a row.
         """
-        wanted = root is None or root == self.comm.rank
+        wanted = root is None or check_root(root, self.comm.size) == self.comm.rank
         found: dict[str, Any] = {each.name: {} for part in self._parts for each in part.parameters}
         for name, what, values in self._fetched(wanted=wanted):
             found[name][what] = values
@@ -208,7 +234,7 @@ class ShardedOptimizer:
 
         Raises UsageError on all ranks for a state of another rule or other parameters, before anything is sent.
         """
-        is_root = self.comm.rank == root
+        is_root = self.comm.rank == check_root(root, self.comm.size)
         kept = together(
             self.comm,
             f"{self._name}.state",
@@ -221,7 +247,9 @@ class ShardedOptimizer:
         """Begin anew with the weights of `root`, after so many steps as that rank says. What is kept is the sum of what
         all ranks have: `kept(parameter, what)` gives this rank's share, zeros in the rest, or None."""
         self.close()  # its job may have failed
-        self._group = group = self._open()
+        self._group = self._opened_with(root, lambda group: self._send_all(group, root, steps, kept))
+
+    def _send_all(self, group: Communicator, root: int, steps: int, kept: Callable[[str, str], Array | None]) -> None:
         self._begin(group, root)
         self.steps = int(group.broadcast(np.array([steps]), root)[0])
         for part in self._parts if self.steps else ():
@@ -269,7 +297,7 @@ class ShardedOptimizer:
 
     def _begin(self, group: Communicator, root: int) -> None:
         """Give the shards and all ranks the weights of `root`, and begin with what the rule keeps at first."""
-        self.steps = 0
+        self.steps, root = 0, check_root(root, self.comm.size)
         for part in self._parts:
             code = Assembly()
             for _, at, is_cell in self._kept:
@@ -279,6 +307,30 @@ class ShardedOptimizer:
             code.add(Operation.COPY, WEIGHTS, SUM)
             own = {each.name: each.weights for each in part.parameters} if self.comm.rank == root else None
             part.send(group, self._of_all(part, code), own)
+
+
+def in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
+    """The results of a collective for each item, of which some are under way at once."""
+    handles = deque[Handle[Any]]()
+    for each in items:
+        handles.append(start(each))
+        if len(handles) == AT_ONCE:
+            yield handles.popleft().wait()
+    while handles:
+        yield handles.popleft().wait()
+
+
+def parameters_of(params: Mapping[str, Array] | Sequence[Array]) -> list[Parameter]:
+    """The parameters in their order. Raises UsageError for what cannot be some."""
+    if not isinstance(params, Mapping | Sequence):
+        raise UsageError(f"params is a {type(params).__name__}; expected a dict or a list of arrays")
+    named = list(params.items()) if isinstance(params, Mapping) else [(str(at), each) for at, each in enumerate(params)]
+    found = {name: checked(name, each) for name, each in named if isinstance(name, str)}
+    if len(found) < len(named):
+        raise UsageError("the names of parameters: expected texts")
+    if not found:
+        raise UsageError("no parameters; expected at least one array")
+    return list(found.values())
 
 
 def checked(name: str, weights: Any) -> Parameter:
@@ -295,11 +347,15 @@ def check_state(
     state: Mapping[str, Any] | None, parts: Sequence[Part], kept: Sequence[tuple[str, int, bool]]
 ) -> dict[str, dict[str, Array]]:
     """What a `state_dict` keeps, by parameter. Raises UsageError for one that is not of these parameters."""
-    if not isinstance(state, Mapping) or not {STEP, "state"} <= state.keys():
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise UsageError(f"the state is a {type(state).__name__}; expected what state_dict has returned on this rank")
+    steps = state.get(STEP)
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 1 << 62:
+        raise UsageError(f"the state is after {steps!r} steps; expected a whole number from 0 on")
     for part in parts:
         for parameter in part.parameters:
-            own = state["state"].get(parameter.name, {})
+            own = state["state"].get(parameter.name)
+            own = own if isinstance(own, Mapping) else {}
             for what, _, is_cell in kept:
                 shape = parameter.weights.shape[: 1 if is_cell else None]
                 found = own.get(what)

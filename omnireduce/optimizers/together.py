@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from omnireduce.errors import UsageError
@@ -25,3 +25,12 @@ def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
         if text:
             raise UsageError(f"rank {rank}: {text}")
     return found[0]
+
+
+def check_alike(comm: Communicator, name: str, what: Mapping[str, object]) -> None:
+    """Raises UsageError on all ranks where one has said something else: the first difference, and both sides."""
+    said = comm.allgather_object({key: str(value) for key, value in what.items()}, name=name)
+    for rank, theirs in enumerate(said):
+        for key, value in said[0].items():
+            if theirs.get(key) != value:
+                raise UsageError(f"ranks differ in {key}: rank 0 has {value}, rank {rank} has {theirs.get(key)}")

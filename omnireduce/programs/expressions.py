@@ -31,6 +31,7 @@ FLOATS = frozenset({Float16, BFloat16, Float32, Float64})
 DTYPES = frozenset({Bool, *(each.dtype for each in ELEMENT_TYPES.values())})
 Number = int | float | bool
 LONGEST_FORMULA = 80  # characters, in a message
+LONGEST_TEXT, DEEPEST_TEXT, CUT = 2000, 100, "..."  # of what a program prints
 
 
 class Region(NamedTuple):
@@ -259,16 +260,26 @@ class Constant(Expression):
 
 
 def formula(node: Expression, names: Mapping[Expression, str]) -> str:
-    """What an expression says. Operands that have a name are called by it, the others are written out."""
+    """What an expression says. Operands that have a name are called by it, the others are written out, as far as a
+    text may be deep and long."""
+    return _formula(node, names, {}, DEEPEST_TEXT)
+
+
+def _formula(node: Expression, names: Mapping[Expression, str], known: dict[Expression, str], depth: int) -> str:
+    """`known`: what was written already; an expression that is used twice in each step would take for ever."""
+    if node in known:
+        return known[node]
     shown = []
     for at, operand in enumerate(node.operands):
         text = operand.text(()) if isinstance(operand, Input | Constant) else names.get(operand)
         if text is None:
-            text = formula(operand, names)
+            text = _formula(operand, names, known, depth - 1) if depth else CUT
             if operand.precedence < node.least_precedence(at):
                 text = f"({text})"
         shown.append(text)
-    return node.text(shown)
+    text = node.text(shown)
+    known[node] = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}{CUT}"
+    return known[node]
 
 
 def short(expression: Expression) -> str:

@@ -52,6 +52,8 @@ class Mixing:
         if not isinstance(node, Arithmetic) or node.symbol not in "+-" or not all(x.type.shape for x in node.operands):
             return None
         one, other = node.operands
+        if one is other:
+            return None
         first, second = self._scaled(one, node), self._scaled(other, node)
         if node.symbol == "+" and first and second:
             if self._updates(node, second.tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.protocol.operands import DenseTensor, Memory
 from omnireduce.protocol.rows import RowSet
@@ -31,15 +32,15 @@ class ProgrammedTensor(DenseTensor):
     is no result stay there as they are.
 
     Both are flat contiguous arrays of float32 of one size. `source` None contributes nothing; `drops`: this worker does
-    not want the results.
+    not want the results. `results`: how many blocks come back, where that is known.
     """
 
     def __init__(
         self, source: Array | None, target: Array, layout: Layout, zero_mask: np.uint64, totals: Totals,
-        *, drops: bool = False,
+        *, drops: bool = False, results: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(source, target, layout, zero_mask)
-        self.totals, self._drops = totals, drops
+        self.totals, self._drops, self._results, self._put = totals, drops, results, list[int]()
         blocks = self.blocks
         unwritten = blocks.target_tail.copy()
         self._scanned = blocks._replace(target=blocks.target[:0], target_tail=unwritten, in_place=True)
@@ -52,6 +53,7 @@ class ProgrammedTensor(DenseTensor):
         return self.layout.blocks if self.blocks.silent else self.layout.first_block(shard)
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        self._put.append(indices.size)
         if not self._drops:
             super().put(rows, indices, unchanged, left_out)
 
@@ -59,6 +61,9 @@ class ProgrammedTensor(DenseTensor):
         self.totals.take(shard, totals)
 
     def finish(self) -> None:
+        found = sum(self._put)
+        if self._results not in (None, found):
+            raise ProtocolError(f"results of a program with {found} blocks; expected {self._results}")
         if not self._drops:
             super().finish()
 

@@ -31,9 +31,11 @@ class ShardStates:
         state was made for another tensor, or finds no room."""
         layout = descriptor.layout
         kind = layout, stripes, program.columns, program.cells
-        if program.state not in self._states:
-            self._states[program.state] = kind, self._new(program, stripes.count(layout.blocks), layout.block_size)
-        made_for, state = self._states[program.state]
+        made_for, state = self._states.get(program.state, (kind, None))
+        if state is None:
+            state = self._new(program, stripes.count(layout.blocks), layout.block_size)
+            if state.size:  # of nothing there could be any number
+                self._states[program.state] = kind, state
         if made_for != kind:
             raise ProtocolError(
                 f"state {program.state} keeps {program.columns} columns and {program.cells} cells of a tensor of "
@@ -54,7 +56,8 @@ class ShardStates:
 
     def drop(self, number: int) -> None:
         """Forget a state."""
-        self.nbytes -= self._states.pop(number)[1].nbytes
+        if number in self._states:
+            self.nbytes -= self._states.pop(number)[1].nbytes
 
 
 class Running:

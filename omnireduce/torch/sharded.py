@@ -49,7 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"rule is a {type(rule).__name__}; expected one of omnireduce.optimizers, such as Adam()")
         self._name, self._parts = name, list[_Group]()
         self._pending: dict[str, Any] | None = None  # a state that was loaded, and is not on the shards yet
-        super().__init__(params, {"rule": rule, "rows": False})
+        super().__init__(params, {**_numbers_of(rule), "rule": rule, "rows": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch does."""
@@ -65,7 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
-        for end in [part.begin_step() for part in self._parts]:
+        gradients = [part.gradients() for part in self._parts]  # before anything is sent
+        for end in [part.begin_step(each) for part, each in zip(self._parts, gradients, strict=True)]:
             end()
         return loss
 
@@ -136,11 +137,15 @@ class _Group:
         own: Rule = self.group["rule"]
         return dataclasses.replace(own, **{name: self.group[name] for name in _numbers_of(own)})
 
-    def begin_step(self) -> Callable[[], None]:
+    def gradients(self) -> dict[str, Any]:
+        """What this rank has. Raises UsageError for a sparse one that should be dense, or the other way round."""
+        return {str(at): self._gradient(at) for at in range(len(self.params))}
+
+    def begin_step(self, gradients: Mapping[str, Any]) -> Callable[[], None]:
         """Start a step; what this returns ends it."""
         self._optimizer.rule = self._rule()
         self._stage()
-        end = self._optimizer.begin_step({str(at): self._gradient(at) for at in range(len(self.params))})
+        end = self._optimizer.begin_step(gradients)
 
         def end_step() -> None:
             end()

@@ -21,6 +21,7 @@ from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, 
 from omnireduce.optimizers.saved import SavedParts, key_of, save_part, share_of
 from omnireduce.optimizers.sharded import ShardedOptimizer
 
+W = np.zeros((4, 4), np.float32)
 RULES = [Sgd(lr=0.5, momentum=0.5), Adagrad(), Adam(), AdamW(lazy=True), Lamb()]
 
 
@@ -275,6 +276,37 @@ def test_the_learning_rate_may_change(daemon: Daemon) -> None:
     assert all((each == -1.25).all() for each in run_job(configured(daemon.addresses), 2, run))
 
 
+DIFFERENT: list[tuple[Callable[[int], dict[str, Any]], str]] = [
+    (lambda rank: {"params": {"a": W.copy(), "b": W.copy()} if rank else {"b": W.copy(), "a": W.copy()}}, "parameters"),
+    (lambda rank: {"params": {"a": W.copy()} if rank else {"b": W.copy()}}, "parameters"),
+    (lambda rank: {"params": [np.zeros((2, 8) if rank else (8, 2), np.float32)]}, r"0: rank 0 has \[8, 2\] as dense"),
+    (lambda rank: {"tables": ["0"] if rank else []}, r"0: rank 0 has \[4, 4\] as dense, rank 1 has \[4, 4\] as table"),
+    (lambda rank: {"rule": Adam() if rank else Adagrad()}, "the rule: rank 0 has Adagrad, rank 1 has Adam"),
+    (lambda rank: {"root": rank}, "root: rank 0 has 0, rank 1 has 1"),
+]
+
+
+def test_optimizers_that_differ_are_told(daemon: Daemon) -> None:
+    """And what cannot be a root."""
+
+    def run(comm: Communicator) -> None:
+        for at, (make, said) in enumerate(DIFFERENT):
+            given = {"params": [W.copy()], "rule": Sgd(lr=1), "name": f"o{at}"} | make(comm.rank)
+            optimizer = ShardedOptimizer(given.pop("params"), given.pop("rule"), comm=comm, **given)
+            with pytest.raises(UsageError, match=f"ranks differ in {said}"):
+                optimizer.state_dict()
+        for root in (2, -1):
+            optimizer = ShardedOptimizer([W.copy()], Sgd(lr=1), comm=comm, root=root, name="root")
+            with pytest.raises(UsageError, match=f"root {root}: expected 0 to 1"):
+                optimizer.step([W])
+        with ShardedOptimizer({"a": W.copy()}, Sgd(lr=np.float32(0.5)), comm=comm) as optimizer:
+            optimizer.step([W + 1])  # in the order of the parameters
+            with pytest.raises(UsageError, match="root 7"):
+                optimizer.state_dict(7)
+
+    run_job(configured(daemon.addresses), 2, run)
+
+
 def test_ranks_that_differ_are_told(daemon: Daemon) -> None:
     """One rank has another learning rate."""
 
@@ -302,7 +334,6 @@ def test_shards_without_room_refuse(daemon: Daemon) -> None:
             assert "bytes of slots and state; aggregator.max_job_bytes is 16777216: raise it on the aggregator" in text
 
 
-W = np.zeros((4, 4), np.float32)
 WRONG: list[tuple[Callable[[Communicator], object], str]] = [
     (lambda comm: ShardedOptimizer([], Sgd(lr=1), comm=comm), "no parameters; expected at least one array"),
     (
@@ -316,9 +347,16 @@ WRONG: list[tuple[Callable[[Communicator], object], str]] = [
     (lambda comm: ShardedOptimizer({"w": W}, RowAdagrad(), comm=comm), "RowAdagrad is for rows: name w in tables"),
     (lambda comm: ShardedOptimizer([W[0]], Sgd(lr=1), tables=["0"], comm=comm), r"0 is \[4\]; expected \[rows"),
     (lambda comm: Sgd(lr=-1), "lr is -1; expected 0 or more"),
-    (lambda comm: Adam(betas=(0.9, 1.0)), "beta2 is 1.0; expected 0 or more and less than 1"),
+    (lambda comm: Adam(betas=(0.9, 1.0)), "beta2 is 1; expected 0 or more and less than 1"),
     (lambda comm: Sgd(lr=1, nesterov=True), "nesterov needs a momentum"),
     (lambda comm: Lamb(lazy=True), "Lamb has no lazy form"),
+    (lambda comm: Sgd(lr="x"), "lr is 'x'; expected a number"),  # type: ignore[arg-type]
+    (lambda comm: Sgd(lr=10**400), "expected a number"),
+    (lambda comm: Adam(betas=(0.9,)), r"betas is \(0.9,\); expected two numbers"),  # type: ignore[arg-type]
+    (lambda comm: Adam(lazy="x"), "lazy is 'x'; expected True or False"),  # type: ignore[arg-type]
+    (lambda comm: ShardedOptimizer([W], Adam, comm=comm), "expected one of omnireduce.optimizers, such as Adam"),  # type: ignore[arg-type]
+    (lambda comm: ShardedOptimizer(None, Adam(), comm=comm), "params is a NoneType"),  # type: ignore[arg-type]
+    (lambda comm: ShardedOptimizer([W], Adam(), comm=comm, name="my one"), "name 'my one': expected up to 40"),
 ]
 WRONG_STEPS: list[tuple[Any, str]] = [
     ({"v": W}, "gradients of v; expected some of w"),
@@ -338,6 +376,12 @@ def test_wrong_use_is_told(daemon: Daemon) -> None:
             for given, said in WRONG_STEPS:
                 with pytest.raises(UsageError, match=said):
                     optimizer.step(given)
-            for state, said in (([1], "the state is a list"), ({"step": 1, "state": {}}, "no exp_avg of w")):
+            for state, said in (
+                ([1], "the state is a list"),
+                ({"step": 1, "state": {}}, "no exp_avg of w"),
+                ({"step": 1, "state": {"w": None}}, "no exp_avg of w"),
+                ({"step": -3, "state": {}}, "the state is after -3 steps"),
+                ({"step": "x", "state": {}}, "the state is after 'x' steps"),
+            ):
                 with pytest.raises(UsageError, match=said):
                     optimizer.load_state_dict(state)  # type: ignore[arg-type]

@@ -106,6 +106,7 @@ FORMULAS: dict[str, Any] = {
     "old values": lambda g, w, m, a: (m + g, g * 0.5 + w),
     "a long way": lambda g, w, m, a: (Sqrt((g - w) * (g + w) * (g + m) + 900) - (w - m) * (m - g), m * a + g * a),
     "mixed": lambda g, w, m, a: (w * a + g * 0.25, m * 0.5 + g * 2),
+    "nothing of something": lambda g, w, m, a: (w + (0.5 * g - 0.5 * g), m + ((half := 0.5 * g) - half)),
     "from a number": lambda g, w, m, a: (w - a * g, a * m + g),
 }
 

@@ -58,8 +58,9 @@ def fused_reduction(
         "allreduce", check_name(name, place.owner), FLOAT.name, out.shape, check_op(op),
         place.block_size if block_size is None else whole(block_size, "block_size"), program=program,
     )  # fmt: skip
-    totals = Totals(program.totals)
-    operand = ProgrammedTensor(source, target, place.layout(called), FLOAT.zero_mask, totals, drops=not wanted)
+    totals, layout = Totals(program.totals), place.layout(called)
+    results = 0 if not program.returns else layout.blocks if program.every_block else None
+    operand = ProgrammedTensor(source, target, layout, FLOAT.zero_mask, totals, drops=not wanted, results=results)
     reads = () if source is None else (source,)
     return Call(called, operand, once(lambda: Fused(out, totals.sums)), reads, (target,) if wanted else ())
 
