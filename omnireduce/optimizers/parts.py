@@ -161,13 +161,17 @@ def dense_gradient(parameter: Parameter, given: Any) -> Array:
 def row_gradients(parameter: Parameter, given: Any) -> tuple[Array, Array]:
     """Rows that a user has given, as a gradient. Raises UsageError."""
     n_rows, width = parameter.weights.shape
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not is_pair or not all(isinstance(each, np.ndarray) for each in given):
+        raise UsageError(
+            f"the gradient of {parameter.name} is a {type(given).__name__}; expected (indices, rows), arrays"
+        )
+    indices, values = given
     try:
-        indices, values = given
         check_rows(indices, values, n_rows)
-        fits = values.dtype == np.float32 and values.shape[1] == width
-    except (TypeError, ValueError, AttributeError, UsageError) as error:
-        raise UsageError(f"the gradient of {parameter.name}: expected (indices, rows): {error}") from None
-    if not fits:
+    except UsageError as error:
+        raise UsageError(f"the gradient of {parameter.name}: {error}") from None
+    if values.dtype != np.float32 or values.shape[1] != width:
         raise UsageError(
             f"the gradient of {parameter.name} has rows of {values.dtype}{list(values.shape[1:])}; expected "
             f"float32[{width}]"

@@ -366,6 +366,26 @@ WRONG_STEPS: list[tuple[Any, str]] = [
 ]
 
 
+WRONG_ROWS: list[tuple[Any, str]] = [
+    (5, r"the gradient of t is a int; expected \(indices, rows\)"),
+    (W, "the gradient of t is a ndarray"),
+    ((np.array([9]), W[:1]), "the gradient of t: "),
+    ((np.array([0]), W[:1].astype(float)), r"rows of float64\[4\]; expected float32\[4\]"),
+    ((np.array([0]), np.zeros((1, 3), np.float32)), r"rows of float32\[3\]; expected float32\[4\]"),
+]
+
+
+def test_rows_that_do_not_fit_are_told(daemon: Daemon) -> None:
+    with (
+        Communicator(configured(daemon.addresses, "cluster.job=rows"), rank=0, size=1) as comm,
+        ShardedOptimizer({"t": W.copy()}, Adam(), tables=["t"], comm=comm) as optimizer,
+    ):
+        for given, said in WRONG_ROWS:
+            with pytest.raises(UsageError, match=said):
+                optimizer.step({"t": given})
+        assert optimizer.steps == 0
+
+
 def test_wrong_use_is_told(daemon: Daemon) -> None:
     config = configured(daemon.addresses)
     with Communicator(replace(config, cluster=replace(config.cluster, job="wrong")), rank=0, size=1) as comm:
