@@ -25,6 +25,17 @@ STATE = 0  # the number of the state; the communicator has no other
 NUMBER_BYTES = 4
 
 
+def runs_on_shards(pipeline: Pipeline) -> bool:
+    """Whether `OnShards` takes this pipeline."""
+    if pipeline.groups > 1:
+        return False
+    try:
+        lowered(pipeline)
+    except UsageError:
+        return False
+    return True
+
+
 class OnShards:
     """`pipeline` on the ranks of `comm`, with its tensors on the shards. `pipeline` has one fused AllReduce, as
     `fuse_into` makes it.

@@ -17,6 +17,7 @@ from omnireduce.programs.generated.oracle import Oracle
 from omnireduce.programs.generated.parts import Parts, Target
 from omnireduce.programs.generated.statements import MARGIN, Names, broken, is_half, quoted
 from omnireduce.programs.lowering import lowered
+from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.operations import Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import sizes_in
@@ -78,7 +79,7 @@ class _File:
         self._names = Names(pipeline.names)
         self._sizes = sizes_in(pipeline.nodes)
         self._given = numbers
-        self._shards = on_shards and target.name == "omnireduce" and _runs_on_shards(pipeline)
+        self._shards = on_shards and target.name == "omnireduce" and runs_on_shards(pipeline)
         self._parts = Parts(pipeline, self._names, target)
         self._oracle = Oracle(pipeline, self._names)
         self._declared = Declared(pipeline, self._names)
@@ -233,14 +234,6 @@ class _File:
         if any(is_half(each) for each in dtypes):
             return 6
         return 18 if Float32 in dtypes or Float64 not in dtypes else 40
-
-
-def _runs_on_shards(pipeline: Pipeline) -> bool:
-    try:
-        lowered(pipeline)
-    except UsageError:
-        return False
-    return pipeline.groups == 1
 
 
 def _template(name: str) -> str:
