@@ -192,7 +192,7 @@ def test_values_of_ones_own(daemon: Daemon) -> None:
         ({"sizes": [0]}, "size 0: expected a number of elements"),
         ({"sizes": [{"M": 3}]}, "sizes {'M': 3}: expected those of N"),
         ({"turns": 0}, "turns is 0: expected an int from 1 on"),
-        ({"program": "model-parallel", "chunks": [1]}, "chunks 1: expected ints from 2 on"),
+        ({"program": "model-parallel", "chunks": [1]}, "chunks 1: expected ints from 2 to 1024"),
     ],
 )
 def test_what_cannot_be_tuned(daemon: Daemon, options: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.operations import MatMul, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.ready import PROGRAMS, schedules
+from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
 from omnireduce.programs.stages import Overlapped
 
 CHUNKS = (2, 4, 8)
@@ -66,8 +67,8 @@ def _schedules(program: Program) -> Mapping[str, Pipeline]:
 
 
 def _in_chunks(pipeline: Pipeline, overlapped: Overlapped, chunks: int) -> Pipeline:
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2:
-        raise UsageError(f"chunks {chunks!r}: expected ints from 2 on")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or not 2 <= chunks <= MOST_CHUNKS:
+        raise UsageError(f"chunks {chunks!r}: expected ints from 2 to {MOST_CHUNKS}")
     changed = [replace(each, chunks=chunks) if each is overlapped else each for each in pipeline.compounds]
     return pipeline.changed({}, compounds=changed)
 
