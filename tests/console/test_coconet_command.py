@@ -26,8 +26,8 @@ def said(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("OMNIREDUCE_", "HOROVOD_"))}
     return subprocess.run(
         [sys.executable, "-m", "omnireduce", "coconet", *words],
-        env=kept | {"PYTHONPATH": str(ROOT)} | environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S,
-        stdin=subprocess.DEVNULL,
+        env=kept | {"PYTHONPATH": str(ROOT)} | environ, cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=READY_S, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
