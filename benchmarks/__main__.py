@@ -38,6 +38,7 @@ from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
 from benchmarks.plans import compare_plans, show_plans
 from benchmarks.profiling import profile_case
+from benchmarks.program_experiments import programs
 from benchmarks.shaped import LAYOUTS, RATE, Setting, run_settings
 from benchmarks.single import SINGLE
 from benchmarks.sweep import sweep
@@ -341,7 +342,7 @@ def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
         click.echo(path)
 
 
-for command in SINGLE:
+for command in (*SINGLE, programs):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -6,10 +6,14 @@ pipeline         a program
 rewrites/        the same program, done another way
 interpreter      what a program means: slow and obvious, in one process
 runner           a program on the ranks of a communicator
+generated/       a program as a Python file that runs by itself
+tuning/          which schedule is the fastest, and where
 ready/           programs that are written already, and their schedules
 
 The names are those of the field and of CoCoNet, so a class is called as an operation there: AllReduce(Summation, g).
 """
+
+from typing import TYPE_CHECKING, Any
 
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
 from omnireduce.programs.expressions import (
@@ -44,6 +48,19 @@ from omnireduce.programs.operations import (
 )
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.pointwise import Cast, Dropout, Ite, Sqrt
+
+if TYPE_CHECKING:
+    from omnireduce.programs.tuning.autotune import autotune
+
+
+def __getattr__(name: str) -> Any:
+    """`autotune` is loaded when it is used: it needs a communicator."""
+    if name == "autotune":
+        from omnireduce.programs.tuning.autotune import autotune
+
+        return autotune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AllGather",
@@ -87,4 +104,5 @@ __all__ = [
     "UInt64",
     "Update",
     "Variable",
+    "autotune",
 ]

@@ -23,6 +23,17 @@ from omnireduce.runtime.member.communicator import Communicator
 STATE = 0  # the number of the state; the communicator has no other
 
 
+def runs_on_shards(pipeline: Pipeline) -> bool:
+    """Whether `OnShards` takes this pipeline."""
+    if pipeline.groups > 1:
+        return False
+    try:
+        lowered(pipeline)
+    except UsageError:
+        return False
+    return True
+
+
 class OnShards:
     """`pipeline` on the ranks of `comm`, with its tensors on the shards. `pipeline` has one fused AllReduce, as
     `fuse_into` makes it.

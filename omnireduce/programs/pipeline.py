@@ -193,6 +193,20 @@ class Pipeline:
 
         return OnShards(self, comm, values, lazy=lazy, name=name)
 
+    def codegen(
+        self,
+        path: str | Path,
+        *,
+        target: str = "omnireduce",
+        schedule: str = "",
+        numbers: Mapping[str, float] | None = None,
+        on_shards: bool = True,
+    ) -> None:
+        """Write the program as a Python file that runs by itself: see `generated.source.codegen`."""
+        from omnireduce.programs.generated.source import codegen
+
+        codegen(self, path, target=target, schedule=schedule, numbers=numbers, on_shards=on_shards)
+
     def split(self, stage: Handle) -> Pipeline:
         """An AllReduce as ReduceScatter and AllGather: see `rewrites.split`."""
         from omnireduce.programs.rewrites.split import split

@@ -1,4 +1,4 @@
-"""`omnireduce coconet run` as users run it: real ranks, every program, and what it says of what cannot be."""
+"""`omnireduce coconet` as users run it: real ranks, every program, and what it says of what cannot be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,16 @@ from omnireduce.programs.ready import PROGRAMS, schedules
 
 def coconet(*words: str) -> subprocess.CompletedProcess[str]:
     """`omnireduce coconet run` with these words, to its end."""
+    return said("run", *words)
+
+
+def said(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`omnireduce coconet` with these words, to its end."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("OMNIREDUCE_", "HOROVOD_"))}
     return subprocess.run(
-        [sys.executable, "-m", "omnireduce", "coconet", "run", *words],
-        env=kept | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S,
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", "omnireduce", "coconet", *words],
+        env=kept | {"PYTHONPATH": str(ROOT)} | environ, cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=READY_S, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
@@ -65,3 +71,51 @@ def test_differences_are_seen() -> None:
     assert difference(one, one.copy()) == 0
     assert difference(one + 1, one) == 0.25
     assert np.isnan(difference(one * np.nan, one))
+
+
+def test_a_file_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "adam.py"
+    done = said("generate", "adam", "--schedule", "rs-c-ag", "--target", "mpi4py", "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{path}: adam, rs-c-ag; mpirun -n 2 python {path} 10\n"
+    text = path.read_text()
+    assert text.startswith('"""adam, rs-c-ag.\n')
+    assert "from mpi4py import MPI" in text
+
+
+def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
+    words = ["tune", "adam", "--sizes", "1_000,70", "--turns", "1"]
+    done = said(*words, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"adam on 2 ranks, \S+: median ms of a run", lines[0])
+    assert lines[1].split() == ["schedule", "N=1000", "N=70"]
+    rows = {line[:25].strip(): [float(each) for each in line[25:].split()] for line in lines[2:-2]}
+    assert list(rows) == ["ar-c", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"]
+    for at, (name, line) in enumerate(zip(("N=1000", "N=70"), lines[-2:], strict=True)):
+        best = line.removeprefix(f"{name}: ")
+        assert rows[best][at] == min(each[at] for each in rows.values())
+    again = said(*words, XDG_CACHE_HOME=str(tmp_path))
+    assert again.stdout.splitlines() == [f"{lines[0]}, known from an earlier run", *lines[1:]]
+    other = said(*words, "--no-cache", XDG_CACHE_HOME=str(tmp_path))
+    assert other.stdout.splitlines()[0] == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("generate", "sgd", "--schedule", "x", "-o", "x.py"),
+            "--schedule x: expected one of ar-c, rs-c-ag, fuse-rs-c-ag for sgd",
+        ),
+        (("generate", "sgd", "--schedule", "ar-c", "-o", "/no/x.py"), "/no/x.py: there is no folder /no"),
+        (("tune", "sdg"), "program 'sdg': expected one of sgd, adam, lamb, model-parallel, pipeline-parallel"),
+        (("tune", "sgd", "--sizes", "10,x"), "--sizes 10,x: expected numbers from 1 on, such as 1,4"),
+        (("tune", "sgd", "--chunks", "1"), "--chunks 1: expected numbers from 2 on, such as 2,8"),
+        (("tune", "pipeline-parallel", "-np", "3"), "-np 3: expected a multiple of 2, for so many groups of ranks"),
+    ],
+)
+def test_what_cannot_be_written_or_tuned_is_one_line(words: tuple[str, ...], message: str) -> None:
+    done = said(*words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"Error: {message}\n"

@@ -16,7 +16,7 @@ from omnireduce.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
 
-_RANK = program_of("omnireduce.console.programs.rank")
+_RUN, _TUNE = (program_of(f"omnireduce.console.programs.{name}") for name in ("rank", "tuning"))
 
 
 @click.group(cls=Group, name="coconet", short_help="Run programs of computation and communication.")
@@ -48,11 +48,76 @@ def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: A
     start_logs(config.log)
     wanted = Wanted(config_file=config_file, overrides=overrides, **asked)
     check_wanted(wanted, np)
-    sys.exit(_launch(wanted, config, np))
+    sys.exit(_launch(_RUN, wanted, config, np))
 
 
-def _launch(wanted: Any, config: Any, np: int) -> int:
-    """Run the ranks, and return the exit status."""
+@coconet.command(short_help="Write a program as a Python file that runs by itself.")
+@click.argument("program", metavar="PROGRAM")
+@click.option("--schedule", required=True, help="Such as ar-c, rs-c-ag or fuse-rs-c-ag.")
+@click.option(
+    "--target", type=click.Choice(["omnireduce", "mpi4py"]), default="omnireduce", show_default=True,
+    help="Over what the file communicates; for mpi4py it needs that and NumPy only.",
+)  # fmt: skip
+@click.option("-o", "--output", metavar="FILE", required=True, help="Where to write it.")
+def generate(program: str, schedule: str, target: str, output: str) -> None:
+    """Write PROGRAM in one of its schedules as a Python file: sgd, adam, lamb, model-parallel or pipeline-parallel.
+
+    `mpirun -n 2 python FILE 10` compares it with what the program means, and prints a line for each size, with the
+    milliseconds of each stage.
+
+    Example: omnireduce coconet generate adam --schedule rs-c-ag --target mpi4py -o adam.py
+    """
+    from omnireduce.programs.ready import schedules
+
+    found = schedules(program)
+    if schedule not in found:
+        raise UsageError(f"--schedule {schedule}: expected one of {', '.join(found)} for {program}")
+    found[schedule].codegen(output, target=target, schedule=schedule)
+    groups = found[schedule].groups
+    click.echo(f"{output}: {program}, {schedule}; mpirun -n {2 * groups} python {output} 10")
+
+
+@coconet.command(short_help="Find the fastest way to do a program.")
+@click.argument("program", metavar="PROGRAM")
+@config_options
+@click.option("-np", "--num-proc", "np", type=click.IntRange(1, 4096), default=2, show_default=True, help="Ranks.")
+@click.option("--sizes", default="10_000,1_000_000", show_default=True, help="Elements of a tensor, several numbers.")
+@click.option("--chunks", default="2,4,8", show_default=True, help="In which a product is overlapped.")
+@click.option("--turns", type=click.IntRange(1, 10_000), default=7, show_default=True, help="Of each way.")
+@click.option("--on-shards/--no-shards", default=True, show_default=True, help="Also on the shards.")
+@click.option("--cache/--no-cache", default=True, show_default=True, help="Use, and keep, what was measured.")
+def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **asked: Any) -> None:
+    """Measure all schedules of PROGRAM on ranks of this host, in turns, and name the fastest for each size: sgd, adam,
+    lamb, model-parallel or pipeline-parallel.
+
+    What is found is kept in $XDG_CACHE_HOME/omnireduce/programs, by default in ~/.cache.
+
+    Example: omnireduce coconet tune adam -np 2 --sizes 10_000,1_000_000
+    """
+    from omnireduce.console.programs.tuning import Asked
+    from omnireduce.programs.tuning.candidates import candidates
+
+    config = load_config(config_file, overrides=overrides)
+    start_logs(config.log)
+    tried = _numbers("--chunks", chunks, 2)
+    groups = max(each.pipeline.groups for each in candidates(asked["program"], tried))
+    if np % groups:
+        raise UsageError(f"-np {np}: expected a multiple of {groups}, for so many groups of ranks")
+    elements = _numbers("--sizes", sizes, 1)
+    wanted = Asked(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **asked)
+    sys.exit(_launch(_TUNE, wanted, config, np))
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    """Whole numbers with commas between them."""
+    found = [int(each) if each.strip().replace("_", "").isdecimal() else 0 for each in text.split(",")]
+    if any(each < least for each in found):
+        raise UsageError(f"{option} {text}: expected numbers from {least} on, such as {least},{4 * least}")
+    return found
+
+
+def _launch(program: str, wanted: Any, config: Any, np: int) -> int:
+    """Run `program` as each rank, and return the exit status."""
     import msgspec
 
     from omnireduce.launching.job import Job
@@ -60,7 +125,7 @@ def _launch(wanted: Any, config: Any, np: int) -> int:
     from omnireduce.launching.plan import Asked
 
     asked = Asked(
-        words=[sys.executable, "-c", _RANK, TREE],
+        words=[sys.executable, "-c", program, TREE],
         ranks=np,
         config=config,
         environ=dict(os.environ),

@@ -1,0 +1,210 @@
+"""CoCoNet's experiments on this machine: programs in their schedules, as generated files under mpirun.
+
+data-parallel      Adam and LAMB, over sizes               Figure10a, Figure10b
+model-parallel     a layer whose weights are cut           Figure11
+pipeline-parallel  a layer of which two groups do a part   Figure12
+
+The variables of the environment are those of CoCoNet's experiments: NPROC, the number of processes, and MPI_ARGS, more
+words for mpirun. `-x NAME=VALUE`, which Open MPI takes, is said to MPICH in its own words.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.environments import ROOT
+from omnireduce.errors import UsageError
+from omnireduce.files.output import make_folder, write_file
+from omnireduce.programs.ready import schedules
+
+LINE = re.compile(r"\{SZ: (\d+), Epochs: (\d+), (.*)\}")
+TOTAL = "Total"
+BATCHES = (8, 16)
+ON_SHARDS = "fuse-rs-c-ag"
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Scale(NamedTuple):
+    """How large an experiment is: elements from 2**first to 2**last; a sequence, and the width of a layer."""
+
+    first: int
+    last: int
+    sequence: int
+    hidden: int
+
+
+SMALL, LARGE = Scale(10, 20, 32, 256), Scale(10, 24, 128, 1024)
+
+
+class Run(NamedTuple):
+    """A schedule of a program, and what its file is told. `case`: which of several sizes that are told."""
+
+    program: str
+    schedule: str
+    case: str
+    words: tuple[str, ...]
+
+
+class Row(NamedTuple):
+    """A row of the CSV: the time of a stage, or of all together. `ms`: per step, the median over the rounds of the
+    median over the epochs of the slowest rank."""
+
+    program: str
+    schedule: str
+    case: str
+    ranks: int
+    elements: int
+    epochs: int
+    rounds: int
+    stage: str
+    ms: float
+
+
+def runs_of(experiment: str, scale: Scale) -> list[Run]:
+    """What an experiment runs. Raises UsageError for one that is not known."""
+    if experiment == "data-parallel":
+        words = ("--first", str(scale.first), "--last", str(scale.last))
+        return [Run(program, each, "", words) for program in ("adam", "lamb") for each in schedules(program)]
+    if experiment not in EXPERIMENTS:
+        raise UsageError(f"experiment {experiment!r}: expected one of {', '.join(EXPERIMENTS)}")
+    sizes = [{"T": batch * scale.sequence, "H": scale.hidden, "K": 4 * scale.hidden} for batch in BATCHES]
+    if experiment == "pipeline-parallel":
+        sizes = [{name: size for name, size in each.items() if name != "K"} for each in sizes]
+    found = []
+    for batch, each in zip(BATCHES, sizes, strict=True):
+        told = tuple(word for name, size in each.items() for word in ("--size", f"{name}={size}"))
+        found += [Run(experiment, schedule, f"B={batch}", told) for schedule in schedules(experiment)]
+    return found
+
+
+EXPERIMENTS = ("data-parallel", "model-parallel", "pipeline-parallel")
+
+
+def processes(experiment: str) -> int:
+    """NPROC, by default 2. Raises UsageError for something else than a number that the experiment can use."""
+    text = os.environ.get("NPROC", "2")
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UsageError(f"NPROC is {text!r}: expected a number of processes, such as 2")
+    if experiment == "pipeline-parallel" and int(text) % 2:
+        raise UsageError(f"NPROC is {text}: expected an even number, for two groups of processes")
+    return int(text)
+
+
+def mpirun() -> list[str]:
+    """mpirun with the words of MPI_ARGS. Raises UsageError where there is none, or the words are not those of a
+    shell."""
+    path = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if path is None:
+        raise UsageError("there is no mpirun: pip install 'omnireduce[mpi]'")
+    try:
+        words = shlex.split(os.environ.get("MPI_ARGS", ""))
+    except ValueError as error:
+        raise UsageError(f"MPI_ARGS is {os.environ['MPI_ARGS']!r}: {error}") from None
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return [path, *(words if "Open MPI" in version or "OpenRTE" in version else in_words_of_mpich(words))]
+
+
+def in_words_of_mpich(words: Sequence[str]) -> list[str]:
+    """Open MPI's `-x NAME=VALUE` and `-x NAME` as MPICH says it. Raises UsageError for an `-x` without a name."""
+    found, rest = list[str](), iter(words)
+    for word in rest:
+        if word != "-x":
+            found.append(word)
+            continue
+        name, has_value, value = next(rest, "").partition("=")
+        if not name:
+            raise UsageError("MPI_ARGS ends with -x: expected -x NAME=VALUE")
+        found += ["-genv", name, value] if has_value else ["-genvlist", name]
+    return found
+
+
+def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds: int) -> list[Row]:
+    """Run an experiment, and write its CSV to `results`. The schedules take turns, `rounds` times. Raises UsageError
+    where the environment says what cannot be, or a program fails."""
+    wanted, ranks = runs_of(experiment, scale), processes(experiment)
+    make_folder(results)
+    start = [*mpirun(), "-n", str(ranks), sys.executable]
+    found: dict[tuple[Run, int, str], list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="omnireduce-experiment-") as folder:
+        for run in wanted:
+            file = _file(run, folder)
+            schedules(run.program)[run.schedule].codegen(file, schedule=run.schedule)
+        for _ in range(rounds):
+            for run in wanted:
+                said = _output([*start, str(_file(run, folder)), str(epochs), *run.words], run)
+                for elements, stage, ms in parsed(said):
+                    found.setdefault((run, elements, stage), []).append(ms)
+    rows = [
+        Row(run.program, run.schedule, run.case, ranks, elements, epochs, rounds, stage, float(np.median(ms)))
+        for (run, elements, stage), ms in found.items()
+    ]
+    write_rows(rows, results / f"{experiment}.csv")
+    return rows
+
+
+def _file(run: Run, folder: str) -> Path:
+    return Path(folder) / f"{run.program}-{run.schedule}.py"
+
+
+def _output(command: Sequence[str], run: Run) -> str:
+    """What a program prints. Raises UsageError with its last words where it fails."""
+    environ = {**dict.fromkeys(THREADS, "1"), **os.environ}  # ranks share the processors
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["nothing"]
+        raise UsageError(f"{run.program}, {run.schedule}: ended with status {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+def parsed(text: str) -> Iterator[tuple[int, str, float]]:
+    """Of each line of a program the elements, and each stage with its milliseconds."""
+    for line in text.splitlines():
+        match = LINE.fullmatch(line.strip())
+        if match:
+            for each in match[3].split(", "):
+                stage, _, ms = each.partition(": ")
+                yield int(match[1]), stage, float(ms)
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """Write a CSV, all or nothing."""
+    lines = [Row._fields, *([*row[:-1], f"{row.ms:.4f}"] for row in rows)]
+    write_file("".join(",".join(map(str, line)) + "\n" for line in lines).encode(), path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV. Raises UsageError where there is none, or it is another one."""
+    try:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        return [
+            Row(
+                program=line["program"],
+                schedule=line["schedule"],
+                case=line["case"],
+                ranks=int(line["ranks"]),
+                elements=int(line["elements"]),
+                epochs=int(line["epochs"]),
+                rounds=int(line["rounds"]),
+                stage=line["stage"],
+                ms=float(line["ms"]),
+            )
+            for line in lines
+        ]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except (KeyError, ValueError, TypeError) as error:
+        raise UsageError(f"{path}: is no table of an experiment: {error}") from None

@@ -1,0 +1,252 @@
+"""The whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from omnireduce.errors import UsageError
+from omnireduce.files.output import check_writable, write_file
+from omnireduce.programs.expressions import FLOATS, Float32, Float64, Tensor, Type, Variable
+from omnireduce.programs.generated.declared import Declared
+from omnireduce.programs.generated.oracle import Oracle
+from omnireduce.programs.generated.parts import Parts, Target
+from omnireduce.programs.generated.statements import MARGIN, Names, broken, is_half, quoted
+from omnireduce.programs.lowering import lowered
+from omnireduce.programs.on_shards import runs_on_shards
+from omnireduce.programs.operations import Update
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.placement import sizes_in
+from omnireduce.programs.pointwise import Dropout
+
+TARGETS = {"omnireduce": Target("omnireduce", True), "mpi4py": Target("mpi4py", False)}
+RATE = 0.01  # of variables of a float type, unless it is said
+
+
+def codegen(
+    pipeline: Pipeline,
+    path: str | Path,
+    *,
+    target: str = "omnireduce",
+    schedule: str = "",
+    numbers: Mapping[str, float] | None = None,
+    on_shards: bool = True,
+) -> None:
+    """Write `pipeline` to `path` as a Python file that runs by itself: `mpirun -n 2 python FILE [EPOCHS]`.
+
+    `target`: "omnireduce" uses this library, and numba for passes over memory; "mpi4py" only that and NumPy.
+    `schedule`: what the file says of how the program is done. `numbers`: what Variables are, by name; others are the
+    number of the step if they are integers, and 0.01 if they are not. `on_shards`: a fused AllReduce runs on the
+    shards, where the target is "omnireduce" and shards can run it; else by its definition.
+
+    The file compares what it does with what the program means, and prints a line with times in ms for each size.
+    Raises UsageError for another target, an unknown number, element types that MPI has not, and where the file cannot
+    be written.
+    """
+    check_writable(path)
+    write_file(source(pipeline, str(path), target, schedule, numbers or {}, on_shards).encode(), path)
+
+
+def source(
+    pipeline: Pipeline, path: str, target: str, schedule: str, numbers: Mapping[str, float], on_shards: bool
+) -> str:
+    """The text of the file."""
+    if target not in TARGETS:
+        raise UsageError(f"target {target!r}: expected {' or '.join(TARGETS)}")
+    known = [each.name for each in pipeline.inputs if isinstance(each, Variable)]
+    if unknown := sorted(numbers.keys() - set(known)):
+        raise UsageError(f"numbers: {pipeline.name} has no Variable {', '.join(unknown)}; it has {', '.join(known)}")
+    return _File(pipeline, Path(path).name, TARGETS[target], schedule, numbers, on_shards).text()
+
+
+class _File:
+    """All parts of a file, and what they need of it."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        file: str,
+        target: Target,
+        schedule: str,
+        numbers: Mapping[str, float],
+        on_shards: bool,
+    ) -> None:
+        self._pipeline, self._file, self._target, self._schedule = pipeline, file, target, schedule
+        self._names = Names(pipeline.names)
+        self._sizes = sizes_in(pipeline.nodes)
+        self._given = numbers
+        self._shards = on_shards and target.name == "omnireduce" and runs_on_shards(pipeline)
+        self._parts = Parts(pipeline, self._names, target)
+        self._oracle = Oracle(pipeline, self._names)
+        self._declared = Declared(pipeline, self._names)
+
+    def text(self) -> str:
+        environment = Environment(
+            loader=FunctionLoader(_template), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        functions, expected = self._functions(), self._expected()
+        tables, numbers = self._tables(), self._numbers()
+        used = self._used()
+        is_mpi = self._target.name == "mpi4py"
+        words: dict[str, Any] = {
+            "mpi": is_mpi, "groups": self._pipeline.groups, "used": used, "named": "" if is_mpi else ", name",
+            "sum": "MPI.SUM" if is_mpi else '"sum"',
+        }  # fmt: skip
+        job = environment.get_template("job.jinja").render(words)
+        dtypes = self._names.dtypes | ({"float64"} if "squares" in used else set())
+        numpy_types = sorted(dtypes - {"bfloat16"}, key=lambda each: (each.rstrip("0123456789_"), len(each), each))
+        words |= {
+            "title": self._title(), "summary": self._summary(), "file": self._file.replace("\\", "").replace('"', ""),
+            "bfloat16": "bfloat16" in dtypes, "has_numba": any("@njit" in each for each in functions),
+            "numpy_types": numpy_types, "numpy_import": _imported("numpy", numpy_types),
+            "language_import": _imported("omnireduce.programs", sorted(self._declared.words)) if self._shards else "",
+            "program": quoted(self._pipeline.name), "least_ranks": self._pipeline.least_ranks,
+            "tables": tables, "numbers": numbers, "functions": functions, "expected": expected,
+            "job": job, "shards": self._shards, "reduced": self._reduced(),
+            "found": self._found(), "bits": self._bits(),
+        }  # fmt: skip
+        return environment.get_template("file.jinja").render(words).rstrip() + "\n"
+
+    def _title(self) -> str:
+        name = _plain(self._pipeline.name)
+        return f"{name}, {_plain(self._schedule)}." if self._schedule else f"{name}."
+
+    def _summary(self) -> str:
+        where = "on the shards" if self._shards else ("with numba" if self._target.has_numba else "with NumPy")
+        return f"Written by omnireduce.programs. It communicates by {self._target.name} and computes {where}."
+
+    def _inputs(self) -> list[str]:
+        """What a step is given: the inputs, and all sizes."""
+        inputs = [each for each in self._pipeline.inputs if each not in self._sizes]
+        return [self._names[each] for each in [*inputs, *self._sizes]]
+
+    def _functions(self) -> list[str]:
+        if self._shards:
+            return ["\n".join(self._declared.function())]
+        head = broken(f"def run_step({', '.join(['job', *self._inputs()])}):", 0)
+        body = [*head, f'{MARGIN}"""One step on this rank. What is updated is written in place, in the end."""']
+        body += [*self._parts.body(), *self._outputs()]
+        return [*self._parts.functions, "\n".join(body)]
+
+    def _outputs(self) -> list[str]:
+        pairs = [
+            (name, each.type.group, self._names[each.tensor if isinstance(each, Update) else each])
+            for name, each in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
+        ]
+        if self._pipeline.groups == 1:
+            return broken("return {" + ", ".join(f'"{name}": {value}' for name, _, value in pairs) + "}", 1)
+        lines = [f"{MARGIN}outputs = {{}}"]
+        for name, group, value in pairs:
+            if group is not None:
+                lines.append(f"{MARGIN}if job.group == {group}:")
+            lines.append(f'{MARGIN * (1 + (group is not None))}outputs["{name}"] = {value}')
+        return [*lines, f"{MARGIN}return outputs"]
+
+    def _expected(self) -> str:
+        body = self._oracle.body()
+        pairs = zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
+        found = ", ".join(f'"{name}": {self._names[each]}' for name, each in pairs)
+        head = broken(f"def expected({', '.join(['ranks', *self._inputs()])}):", 0)
+        what = f'{MARGIN}"""One step of all ranks. What is updated is written in place, in the end."""'
+        return "\n".join([*head, what, *body, *broken(f"return {{{found}}}", 1)])
+
+    def _used(self) -> set[str]:
+        used = set(self._oracle.used) | (set() if self._shards else self._parts.used)
+        if any(isinstance(each, Dropout) for each in self._pipeline.nodes):
+            used.add("dropout")
+        is_mpi = self._target.name == "mpi4py"
+        if "norm" in used:
+            used.add("all_reduce")
+        if used & {"norm", "norm function"}:
+            used.add("squares")
+        if used & ({"all_gather", "shape"} | ({"reduce_scatter"} if is_mpi else set())):
+            used.add("shapes_of_parts")
+        if is_mpi and used & {"all_gather", "reduce_scatter", "dropout"}:
+            used.add("math")
+        self._check_types(is_mpi)
+        return used
+
+    def _check_types(self, is_mpi: bool) -> None:
+        """Raises UsageError for what MPI has no type for."""
+        for each in self._pipeline.nodes if is_mpi else []:
+            if is_half(each.type.dtype):
+                raise UsageError(
+                    f"{self._pipeline.name} has values of {each.type.dtype}, for which MPI has no type: expected "
+                    'target="omnireduce", or a Cast'
+                )
+
+    def _tables(self) -> str:
+        tensors = [each for each in self._pipeline.inputs if isinstance(each, Tensor)]
+        outputs = zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
+        sizes = [f'"{self._names[each]}"' for each in self._sizes]
+        labels = ["FusedAllReduce"] if self._shards else list(dict.fromkeys(self._parts.labels()))
+        dimensions = max([1, *(sum(isinstance(x, Variable) for x in each.type.shape) for each in tensors)])
+        lines = ["# The tensors that are given, and what comes; the sizes of dimensions; what is timed"]
+        lines += self._table("TENSORS", {self._names[each]: each.type for each in tensors})
+        lines += self._table("OUTPUTS", {name: each.type for name, each in outputs})
+        lines += broken(f"SIZES = [{', '.join(sizes)}]", 0)
+        lines += broken(f"LABELS = [{', '.join(quoted(each) for each in labels)}]", 0)
+        return "\n".join([*lines, f"DIMENSIONS = {dimensions}  # of the tensor that has most"])
+
+    def _table(self, name: str, kinds: Mapping[str, Type]) -> list[str]:
+        lines = [f"{name} = {{"]
+        if not kinds:
+            return [f"{name} = {{}}"]
+        for each, kind in kinds.items():
+            names = ", ".join(str(x) if isinstance(x, int) else f'"{self._names[x]}"' for x in kind.shape)
+            shape = f"({names},)" if len(kind.shape) == 1 else f"({names})"
+            group = kind.group if kind.group is not None or self._pipeline.groups > 1 else 0
+            made = f'Kind({self._names.dtype(kind.dtype)}, {shape}, "{kind.layout.value}", {group})'
+            lines.append(f'{MARGIN}"{each}": {made},')
+        return [*lines, "}"]
+
+    def _numbers(self) -> str:
+        found = []
+        for each in self._pipeline.inputs:
+            if isinstance(each, Variable) and each not in self._sizes:
+                dtype = self._names.dtype(each.type.dtype)
+                number = self._given.get(each.name)
+                default = str(RATE) if each.type.dtype in FLOATS else "step"
+                found.append(f'"{self._names[each]}": {dtype}({default if number is None else repr(number)})')
+        return "\n".join(broken(f"return {{{', '.join(found)}}}", 1))
+
+    # on the shards
+
+    def _reduced(self) -> str:
+        return self._names[lowered(self._pipeline).reduced] if self._shards else ""
+
+    def _found(self) -> str:
+        found = []
+        for name, each in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
+            is_kept = isinstance(each, Update) and each.type.layout.is_sliced
+            value = f'shards.tensor("{self._names[each.operands[0]]}")' if is_kept else f'found["{self._names[each]}"]'
+            found.append(f'"{name}": {value}')
+        lines = broken(f"return {{{', '.join(found)}}}", 2)
+        return "\n".join(lines).strip().removeprefix("return ")
+
+    def _bits(self) -> int:
+        """How many bits of a result are certain."""
+        dtypes = {each.type.dtype for each in self._pipeline.nodes if each.type.dtype in FLOATS}
+        if any(is_half(each) for each in dtypes):
+            return 6
+        return 18 if Float32 in dtypes or Float64 not in dtypes else 40
+
+
+def _template(name: str) -> str:
+    return files("omnireduce.programs.generated").joinpath(name).read_text()
+
+
+def _imported(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= 88:
+        return line
+    return "\n".join([f"from {module} import (", *(f"{MARGIN}{each}," for each in names), ")"])
+
+
+def _plain(text: str) -> str:
+    """A text as it may stand in a docstring."""
+    return text.replace("\\", "/").replace('"', "'")

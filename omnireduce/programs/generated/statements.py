@@ -1,0 +1,304 @@
+"""Expressions as Python: what stands to the right of an `=`, and statements that are short enough to be read."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expression, Float32, Input, Type
+from omnireduce.programs.layouts import Layout
+from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
+from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout, Ite, Sqrt
+
+WIDTH = 88  # characters of a line: the width of formatters that nobody has told another one
+MARGIN = "    "
+WHOLE = 9  # the precedence of a name or a call
+CHOICE, SUM = 0, 1  # the precedences of `a if b else c`, and of what may be an operand of it
+TAKEN = {  # what a file calls where names of a program stand, beside what Python has
+    *("MPI", "chunks", "combined", "dropout", "i", "job", "norm", "np", "outputs", "part", "pieces", "pipeline"),
+    *("program", "rank", "ranks", "reduce", "run_step"),
+    *dir(builtins),
+}
+LANGUAGE = frozenset(
+    {
+        *("AllGather", "AllReduce", "Cast", "Dropout", "Ite", "Local", "Norm", "Pipeline", "ReduceScatter"),
+        *("ReduceTensor", "Replicated", "Sliced", "Sqrt", "Summation", "Tensor", "Update", "Variable"),
+        *("Float32", "Float64", "Int32", "Int64"),
+    }
+)
+
+
+class Names:
+    """What the values of a program are called in a file: as in the program, but for words that Python or the file
+    needs. `dtypes`: the element types that the file names."""
+
+    def __init__(self, names: Mapping[Expression, str]) -> None:
+        self.dtypes: set[str] = set()
+        self._taken = {*TAKEN, *LANGUAGE}
+        self._names = {node: self.new(name) for node, name in names.items()}
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._names
+
+    def __getitem__(self, node: Expression) -> str:
+        return self._names[node]
+
+    def new(self, name: str) -> str:
+        """A name that nothing else has."""
+        while self.is_taken(name):
+            name = f"{name}_"
+        self._taken.add(name)
+        return name
+
+    def is_taken(self, name: str) -> bool:
+        """Whether something has this name."""
+        return name in self._taken or keyword.iskeyword(name) or name in self.dtype_words
+
+    @property
+    def dtype_words(self) -> frozenset[str]:
+        """The names of element types."""
+        return frozenset({"bfloat16", "bool_", *(f"{kind}{bits}" for kind in _KINDS for bits in (8, 16, 32, 64))})
+
+    def dtype(self, dtype: DType) -> str:
+        """An element type."""
+        word = "bool_" if dtype == Bool else dtype.name
+        self.dtypes.add(word)
+        return word
+
+
+_KINDS = ("float", "int", "uint")
+
+
+class Text(NamedTuple):
+    """Python, and how tightly it holds together."""
+
+    text: str
+    precedence: int = WHOLE
+
+    def within(self, least: int) -> str:
+        """It as an operand."""
+        return self.text if self.precedence >= least else f"({self.text})"
+
+
+class Statements:
+    """Writes expressions. Those that have a name are called by it.
+
+    A subclass says where the elements of an operand are: `operand`, and `place` for what draws random numbers.
+    """
+
+    names: Names
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self._short: dict[Expression, str] = {}
+        self._given: set[str] = set()
+
+    def operand(self, user: Expression, node: Expression) -> Text:
+        """An operand of `user`."""
+        return self.value(node)
+
+    def place(self, node: Dropout) -> str:
+        """Which elements of the whole tensor are here."""
+        raise NotImplementedError
+
+    def value(self, node: Expression) -> Text:
+        """A value: its name, or what it is made of."""
+        if isinstance(node, Constant):
+            return Text(self._constant(node))
+        if node in self._short:
+            return Text(self._short[node])
+        return Text(self.names[node]) if node in self.names else self.made(node)
+
+    def made(self, node: Expression) -> Text:
+        """What a value is made of."""
+        if isinstance(node, Arithmetic):
+            return self._arithmetic(node)
+        operands = [self.operand(node, each) for each in node.operands]
+        if isinstance(node, Sqrt):
+            return Text(f"np.sqrt({operands[0].text})")
+        if isinstance(node, Cast):
+            return self._cast(node, operands[0])
+        if isinstance(node, Ite):
+            return self.choice(node, operands)
+        if isinstance(node, Dropout):
+            x, step = (each.text for each in operands)
+            return Text(f"dropout({x}, {self.place(node)}, {node.p}, seed={node.seed}, step={step})")
+        if isinstance(node, MatMul):
+            return self._product(node, *operands)
+        raise AssertionError(node)
+
+    def choice(self, node: Ite, operands: list[Text]) -> Text:
+        """One of two, by a condition."""
+        condition, one, other = operands
+        if node.type.shape:
+            return Text(f"np.where({condition.text}, {one.text}, {other.text})")
+        return Text(f"{one.within(SUM)} if {condition.within(SUM)} else {other.within(SUM)}", CHOICE)
+
+    def _constant(self, node: Constant) -> str:
+        number = node.array.item()
+        if node.type.dtype == Bool:
+            return repr(bool(number))
+        written = node.text(())
+        if isinstance(number, float) and not math.isfinite(number):
+            written = "np.nan" if math.isnan(number) else f"{'-' if number < 0 else ''}np.inf"
+        return f"{self.names.dtype(node.type.dtype)}({written})"
+
+    def _arithmetic(self, node: Arithmetic) -> Text:
+        operands = [self.operand(node, each) for each in node.operands]
+        if node.symbol == "**":
+            return Text(f"np.power({operands[0].text}, {operands[1].text})")
+        one, other = (each.within(node.precedence + at) for at, each in enumerate(operands))
+        return Text(f"{one} {node.symbol} {other}", node.precedence)
+
+    def _cast(self, node: Cast, x: Text) -> Text:
+        dtype = self.names.dtype(node.dtype)
+        return Text(f"{x.within(WHOLE)}.astype({dtype})" if node.type.shape else f"{dtype}({x.text})")
+
+    def _product(self, node: MatMul, left: Text, right: Text) -> Text:
+        if not is_half(node.type.dtype):
+            return Text(f"{left.within(WHOLE)} @ {right.within(WHOLE)}", 3)
+        wide, dtype = self.names.dtype(Float32), self.names.dtype(node.type.dtype)
+        factors = " @ ".join(f"{each.within(WHOLE)}.astype({wide})" for each in (left, right))
+        return Text(f"({factors}).astype({dtype})")
+
+    def partial(self, node: WholeReduction, x: Text) -> str:
+        """What a part gives of a reduction of a whole tensor, as a number."""
+        assert isinstance(node, ReduceTensor)
+        kind, op = self.names.dtype(node.partial_dtype), node.reduction.op
+        empty = "0" if op == "sum" else "1"
+        if op in ("max", "min"):
+            limit = f"np.iinfo({kind}).{'min' if op == 'max' else 'max'}"
+            empty = f"{'-' * (op == 'max')}np.inf" if node.partial_dtype in FLOATS else limit
+        return f"combined({x.text}, {ufunc(node.reduction)}, {kind}, {empty})"
+
+    def reduced(self, node: WholeReduction, x: Text) -> Text:
+        """A reduction of a tensor that is whole here."""
+        dtype = self.names.dtype(node.type.dtype)
+        return Text(f"{dtype}({f'norm({x.text})' if isinstance(node, Norm) else self.partial(node, x)})")
+
+    def assigned(self, name: str, node: Expression, depth: int = 1) -> list[str]:
+        """`name = ...`, with parts of a long expression before it, under names of their own."""
+        lines: list[str] = []
+        while len(line := f"{MARGIN * depth}{name} = {self.made(node).text}") > WIDTH:
+            inner = self._longest(node, depth, name)
+            if inner is None:
+                return [*lines, *broken(line.strip(), depth)]
+            short = self._fresh(f"{name}_part")
+            lines.append(f"{MARGIN * depth}{short} = {self.made(inner).text}")
+            self._short[inner] = short
+        return [*lines, line]
+
+    def _fresh(self, name: str) -> str:
+        """A name for a part of an expression."""
+        found, count = name, 1
+        while found in self._given or self.names.is_taken(found):
+            count += 1
+            found = f"{name}{count}"
+        self._given.add(found)
+        return found
+
+    def _longest(self, node: Expression, depth: int, name: str) -> Expression | None:
+        """The longest thing without a name of which `node` is made and that fits into a line."""
+        room = WIDTH - len(MARGIN) * depth - len(f"{name}_part9 = ")
+        texts = {each: len(self.made(each).text) for each in self._unnamed(node)}
+        fitting = [each for each, length in texts.items() if len(name) + 8 < length <= room]
+        return max(fitting, key=texts.__getitem__, default=None)
+
+    def _unnamed(self, node: Expression) -> Iterator[Expression]:
+        for each in node.operands:
+            if each not in self.names and each not in self._short and not isinstance(each, Constant | Input):
+                yield each
+                yield from self._unnamed(each)
+
+
+def broken(line: str, depth: int) -> list[str]:
+    """A line with its last call or brackets broken up, one part on each line, if it is too long."""
+    margin = MARGIN * depth
+    if len(margin) + len(line) <= WIDTH:
+        return [f"{margin}{line}"]
+    start, stop = _last_brackets(line)
+    inner = line[start + 1 : stop].rstrip(",")
+    parts = [f"{part}," for part in _split(inner)] if inner else []
+    if not parts:
+        return [f"{margin}{line}"]
+    lines = [each for part in parts for each in _broken_part(part, depth + 1)]
+    return [f"{margin}{line[: start + 1]}", *lines, f"{margin}{line[stop:]}"]
+
+
+def _broken_part(part: str, depth: int) -> list[str]:
+    is_call = part.endswith("),") and len(MARGIN) * depth + len(part) > WIDTH
+    return broken(part, depth) if is_call else [f"{MARGIN * depth}{part}"]
+
+
+def _last_brackets(line: str) -> tuple[int, int]:
+    """Where the outermost brackets that end last begin and end."""
+    stop = max(line.rfind(")"), line.rfind("]"), line.rfind("}"))
+    depth = 0
+    for at in range(stop, -1, -1):
+        depth += (line[at] in ")]}") - (line[at] in "([{")
+        if depth == 0:
+            return at, stop
+    raise AssertionError(line)
+
+
+def _split(inner: str) -> list[str]:
+    """The parts between commas that no brackets enclose."""
+    found, depth, start = [], 0, 0
+    for at, letter in enumerate(inner):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append(inner[start:at].strip())
+            start = at + 1
+    return [*found, inner[start:].strip()]
+
+
+def is_half(dtype: DType) -> bool:
+    """Whether sums of this type are kept in float32."""
+    return dtype in FLOATS and dtype.itemsize == 2
+
+
+def ufunc(reduction: Reduction) -> str:
+    """What combines two arrays."""
+    return f"np.{reduction.ufunc.__name__}"
+
+
+def shape_text(shape: Iterable[object], names: Names) -> str:
+    """The sizes of dimensions, as a tuple."""
+    return tuple_text(str(each) if isinstance(each, int) else names[_as_node(each)] for each in shape)
+
+
+def _as_node(each: object) -> Expression:
+    assert isinstance(each, Expression)
+    return each
+
+
+def tuple_text(parts: Iterable[str]) -> str:
+    """A tuple."""
+    found = list(parts)
+    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+
+
+def axis_of(kind: Type) -> int | None:
+    """Along which dimension a value is cut."""
+    return None if not kind.layout.is_sliced else kind.layout.axis(len(kind.shape))
+
+
+def is_cut_for(operand: Type, result: Type) -> int | None:
+    """Along which of its dimensions a Replicated operand of a result that is cut has to be cut, too; None where all of
+    it is needed. It is the rule of `placement.Seat.fitting`, which looks at sizes."""
+    if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced or not operand.shape:
+        return None
+    if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
+        return None
+    axis = result.layout.axis(len(operand.shape))
+    return axis if operand.shape[axis] == result.shape[result.layout.axis(len(result.shape))] else None
+
+
+def quoted(text: str) -> str:
+    """A text as a literal."""
+    mark = "'" if text.count('"') > text.count("'") else '"'  # as a formatter has it
+    escaped = text.replace("\\", "\\\\").replace(mark, f"\\{mark}")
+    return f"{mark}{escaped}{mark}"

@@ -1,0 +1,93 @@
+"""One candidate on this rank: its values, and how long a run takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from omnireduce.errors import UsageError
+from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Variable
+from omnireduce.programs.layouts import Layout
+from omnireduce.programs.lowering import lowered
+from omnireduce.programs.on_shards import OnShards
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.placement import Seat, sizes_in
+from omnireduce.programs.tuning.candidates import Candidate
+from omnireduce.runtime.member.communicator import Communicator
+
+Sizes = Mapping[str, int]
+ValuesMaker = Callable[[Pipeline, Communicator, Sizes], Mapping[str, Any]]
+"""Makes what `Pipeline.run` is given on this rank."""
+
+
+def sizes_of(pipeline: Pipeline, asked: int | Sizes) -> Sizes:
+    """The sizes of dimensions: as given, or so that the largest tensor has about so many elements."""
+    if not isinstance(asked, int):
+        names = {each.name for each in sizes_in(pipeline.nodes)}
+        if set(asked) != names:
+            raise UsageError(f"sizes {dict(asked)}: expected those of {', '.join(sorted(names))}")
+        return dict(asked)
+    tensors = [each for each in pipeline.inputs if isinstance(each, Tensor)]
+    most = max((sum(isinstance(x, Variable) for x in each.type.shape) for each in tensors), default=1)
+    side = max(1, round(asked ** (1 / max(1, most))))
+    return {each.name: side for each in sizes_in(pipeline.nodes)}
+
+
+def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[str, Any]:
+    """Small whole numbers in all tensors of this rank's group, of Local ones others on each rank; a rate of 0.01, and
+    the first step."""
+    ranks = comm.size // pipeline.groups
+    group, rank = divmod(comm.rank, ranks)
+    variables = {each: sizes[each.name] for each in sizes_in(pipeline.nodes)}
+    seat = Seat(rank, ranks, variables)
+    found: dict[str, Any] = {each.name: sizes[each.name] for each in _sizes_of_group(pipeline, group)}
+    for each in pipeline.inputs:
+        if isinstance(each, Tensor) and each.type.group == group:
+            is_local = each.type.layout is Layout.LOCAL
+            rng = np.random.default_rng([*each.name.encode(), rank if is_local else 0])
+            drawn = rng.integers(-4 if is_local else 0, 5, seat.own_shape(each.type), np.int8)
+            found[each.name] = drawn.astype(each.type.dtype)
+        elif isinstance(each, Variable) and each not in variables:
+            dtype = each.type.dtype
+            found[each.name] = True if dtype == Bool else 0.01 if dtype in FLOATS else 1
+    return found
+
+
+def _sizes_of_group(pipeline: Pipeline, group: int) -> list[Variable]:
+    nodes: list[Expression] = [each for each in pipeline.nodes if each.type.group in (None, group)]
+    return sizes_in(nodes)
+
+
+class Trial:
+    """A candidate with its values. All ranks make it, and call it alike. `number`: its own, of those that are open."""
+
+    def __init__(self, candidate: Candidate, comm: Communicator, number: int, values: Mapping[str, Any]) -> None:
+        self._pipeline, self._comm, self._values = candidate.pipeline.changed({}), comm, dict(values)
+        self._pipeline.name = f"autotune-{number}"  # of the shards' groups, and of collectives
+        self._shards: OnShards | None = None
+        if candidate.on_shards:
+            reduced = lowered(candidate.pipeline).reduced
+            each_run = {
+                each.name for each in candidate.pipeline.inputs if each is reduced or isinstance(each, Variable)
+            }
+            kept = {name: value for name, value in self._values.items() if name not in each_run}
+            self._values = {name: value for name, value in self._values.items() if name in each_run}
+            self._shards = self._pipeline.on_shards(comm, kept)
+
+    def run(self) -> float:
+        """Milliseconds of one run on this rank, which begins when all are there."""
+        self._comm.barrier(name="autotune: run")
+        began = time.perf_counter()
+        if self._shards is None:
+            self._pipeline.run(self._comm, self._values)
+        else:
+            self._shards.run(self._values)
+        return 1e3 * (time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Give back what shards keep."""
+        if self._shards is not None:
+            self._shards.close()

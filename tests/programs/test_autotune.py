@@ -1,0 +1,202 @@
+"""Autotuning over real ranks: all ways are tried, all ranks choose alike, and what was found is remembered."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_cluster import Daemon, configured, run_job
+
+from omnireduce import Communicator, UsageError
+from omnireduce.programs import (
+    AllReduce,
+    Float32,
+    Int32,
+    Local,
+    MatMul,
+    Pipeline,
+    Replicated,
+    Sliced,
+    Sliced_2,
+    Summation,
+    Tensor,
+    Update,
+    Variable,
+    autotune,
+)
+from omnireduce.programs.ready import schedules
+from omnireduce.programs.tuning.autotune import Choice, Tuned
+from omnireduce.programs.tuning.candidates import candidates, derived
+from omnireduce.programs.tuning.memory import folder
+
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "omnireduce" / "programs"
+
+
+def tuned(daemon: Daemon, program: Any, ranks: int = RANKS, **options: Any) -> list[Tuned]:
+    options = {"sizes": [1000], "turns": 2, **options}
+    return run_job(configured(daemon.addresses), ranks, lambda comm: autotune(program, comm, **options))
+
+
+def plain(choice: Choice) -> tuple[Any, ...]:
+    return choice.sizes, choice.schedule, choice.chunks, choice.on_shards, choice.ms
+
+
+def test_every_way_is_tried_and_all_ranks_choose_alike(daemon: Daemon) -> None:
+    found = tuned(daemon, "adam", sizes=[1000, {"N": 70}], cache=False)
+    for each in found[0].choices:
+        assert set(each.ms) == {"ar-c", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"}
+        best = min(each.ms, key=each.ms.__getitem__)
+        assert best == each.schedule + ", on shards" * each.on_shards
+        assert str(each.pipeline) == str(schedules("adam")[each.schedule])
+        assert all(ms > 0 for ms in each.ms.values())
+    assert [each.sizes for each in found[0].choices] == [{"N": 1000}, {"N": 70}]
+    for other in found[1:]:
+        assert [plain(each) for each in other.choices] == [plain(each) for each in found[0].choices]
+    assert not folder().exists()
+
+
+def test_chunks_are_tried_and_groups_of_ranks(daemon: Daemon) -> None:
+    [choice] = tuned(daemon, "model-parallel", chunks=(2, 3))[0].choices
+    overlapped = "ol-mm-fuse-rs-c-ag"
+    assert set(choice.ms) == {"mm-ar-c", "mm-rs-c-ag", f"{overlapped}, 2 chunks", f"{overlapped}, 3 chunks"}
+    [choice] = tuned(daemon, "pipeline-parallel")[0].choices
+    assert set(choice.ms) == {"ar-p2p-c", "rs-p2p-c-ag"}
+
+
+def test_what_was_found_is_remembered(daemon: Daemon, cache: Path) -> None:
+    first = tuned(daemon, "sgd")
+    assert not any(each.is_recalled for each in first)
+    [file] = cache.iterdir()
+    again = tuned(daemon, "sgd")
+    assert all(each.is_recalled for each in again)
+    assert [plain(each) for each in again[1].choices] == [plain(each) for each in first[0].choices]
+    assert not tuned(daemon, "sgd", ranks=3)[0].is_recalled
+    assert not tuned(daemon, "sgd", sizes=[999])[0].is_recalled
+    assert not tuned(daemon, "sgd", on_shards=False)[0].is_recalled
+    assert len(list(cache.iterdir())) == 4
+    assert file.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"ms": 1}', b"\xff\xfe", b"null"])
+def test_a_cache_that_is_broken_costs_a_warning(
+    daemon: Daemon, cache: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned(daemon, "sgd")
+    [file] = cache.iterdir()
+    file.write_bytes(content)
+    with caplog.at_level(logging.WARNING, "omnireduce"):
+        assert not tuned(daemon, "sgd")[0].is_recalled
+    assert f"{file}: not used: " in caplog.text
+    assert tuned(daemon, "sgd")[0].is_recalled  # it has been written anew
+
+
+def test_an_answer_to_another_question_is_not_used(
+    daemon: Daemon, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned(daemon, "sgd")
+    [file] = cache.iterdir()
+    answer = json.loads(file.read_text())
+    for change in ({"ms": [[1.0]]}, {"ms": [[None] * 4]}, {"question": answer["question"] | {"version": "9"}}):
+        file.write_text(json.dumps(answer | change))
+        with caplog.at_level(logging.WARNING, "omnireduce"):
+            assert not tuned(daemon, "sgd")[0].is_recalled
+        assert "it answers another question" in caplog.text
+        caplog.clear()
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "omnireduce").write_text("a file")
+    with caplog.at_level(logging.WARNING, "omnireduce"):
+        assert len(tuned(daemon, "sgd")[0].choices) == 1
+    assert "what was measured is not kept" in caplog.text
+
+
+def test_a_folder_that_is_not_absolute_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So says the specification of XDG_CACHE_HOME."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert folder() == Path.home() / ".cache" / "omnireduce" / "programs"
+
+
+N = Variable(Int32, "N")
+
+
+def momentum() -> Pipeline:
+    g, w = Tensor(Float32, N, Local, "g"), Tensor(Float32, N, Replicated, "w")
+    m, rate = Tensor(Float32, N, Replicated, "m"), Variable(Float32, "rate")
+    total = AllReduce(Summation, g)
+    m1 = Update(m, 0.5 * m + total)
+    w1 = Update(w, w - rate * m1)
+    return Pipeline("momentum", [g, w, m, rate], [w1, m1])
+
+
+def test_schedules_follow_from_a_pipeline(daemon: Daemon) -> None:
+    """With their results: those of the pipeline as it was written."""
+    pipeline = momentum()
+    found = derived(pipeline)
+    assert list(found) == ["as-written", "rs-c-ag", "fuse-rs-c-ag"]
+    [m] = [each for each in found["fuse-rs-c-ag"].inputs if each.name == "m"]
+    assert m.type.layout is Sliced
+    labels = [each.label for each in candidates(pipeline)]
+    assert labels == ["as-written", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"]
+    values: dict[str, Any] = {"g": [np.full(5, rank, np.float32) for rank in range(2)], "w": np.ones(5, np.float32)}
+    whole, rate = np.ones(5, np.float32), {"rate": 0.5}
+    expected = pipeline.interpret({**values, "m": whole, **rate}, 2)["w1"]
+    for name in ("rs-c-ag", "fuse-rs-c-ag"):
+        cut = found[name].interpret({**values, "m": [whole[:3], whole[3:]], **rate}, 2)["w1"]
+        np.testing.assert_array_equal(cut, expected)
+    assert set(tuned(daemon, pipeline)[0].choices[0].ms) == set(labels)
+
+
+def test_a_product_is_overlapped_where_that_is_legal() -> None:
+    x, y = Tensor(Float32, (N, 4), Sliced_2, "x"), Tensor(Float32, (4, N), Sliced, "y")
+    product = MatMul(x, y)
+    total = AllReduce(Summation, product)
+    found = derived(Pipeline("product", [x, y], [total]))
+    assert list(found) == ["as-written", "ol"]
+
+
+def test_values_of_ones_own(daemon: Daemon) -> None:
+    """They are asked for of every way and size."""
+    asked: list[tuple[str, int]] = []
+
+    def values(pipeline: Pipeline, comm: Communicator, sizes: Mapping[str, int]) -> dict[str, Any]:
+        if comm.rank == 0:
+            asked.append((str(pipeline), sizes["N"]))
+        return {"g": np.ones(sizes["N"], np.float32), "w": np.ones(sizes["N"], np.float32), "lr": 0.5}
+
+    tuned(daemon, {"only": schedules("sgd")["ar-c"]}, sizes=[10, 20], values=values, on_shards=False)
+    assert [size for _, size in asked] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"program": "sdg"}, "program 'sdg': expected one of sgd"),
+        ({"program": {}}, "no schedules: expected one at least"),
+        ({"program": 5}, "got int; expected a program's name, a Pipeline, or several by name"),
+        ({"sizes": []}, "sizes is []: expected a list"),
+        ({"sizes": [0]}, "size 0: expected a number of elements"),
+        ({"sizes": [{"M": 3}]}, "sizes {'M': 3}: expected those of N"),
+        ({"turns": 0}, "turns is 0: expected an int from 1 on"),
+        ({"program": "model-parallel", "chunks": [1]}, "chunks 1: expected ints from 2 to 1024"),
+    ],
+)
+def test_what_cannot_be_tuned(daemon: Daemon, options: dict[str, Any], message: str) -> None:
+    program = options.pop("program", "sgd")
+    with pytest.raises(UsageError) as raised:
+        tuned(daemon, program, ranks=1, **options)
+    assert message in str(raised.value)

@@ -1,0 +1,156 @@
+"""CoCoNet's experiments, small, as users run them: `python -m benchmarks programs`."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_cluster import MPIRUN, ROOT, WAIT_S
+
+from benchmarks.experiments import Row, in_words_of_mpich, parsed, read_rows, write_rows
+from benchmarks.figures import draw, speedups
+from omnireduce import UsageError
+from omnireduce.programs.ready import schedules
+
+needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+
+
+def experiment(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: text for name, text in os.environ.items() if name not in ("NPROC", "MPI_ARGS")}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "programs", *words], cwd=ROOT, env=kept | environ, capture_output=True,
+        text=True, check=False, timeout=WAIT_S, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def made(results: Path, *names: str) -> None:
+    """All figures are there, and say what they show."""
+    for name in names:
+        assert (results / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        assert "</svg>" in (results / f"{name}.svg").read_text()
+
+
+@needs_mpirun
+def test_data_parallel(tmp_path: Path) -> None:
+    """With the words of CoCoNet's tutorial, which are Open MPI's."""
+    results = tmp_path / "results"
+    words = ["--epochs", "1", "--rounds", "1", "--first", "4", "--last", "5"]
+    done = experiment(
+        "data-parallel", str(results), *words, NPROC="2", MPI_ARGS="-x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=10000"
+    )
+    assert done.returncode == 0, done.stderr
+    made(results, "Figure10a", "Figure10b")
+    rows = list(csv.DictReader((results / "data-parallel.csv").read_text().splitlines()))
+    totals = [(row["program"], row["schedule"], row["elements"]) for row in rows if row["stage"] == "Total"]
+    assert totals == [(p, s, n) for p in ("adam", "lamb") for s in schedules("adam") for n in ("16", "32")]
+    stages = {row["stage"] for row in rows if row["program"] == "adam"}
+    assert stages == {"AllReduce", "Compute", "Update", "ReduceScatter", "AllGather", "FusedAllReduce", "Total"}
+    assert {row["ranks"] for row in rows} == {"2"}
+    assert all(float(row["ms"]) >= 0 for row in rows)
+    svg = (results / "Figure10a.svg").read_text()
+    assert "fuse-rs-c-ag, on the shards" in svg
+    before = (results / "Figure10b.pdf").read_bytes()
+    assert experiment("data-parallel", str(results), "--draw-only").returncode == 0
+    assert (results / "Figure10b.pdf").read_bytes() == before  # same rows, same files
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("name", "figure"), [("model-parallel", "Figure11"), ("pipeline-parallel", "Figure12")])
+def test_layers(name: str, figure: str, tmp_path: Path) -> None:
+    words = ["--epochs", "1", "--rounds", "1", "--sequence", "1", "--hidden", "3"]
+    done = experiment(name, str(tmp_path), *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        str(tmp_path / each) for each in (f"{name}.csv", f"{figure}.pdf", f"{figure}.svg")
+    ]
+    made(tmp_path, figure)
+    totals = [row for row in read_rows(tmp_path / f"{name}.csv") if row.stage == "Total"]
+    wanted = [(case, schedule) for case in ("B=8", "B=16") for schedule in schedules(name)]
+    assert [(row.case, row.schedule) for row in totals] == wanted
+    assert {row.elements for row in totals} == {8 * 3, 16 * 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "message"),
+    [
+        (
+            ("data", "RESULTS"),
+            {},
+            "experiment 'data': expected one of data-parallel, model-parallel, pipeline-parallel",
+        ),
+        (("data-parallel", "RESULTS"), {"NPROC": "two"}, "NPROC is 'two': expected a number of processes, such as 2"),
+        (("data-parallel", "RESULTS"), {"NPROC": "0"}, "NPROC is '0': expected a number of processes, such as 2"),
+        (
+            ("pipeline-parallel", "RESULTS"),
+            {"NPROC": "3"},
+            "NPROC is 3: expected an even number, for two groups of processes",
+        ),
+        (("data-parallel", "RESULTS"), {"MPI_ARGS": "'"}, 'MPI_ARGS is "\'": No closing quotation'),
+        (("data-parallel", "RESULTS"), {"MPI_ARGS": "-x"}, "MPI_ARGS ends with -x: expected -x NAME=VALUE"),
+        (("data-parallel", "/proc/results"), {}, "/proc/results: cannot be made a folder: No such file or directory"),
+        (
+            ("data-parallel", "RESULTS", "--first", "9", "--last", "8"),
+            {},
+            "--first 9 --last 8: expected --first <= --last",
+        ),
+        (
+            ("data-parallel", "RESULTS", "--draw-only"),
+            {},
+            "data-parallel.csv: cannot be read: No such file or directory",
+        ),
+    ],
+)
+@needs_mpirun
+def test_what_cannot_be_is_one_line(
+    words: tuple[str, ...], environ: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    done = experiment(*[str(tmp_path) if each == "RESULTS" else each for each in words], **environ)
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+
+
+@needs_mpirun
+def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
+    """Here mpirun starts nothing, because it does not know a word."""
+    done = experiment("model-parallel", str(tmp_path), MPI_ARGS="--no-such-word")
+    assert done.returncode == 1
+    assert "model-parallel, mm-ar-c: ended with status " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_of_open_mpi() -> None:
+    assert in_words_of_mpich(["-x", "A=b=c", "--hosts", "x", "-x", "PATH"]) == [
+        "-genv", "A", "b=c", "--hosts", "x", "-genvlist", "PATH",
+    ]  # fmt: skip
+
+
+def test_lines_of_programs() -> None:
+    text = "something else\n{SZ: 16, Epochs: 3, AllReduce: 0.120, Total: 0.125}\n"
+    assert list(parsed(text)) == [(16, "AllReduce", 0.12), (16, "Total", 0.125)]
+
+
+def row(schedule: str, elements: int, ms: float) -> Row:
+    return Row("adam", schedule, "", 2, elements, 1, 1, "Total", ms)
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = [row("ar-c", 16, 0.5), row("rs-c-ag", 16, 0.25)]
+    write_rows(rows, tmp_path / "x.csv")
+    assert read_rows(tmp_path / "x.csv") == rows
+    assert speedups(rows)["rs-c-ag"] == {("", 16): 2.0}
+    (tmp_path / "x.csv").write_text("program,schedule\nadam,ar-c\n")
+    with pytest.raises(UsageError, match="is no table of an experiment"):
+        read_rows(tmp_path / "x.csv")
+
+
+def test_figures_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "Figure10a.pdf").mkdir()
+    with pytest.raises(UsageError, match=r"Figure10a.pdf: cannot be written: Is a directory"):
+        draw([row("ar-c", 16, 0.5)], tmp_path)
