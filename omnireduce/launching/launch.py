@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
+import msgspec
+
+from omnireduce.config import Config
 from omnireduce.errors import ConfigError
+from omnireduce.interpreters import TREE
 from omnireduce.launching.connection import Connection, goes_by_ssh, words_of_supervisor
 from omnireduce.launching.hosts import Host, place
 from omnireduce.launching.job import Job
@@ -66,3 +73,20 @@ def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> i
         connections = connect(names, asked, stack)
         job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))
         return job.carry_out(lambda: begin(job, asked))
+
+
+def launch_for_result(program: str, np: int, config: Config, given: object, **more: Any) -> tuple[int, bytes]:
+    """Run the text `program` as each of `np` ranks, which get `given` as JSON by standard input. Returns the exit
+    status, and what rank 0 has written to its pipe. `more`: further fields of `Asked`."""
+    jobs = list[Job]()
+
+    def begin(job: Job, asked: Asked) -> None:
+        jobs.append(job)
+        start_ranks(job, asked)
+
+    asked = Asked(
+        words=[sys.executable, "-c", program, TREE], ranks=np, config=config, environ=dict(os.environ),
+        given=msgspec.json.encode(given), prefixed=False, **more,
+    )  # fmt: skip
+    status = launch(asked, begin)
+    return status, b"" if status else bytes(jobs[0].ranks[0].result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ import click
 from omnireduce.cli import Command, config_options
 from omnireduce.config import load_config
 from omnireduce.errors import ConfigError, OmniReduceError
-from omnireduce.interpreters import TREE, program_of
+from omnireduce.interpreters import program_of
 from omnireduce.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
@@ -96,29 +95,13 @@ def _launch(wanted: Any, config: Any, np: int, shards: int) -> int:
     import msgspec
 
     from omnireduce.bench.tuning.session import Verdict
-    from omnireduce.launching.job import Job
-    from omnireduce.launching.launch import launch, start_ranks
-    from omnireduce.launching.plan import Asked
+    from omnireduce.launching.launch import launch_for_result
 
-    asked = Asked(
-        words=[sys.executable, "-c", _RANK, TREE],
-        ranks=np,
-        config=config,
-        aggregators=None if config.cluster.aggregators else str(shards),
-        environ=dict(os.environ),
-        given=msgspec.json.encode(wanted),
-        prefixed=False,
-    )
-    jobs = []
-
-    def begin(job: Job, asked: Asked) -> None:
-        jobs.append(job)
-        start_ranks(job, asked)
-
-    status = launch(asked, begin)
+    aggregators = None if config.cluster.aggregators else str(shards)
+    status, result = launch_for_result(_RANK, np, config, wanted, aggregators=aggregators)
     if status:
         return status
-    verdict = msgspec.json.decode(bytes(jobs[0].ranks[0].result), type=Verdict)
+    verdict = msgspec.json.decode(result, type=Verdict)
     if verdict.refusal:
         raise ConfigError(verdict.refusal)
     return verdict.status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ import click
 from omnireduce.cli import Group, config_options
 from omnireduce.config import load_config
 from omnireduce.errors import UsageError
-from omnireduce.interpreters import TREE, program_of
+from omnireduce.interpreters import program_of
 from omnireduce.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
@@ -120,28 +119,11 @@ def _launch(program: str, wanted: Any, config: Any, np: int) -> int:
     """Run `program` as each rank, and return the exit status."""
     import msgspec
 
-    from omnireduce.launching.job import Job
-    from omnireduce.launching.launch import launch, start_ranks
-    from omnireduce.launching.plan import Asked
+    from omnireduce.launching.launch import launch_for_result
 
-    asked = Asked(
-        words=[sys.executable, "-c", program, TREE],
-        ranks=np,
-        config=config,
-        environ=dict(os.environ),
-        given=msgspec.json.encode(wanted),
-        prefixed=False,
-    )
-    jobs = []
-
-    def begin(job: Job, asked: Asked) -> None:
-        jobs.append(job)
-        start_ranks(job, asked)
-
-    status = launch(asked, begin)
+    status, result = launch_for_result(program, np, config, wanted)
     if status:
         return status
-    result = bytes(jobs[0].ranks[0].result)
     if not result:
         raise UsageError("rank 0 ended before it could say what came of it")
     return 0 if msgspec.json.decode(result, type=bool) else 1
