@@ -92,6 +92,10 @@ class _Lowering:
                 raise UsageError(f"{short(node)} is computed outside of the fused all-reduce: only numbers may be")
             if node.type.shape != shape or node.type.dtype not in (Float32, Bool):
                 raise UsageError(f"{short(node)} is {node.type}; shards compute with float32, in one shape")
+        for node in pipeline.nodes:
+            used = next((each for each in node.operands if isinstance(each, AllGather | Update)), None)
+            if used is not None and isinstance(node, Pointwise | WholeReduction):
+                raise UsageError(f"{short(node)} uses {short(used)}, a result of the exchange: use what it is made of")
 
     def _tensors(self) -> Iterable[Expression]:
         return (each for each in self._pipeline.inputs if each.type.shape and each is not self._stage.input)

@@ -31,6 +31,7 @@ from omnireduce.programs import (
 )
 from omnireduce.programs.graph import in_order
 from omnireduce.programs.layouts import bounds
+from omnireduce.programs.lowering import lowered
 from omnireduce.programs.ready import schedules
 
 SIZE, STEPS, N = 3, 4, 100_001
@@ -247,3 +248,20 @@ def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
                 running.tensor("v")
 
     run_job(configured(daemon.addresses), 1, run)
+
+
+@pytest.mark.parametrize("of_update", [False, True])
+def test_a_number_of_the_result_is_refused(of_update: bool) -> None:
+    """Shards have no place for the result itself. Random programs found that this was no UsageError."""
+    size = Variable(Int32, "N")
+    g, w = Tensor(Float32, size, Local, "g"), Tensor(Float32, size, Replicated, "w")
+    total = AllReduce(Summation, g)
+    w1 = Update(w, w - total)
+    norm = Norm(w1 if of_update else total)
+    outputs = [w1, norm] if of_update else [norm]
+    pipeline = Pipeline("norms", [g, w][: len(outputs)], outputs).split(total)
+    stages = ["total_rs", "total"]
+    if of_update:
+        pipeline, stages = pipeline.reorder([w1], total), ["total_rs", "w1"]
+    with pytest.raises(UsageError, match="a result of the exchange: use what it is made of"):
+        lowered(pipeline.fuse_into([*stages]))

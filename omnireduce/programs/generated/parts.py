@@ -26,10 +26,12 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.pointwise import Dropout, Pointwise
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage
 
+KEEPING = {"all_gather", "all_reduce", "norm"}  # methods that have room for their results
 IN_CHUNKS = [
     "def {name}(job, left, right):",
     '    """left @ right of all ranks. Rows are reduced while the next ones are computed."""',
-    "    product = np.empty((*left.shape[:-1], right.shape[-1]), {dtype})",
+    "    shape = (*left.shape[:-1], right.shape[-1])",
+    '    product = job.room("{name}", shape, {dtype})',
     "    waits = []",
     "    for rows in chunks(len(left), {chunks}):",
     "        {product}",
@@ -102,7 +104,8 @@ class Parts(Statements):
     def _call(self, method: str, arguments: Iterable[str], node: Expression, *options: str) -> str:
         """A call of the job that other ranks make, too."""
         self.used.add(method)
-        named = [] if self._target.name == "mpi4py" else [f'"{self.names[node]}"']
+        is_named = self._target.name != "mpi4py" or method in KEEPING
+        named = [f'"{self.names[node]}"'] if is_named else []
         return f"job.{method}({', '.join([*arguments, *named, *options])})"
 
     # stages
@@ -223,8 +226,20 @@ class Parts(Statements):
         depth = self._depth(made.kind.group)
         arguments = [self._fitting(each, made.kind).text for each in made.parameters]
         given = [*(["job"] if made.needs_job else []), *arguments, *(self.names[each] for each in made.sizes)]
-        results = ", ".join(self.names[each] for each in made.results)
-        lines = broken(f"{results} = {made.name}({', '.join(given)})", depth)
+        results = [self.names[each] for each in made.results]
+        if made.is_plain:
+            self.used.add("room")
+            shaped_like = next(x for x, each in zip(arguments, made.parameters, strict=True) if each.type.shape)
+            rooms = (
+                f'job.room("{self.names[x]}", {shaped_like}.shape, {self.names.dtype(x.type.dtype)})'
+                for x in made.results
+            )
+            lines = [
+                line for name, room in zip(results, rooms, strict=True) for line in broken(f"{name} = {room}", depth)
+            ]
+            lines += broken(f"{made.name}({', '.join([*given, *results])})", depth)
+        else:
+            lines = broken(f"{', '.join(results)} = {made.name}({', '.join(given)})", depth)
         for each in made.results:
             if isinstance(each, Update) and (axis := is_cut_for(each.value.type, each.type)) is not None:
                 lines.append(f"{MARGIN * depth}{self.names[each]} = {self._part(self.names[each], axis)}")
@@ -235,7 +250,7 @@ class Parts(Statements):
         left, right = matmul.operands
         name, depth = self.names[matmul], self._depth(matmul.type.group)
         self._note_half(reduction)
-        self.used.add("chunks")
+        self.used |= {"chunks", "room"}
         dtype = self.names.dtype(matmul.type.dtype)
         product = "np.matmul(left[rows], right, out=product[rows])"
         if is_half(matmul.type.dtype):
@@ -246,7 +261,7 @@ class Parts(Statements):
         started = re.sub(r'"([^"]*)"\)$', r'f"\1.{rows.start}")', started)  # each chunk has a name of its own
         function = self.names.new(f"{name}_in_chunks")
         lines = [line.format(name=function, chunks=stage.chunks, dtype=dtype, product=product) for line in IN_CHUNKS]
-        self.functions.append("\n".join([*lines[:6], *broken(f"waits.append({started})", 2), *lines[6:]]))
+        self.functions.append("\n".join([*lines[:7], *broken(f"waits.append({started})", 2), *lines[7:]]))
         axis = axis_of(reduction.type)
 
         def made() -> str:

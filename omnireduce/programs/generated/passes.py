@@ -29,7 +29,8 @@ class Pass(Statements):
 
     Where all is one-dimensional arithmetic there are two functions: one says what is done with an element, in the words
     of the program, the other one does it for all. numba compiles both; without it NumPy takes a piece that fits into
-    the processor's cache for an element.
+    the processor's cache for an element. Results go into arrays that are given, and used again
+    in the next step: a new one costs more than what is computed, because its memory is not there yet.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class Pass(Statements):
         self.kind = kind_of(stage)
         self.parameters = list(dict.fromkeys(each for node in shaped for each in self._outside(node)))
         self.results = [each for each in shaped if self._is_result(each)]
-        self._is_plain = self._all_plain()
-        self._is_compiled = has_numba and self._is_plain
+        self.is_plain = self._all_plain()
+        self._is_compiled = has_numba and self.is_plain
         draws = any(isinstance(each, Dropout) for each in stage.nodes)
         self.needs_job = draws
         sizes = dict.fromkeys(each for each in self.kind.shape if isinstance(each, Variable) and draws)
@@ -81,7 +82,7 @@ class Pass(Statements):
 
     def made(self, node: Expression) -> Text:
         if isinstance(node, Update):
-            is_view = isinstance(node.value, Input) and not self._is_plain
+            is_view = isinstance(node.value, Input) and not self.is_plain
             return Text(f"{self.value(node.value).text}.copy()") if is_view else self.value(node.value)
         if isinstance(node, Cast) and self._is_compiled:
             return Text(f"{self.names.dtype(node.dtype)}({self.value(node.operands[0]).text})")
@@ -100,7 +101,7 @@ class Pass(Statements):
         returned = ", ".join(self.names[each] for each in self.results)
         what = f"{self.kind.dtype} of this rank's part" if axis_of(self.kind) is not None else f"{self.kind.dtype}"
         lines += broken(f"return {returned}", 1)
-        if self._is_plain:
+        if self.is_plain:
             return self._element(given, lines) + "\n\n\n" + self._all_elements(given)
         taken = [*(["job"] if self.needs_job else []), *given, *(self.names[each] for each in self.sizes)]
         head = broken(f"def {self.name}({', '.join(taken)}):", 0)
@@ -112,11 +113,10 @@ class Pass(Statements):
         return "\n".join([*self._decorator(), *head, f'{MARGIN}"""What is computed of {what}."""', *lines])
 
     def _all_elements(self, given: list[str]) -> str:
-        head = broken(f"def {self.name}({', '.join(given)}):", 0)
         first = next(self.names[each] for each in self.parameters if each.type.shape)
+        rooms = [self.names[each] for each in self.results]
+        head = broken(f"def {self.name}({', '.join([*given, *rooms])}):", 0)
         lines = [f'{MARGIN}"""All elements, in one pass over memory."""']
-        rooms = {each: f"np.empty({first}.shape, {self.names.dtype(each.type.dtype)})" for each in self.results}
-        lines += [f"{MARGIN}{self.names[each]} = {room}" for each, room in rooms.items()]
         if not self._is_compiled:
             self._owner.used.add("pieces")
         loop = f"range({first}.size)" if self._is_compiled else f"pieces({first}.size)"
@@ -124,8 +124,7 @@ class Pass(Statements):
         results = ", ".join(f"{self.names[each]}[i]" for each in self.results)
         lines.append(f"{MARGIN}for i in {loop}:")
         lines += broken(f"{results} = {self._element_name}({', '.join(arguments)})", 2)
-        returned = ", ".join(self.names[each] for each in self.results)
-        return "\n".join([*self._decorator(), *head, *lines, f"{MARGIN}return {returned}"])
+        return "\n".join([*self._decorator(), *head, *lines])
 
     def _decorator(self) -> list[str]:
         return ['@njit(error_model="numpy")'] if self._is_compiled else []

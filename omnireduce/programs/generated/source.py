@@ -161,6 +161,8 @@ class _File:
         is_mpi = self._target.name == "mpi4py"
         if "norm" in used:
             used.add("all_reduce")
+        if "all_reduce" in used or (is_mpi and "all_gather" in used):
+            used.add("room")
         if used & {"norm", "norm function"}:
             used.add("squares")
         if used & ({"all_gather", "shape"} | ({"reduce_scatter"} if is_mpi else set())):
