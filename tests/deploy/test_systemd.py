@@ -154,7 +154,7 @@ def test_limits_and_times_fit_the_configuration() -> None:
 
 def test_memory_is_counted_as_the_document_says() -> None:
     text = (ROOT / "docs" / "security.md").read_text()
-    [row] = [line for line in text.splitlines() if line.startswith("| slot memory ")]
+    [row] = [line for line in text.splitlines() if line.startswith("| memory of slots and state ")]
     assert f"Work space adds {JOB_BYTES // MIB} MiB and for each rank {RANK_BYTES // KIB} KiB" in row
     connection = f"a connection {READ_BYTES // KIB} KiB, with TLS {TLS_BYTES // KIB} KiB more"
     assert f"{connection}, a peer that does not read {SMALL_LIMIT // MIB} MiB" in row
