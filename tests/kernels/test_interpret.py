@@ -50,7 +50,8 @@ def run(states: ShardStates, program: BlockProgram, blocks: Array, out: Array) -
     places = np.arange(RANKS * BLOCKS).reshape(RANKS, BLOCKS) * BLOCK
     parts = np.where(is_there, places, ABSENT).T[numbers]
     results = np.full((numbers.size, BLOCK), np.nan, np.float32)
-    running.run(0, blocks.reshape(-1), parts, results, divisor=1, numbers=numbers)
+    with np.errstate(all="ignore"):  # without the compiler NumPy would warn
+        running.run(0, blocks.reshape(-1), parts, results, divisor=1, numbers=numbers)
     padded = np.zeros(BLOCKS * BLOCK, np.float32)
     padded[:ELEMENTS] = out
     padded.reshape(BLOCKS, BLOCK)[numbers] = results
