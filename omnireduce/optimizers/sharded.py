@@ -134,9 +134,8 @@ class ShardedOptimizer:
     def begin_step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> Callable[[], None]:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
-        given = {
-            name: gradient for part in self._parts for name, gradient in part.checked(self._given(gradients)).items()
-        }
+        named = self._given(gradients)
+        given = {name: gradient for part in self._parts for name, gradient in part.checked(named).items()}
         group = self._ready()
         self.steps += 1
         if isinstance(self._rule, Lamb):

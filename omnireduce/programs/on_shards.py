@@ -12,7 +12,6 @@ from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, B
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Tensor, Variable
-from omnireduce.programs.layouts import Layout
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.phases import Phase
@@ -160,7 +159,7 @@ class OnShards:
         code, found = Assembly(), np.zeros(self._shape, np.float32)
         code.add(Operation.COPY, 0, self._operand(tensor))
         self._group.fused_allreduce(None, self._program(code.program), out=found, block_size=self._block_size)
-        is_cut = tensor.type.layout in (Layout.SLICED, Layout.SLICED_2)
+        is_cut = tensor.type.layout.is_sliced
         return self._seat.part(found, tensor.type.layout).copy() if is_cut else found
 
     def close(self) -> None:

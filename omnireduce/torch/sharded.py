@@ -26,8 +26,6 @@ from omnireduce.optimizers.rules import Rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
 from omnireduce.torch.tensors import array_of, staged
 
-FIXED = ("betas",)  # tuples; torch's schedulers may change the others
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Update parameters on the aggregators, with the mean of the gradients of all ranks.
@@ -156,9 +154,12 @@ class _Group:
     def _stage(self) -> None:
         """Before the first step: what weights on a GPU are now."""
         if not self._optimizer.steps:
-            for own, copy in zip(self.params, self._copies, strict=True):
-                if own.data_ptr() != copy.data_ptr():
-                    copy.copy_(own)
+            self._take_copies()
+
+    def _take_copies(self) -> None:
+        for own, copy in zip(self.params, self._copies, strict=True):
+            if own.data_ptr() != copy.data_ptr():
+                copy.copy_(own)
 
     def _put_back(self) -> None:
         for own, copy in zip(self.params, self._copies, strict=True):
@@ -193,9 +194,7 @@ class _Group:
             str(at): {what: array_of(staged(x)) for what, x in each.items() if what != "step" and x is not None}
             for at, each in enumerate(states)
         }
-        for own, copy in zip(self.params, self._copies, strict=True):
-            if own.data_ptr() != copy.data_ptr():
-                copy.copy_(own)
+        self._take_copies()
         self._optimizer.load_state_dict({"step": steps, "state": kept} if steps else None, root)
         self._put_back()
 
