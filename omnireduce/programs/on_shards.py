@@ -89,15 +89,14 @@ class OnShards:
             self._seat.part(whole, tensor.type.layout)[...] = array
         elif self._seat.rank == 0:
             whole[...] = array
-        program = self._program(code.program, returns=False)
+        program = self._program(code, returns=False)
         self._group.fused_allreduce(whole, program, out=np.empty_like(whole), block_size=self._block_size)
 
     def _operand(self, tensor: Expression) -> int:
         return FIRST_COLUMN + self._lowered.columns.index(tensor)
 
-    def _program(self, make: Any, **options: Any) -> BlockProgram:
-        found: BlockProgram = make(STATE, len(self._lowered.columns), 0, **{"every_block": True, **options})
-        return found
+    def _program(self, code: Assembly, *, returns: bool) -> BlockProgram:
+        return code.program(STATE, len(self._lowered.columns), 0, every_block=True, returns=returns)
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """One run, as all ranks make it. `values`: by name the tensor that is reduced, and all numbers.
@@ -158,7 +157,8 @@ class OnShards:
             raise UsageError(f"the shards keep no {name!r}; they keep {kept}")
         code, found = Assembly(), np.zeros(self._shape, np.float32)
         code.add(Operation.COPY, 0, self._operand(tensor))
-        self._group.fused_allreduce(None, self._program(code.program), out=found, block_size=self._block_size)
+        program = self._program(code, returns=True)
+        self._group.fused_allreduce(None, program, out=found, block_size=self._block_size)
         is_cut = tensor.type.layout.is_sliced
         return self._seat.part(found, tensor.type.layout).copy() if is_cut else found
 
