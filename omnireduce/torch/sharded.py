@@ -50,13 +50,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**_numbers_of(rule), "rule": rule, "rows": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does."""
+        """As torch does. Raises UsageError for parameters that cannot be, and adds none then."""
         if not isinstance(param_group, dict):
             raise UsageError(f"a group of parameters is a {type(param_group).__name__}; expected a dict")
         rule = param_group.get("rule", self.defaults["rule"])
         check_rule(rule)
         super().add_param_group({**_numbers_of(rule), **param_group})
-        self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}"))
+        try:
+            self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}"))
+        except UsageError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,6 +202,7 @@ class _Group:
     def restore(self, states: Sequence[Mapping[str, Any]], root: int) -> None:
         steps = int(max((float(each.get("step", 1)) for each in states if each), default=0))
         kept = {str(at): _arrays_of(x) or self._optimizer.initial_state(str(at)) for at, x in enumerate(states)}
+        self.close()  # a rank that has loaded nothing, and makes a step meanwhile, is told
         self._take_copies()
         self._optimizer.load_state_dict({"step": steps, "state": kept} if steps else None, root)
         self._put_back()

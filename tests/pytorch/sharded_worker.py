@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import omnireduce.torch as hvd
-from omnireduce import UsageError
+from omnireduce import AbortedError, UsageError
 from omnireduce.optimizers import Adagrad, Adam, AdamW, RowAdagrad, Sgd, SparseAdam
 
 
@@ -174,6 +174,19 @@ def weights_of_another_rank() -> None:
     optimizer.close()
 
 
+def one_that_loads_a_state() -> None:
+    """The others make a step with what the shards have, which it has given back."""
+    weights = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.ShardedOptimizer([weights], Sgd(lr=1.0, momentum=0.5), name="one")
+    weights.grad = torch.ones(10)
+    optimizer.step()
+    state = optimizer.state_dict()
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    with pytest.raises(AbortedError, match="had shut down when"):
+        optimizer.step()
+
+
 def rows_by_adagrad() -> None:
     model = made(3)
     optimizer = hvd.ShardedOptimizer([{"params": [model.table.weight], "rows": True}], RowAdagrad(lr=0.1))
@@ -201,6 +214,10 @@ def wrong_use() -> None:
         hvd.ShardedOptimizer([{"params": [weights], "rule": 5}], Adam())
     with pytest.raises(UsageError, match="a group of parameters is a Tensor; expected a dict"):
         hvd.ShardedOptimizer([{"params": [weights]}, torch.zeros(1)], Adam())
+    optimizer = hvd.ShardedOptimizer([weights], Adam(), name="added")
+    with pytest.raises(UsageError, match="parameter 0 is float64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(10, dtype=torch.float64))]})
+    optimizer.load_state_dict(optimizer.state_dict())  # has one group
     model = made(1)
     optimizer = hvd.ShardedOptimizer(model.parameters(), Adam())
     with pytest.raises(UsageError, match="the state has no 'state' or no 'param_groups'"):
