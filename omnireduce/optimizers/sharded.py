@@ -111,12 +111,12 @@ class ShardedOptimizer:
             self._formation, self._opened = self.comm.formation, 0
         self._opened += 1  # a rank that has just joined counts with the others
         own = {
-            each.name: f"{list(each.weights.shape)} as {type(part).__name__.lower()}"
+            f"parameter {each.name}": f"{list(each.weights.shape)} as {type(part).__name__.lower()}"
             for part in self._parts
             for each in part.parameters
         }
         rule = {"the rule": type(self._rule).__name__, "what the rule keeps": (self._rule.columns, self._rule.cells)}
-        check_alike(self.comm, f"{self._name}.alike", {"root": root, "parameters": list(own), **own, **rule})
+        check_alike(self.comm, f"{self._name}.alike", {"root": root, **rule, "parameters": self._names, **own})
         found = self.comm.create_group(name=f"{self._name}.{self._opened}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found

@@ -18,10 +18,17 @@ W = np.zeros((4, 4), np.float32)
 DIFFERENT: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (lambda rank: {"params": {"a": W.copy(), "b": W.copy()} if rank else {"b": W.copy(), "a": W.copy()}}, "parameters"),
     (lambda rank: {"params": {"a": W.copy()} if rank else {"b": W.copy()}}, "parameters"),
-    (lambda rank: {"params": [np.zeros((2, 8) if rank else (8, 2), np.float32)]}, r"0: rank 0 has \[8, 2\] as dense"),
-    (lambda rank: {"tables": ["0"] if rank else []}, r"0: rank 0 has \[4, 4\] as dense, rank 1 has \[4, 4\] as table"),
+    (
+        lambda rank: {"params": [np.zeros((2, 8) if rank else (8, 2), np.float32)]},
+        r"parameter 0: rank 0 has \[8, 2\] as dense",
+    ),
+    (
+        lambda rank: {"tables": ["0"] if rank else []},
+        r"parameter 0: rank 0 has \[4, 4\] as dense, rank 1 has .* as table",
+    ),
     (lambda rank: {"rule": Adam() if rank else Adagrad()}, "the rule: rank 0 has Adagrad, rank 1 has Adam"),
     (lambda rank: {"root": rank}, "root: rank 0 has 0, rank 1 has 1"),
+    (lambda rank: {"root": rank, "params": {"root": W.copy()}}, "root: rank 0 has 0, rank 1 has 1"),
 ]
 
 
