@@ -20,9 +20,9 @@ import numpy as np
 
 from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.gradients import Part
-from omnireduce.data_parallel.job import check_alike
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
+from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.arguments import two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -32,10 +32,12 @@ GRADIENTS, WHICH, PARAMETERS = "gradients", "which gradients there are", "parame
 
 
 class Averaging:
-    """Means over all ranks of gradients like these `parts`, whose names appear in errors."""
+    """Means over all ranks of gradients like these `parts`, whose names appear in errors. `terms`: names and values of
+    what else all ranks must have alike."""
 
-    def __init__(self, names: Sequence[str], parts: Sequence[Part]) -> None:
-        self._names, self._parts = names, parts
+    def __init__(self, names: Sequence[str], parts: Sequence[Part], terms: Sequence[tuple[str, str]] = ()) -> None:
+        self._parts = parts
+        self._alike = [*terms, *((name, str(each)) for name, each in zip(names, parts, strict=True))]
         self._formation: object = None  # of the job, in which ranks have agreed
         self._own: list[bool] = []  # which gradients this rank had when they did
         self._travelling = _Bundle(parts, [], 1)  # those that some rank had
@@ -45,15 +47,15 @@ class Averaging:
         """The means, of those that some rank has. All ranks of `comm` call this together.
 
         `own`: like the parts, C-contiguous and writable, or None where there is none. They are overwritten with their
-        means. Raises UsageError on all ranks where their parts differ; otherwise what `Communicator.allreduce` raises.
+        means. Raises UsageError on all ranks where their parts or terms differ; otherwise what `Communicator.allreduce`
+        raises.
         """
         found = list(own)
         if comm.size == 1:
             return found
         has = [each is not None for each in own]
         if comm.formation is not self._formation:
-            parts = [(name, str(each)) for name, each in zip(self._names, self._parts, strict=True)]
-            check_alike(comm, parts, PARAMETERS)
+            check_alike(comm, self._alike, PARAMETERS)
             self._agree(comm, has)
             self._formation = comm.formation
             self._travelling.exchange(comm, found)

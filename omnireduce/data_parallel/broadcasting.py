@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
-from omnireduce.data_parallel.job import check_alike, check_rank, communicator
+from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.states import State
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
 
 NAME = "broadcast_parameters"
@@ -50,7 +52,7 @@ def broadcast_parameters(
     check_alike(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
     if not named:
         raise UsageError(f"the model, a {type(model).__name__}, has no parameters: expected one or more")
-    root = check_rank(comm, root_rank, "root_rank")
+    root = check_root(root_rank, comm.size, "root_rank")
     state = None if optimizer is None else _state_of(comm, root, optimizer, named, adapter)
     found = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
     if comm.rank != root:

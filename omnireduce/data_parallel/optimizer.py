@@ -60,7 +60,8 @@ class DistributedOptimizer:
         self._names = [name for name, _ in self._named]
         values = [self._adapter.read(each) for _, each in self._named]
         self._parts = [Part(each.dtype, each.shape) for each in values]
-        self._averaging = Averaging(self._names, self._parts)
+        terms = [("loader", "none" if loader is None else "given")]
+        self._averaging = Averaging(self._names, self._parts, terms)
 
     def __getattr__(self, name: str) -> Any:
         if name in OWN:  # not set yet: a copy is being made

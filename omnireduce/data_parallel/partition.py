@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.data_parallel.job import check_alike, communicator
+from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.communicator import Communicator
 
 ToTensor = Callable[[Array], Any]

@@ -16,10 +16,12 @@ import numpy as np
 from jax.experimental import io_callback
 
 from omnireduce.data_parallel.broadcasting import moved
-from omnireduce.data_parallel.job import check_alike, check_rank, communicator
+from omnireduce.data_parallel.job import communicator
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
 
 OnHost = Callable[[Communicator, list[Array]], list[Array]]
@@ -59,7 +61,7 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     def of_root(comm: Communicator, arrays: list[Array]) -> list[Array]:
         own = [(name, f"{each.dtype}{list(each.shape)}") for name, each in zip(names, arrays, strict=True)]
         check_alike(comm, [("root", str(root)), *own], "")
-        return moved(comm, check_rank(comm, root, "root"), arrays, "")
+        return moved(comm, check_root(root, comm.size), arrays, "")
 
     return _through_host(of_root, tree)
 

@@ -16,8 +16,8 @@ from omnireduce.errors import UsageError
 from omnireduce.optimizers.parts import Memory, Parameter, Part, check_tables, parameters_of, parts_of
 from omnireduce.optimizers.rules import SCRATCH, SUM, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.optimizers.saved import STEP, SavedParts, Shapes, check_steps, key_of, save_part, share_of
-from omnireduce.optimizers.together import check_alike, together
 from omnireduce.runtime.member import world
+from omnireduce.runtime.member.alike import check_alike, together
 from omnireduce.runtime.member.arguments import check_root, two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
@@ -110,16 +110,20 @@ class ShardedOptimizer:
         if self._formation is not self.comm.formation:
             self._formation, self._opened = self.comm.formation, 0
         self._opened += 1  # a rank that has just joined counts with the others
-        own = {
-            f"parameter {each.name}": f"{list(each.weights.shape)} as {type(part).__name__.lower()}"
-            for part in self._parts
-            for each in part.parameters
-        }
-        rule = {"the rule": type(self._rule).__name__, "what the rule keeps": (self._rule.columns, self._rule.cells)}
-        check_alike(self.comm, f"{self._name}.alike", {"root": root, **rule, "parameters": self._names, **own})
+        check_alike(self.comm, [("root", str(root)), *self._terms()], f"{self._name}.alike")
         found = self.comm.create_group(name=f"{self._name}.{self._opened}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found
+
+    def _terms(self) -> Iterator[tuple[str, str]]:
+        """What all ranks have alike."""
+        yield "the rule", type(self._rule).__name__
+        yield "what the rule keeps", ", ".join((*self._rule.columns, *self._rule.cells)) or "nothing"
+        shapes = {
+            each.name: f"float32{list(each.weights.shape)} as {type(part).__name__.lower()}"
+            for part in self._parts for each in part.parameters
+        }  # fmt: skip
+        yield from ((f"parameter {name}", shapes[name]) for name in self._names)
 
     def step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> None:
         """Make one step with the mean of the gradients of all ranks; afterwards all have the same weights.

@@ -25,6 +25,7 @@ from omnireduce.data_parallel.words import Average, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.gradients import Gradients, Named, ParameterNames, Way, no_closure
+from omnireduce.torch.sharded import ShardedOptimizer
 
 _numbers: WeakKeyDictionary[Grace, count[int]] = WeakKeyDictionary()  # of the optimizers that share a memory
 
@@ -96,8 +97,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     one: what it keeps is that of one optimizer each.
 
     Raises UsageError for what is no optimizer, for names that are missing or none, for other arguments that cannot be,
-    and for an optimizer that combines already. A step raises it for a closure, and otherwise what the collectives
-    raise.
+    and for an optimizer that combines already, as a `ShardedOptimizer` does. A step raises it for a closure, and
+    otherwise what the collectives raise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim")
@@ -105,6 +106,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
     if isinstance(optimizer, Distributed) or getattr(optimizer, "_omnireduce_grace", None):
         raise UsageError("the optimizer combines gradients already; expected one that was not given here before")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise UsageError("a ShardedOptimizer combines gradients itself; expected one of torch.optim")
     names = ParameterNames(named_parameters)
     if grace is not None:
         return _with_grace(optimizer, names, grace)

@@ -122,14 +122,19 @@ def test_other_types_of_numbers(daemon: Daemon, dtype: type) -> None:
         assert second.tolist() == [0.5] * 3
 
 
-def test_ranks_with_other_parameters_are_told_so(daemon: Daemon) -> None:
-    def run(comm: Communicator) -> str:
-        parts = [Part(np.dtype(np.float32), (3,)), Part(np.dtype(np.float32), (4 + comm.rank,))]
-        with pytest.raises(UsageError) as raised:
-            Averaging(["a", "b"], parts).average([None, None], comm)
-        return str(raised.value)
+def test_ranks_with_other_parameters_or_terms_are_told_so(daemon: Daemon) -> None:
+    def run(comm: Communicator) -> list[str]:
+        others, told = [Part(np.dtype(np.float32), (3,)), Part(np.dtype(np.float32), (4 + comm.rank,))], []
+        for parts, loader in ((others, "none"), (PARTS[:2], "none" if comm.rank else "given")):
+            with pytest.raises(UsageError) as raised:
+                Averaging(["a", "b"], parts, [("loader", loader)]).average([None, None], comm)
+            told.append(str(raised.value))
+        return told
 
-    expected = "'b' differs between ranks: rank 0 has float32[4], rank 1 has float32[5]; expected the same on all ranks"
+    expected = [
+        "'b' differs between ranks: rank 0 has float32[4], rank 1 has float32[5]; expected the same on all ranks",
+        "'loader' differs between ranks: rank 0 has given, rank 1 has none; expected the same on all ranks",
+    ]
     assert run_job(configured(daemon.addresses), RANKS, run) == [expected] * RANKS
 
 

@@ -201,7 +201,7 @@ def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
         "'root_rank' differs between ranks: rank 0 has 0, rank 2 has 1; expected the same on all ranks",
         "'optimizer' differs between ranks: rank 0 has none, rank 1 has Descent; expected the same on all ranks",
         "the model, a list, has no parameters: expected one or more",
-        "root_rank is -1: expected a rank of the job, 0 to 2",
+        "root_rank -1: expected 0 to 2",
         "an array of objects cannot be broadcast: expected arrays of numbers",
     ]
     assert on_ranks(daemon, run) == [expected] * SIZE

@@ -69,7 +69,7 @@ def test_errors_of_callbacks_reach_the_caller(ranks: Told) -> None:
         direct, compiled, root, *differs, key, compiled_key, dataset, of_jax, name = each["errors"]
         assert direct == compiled
         assert "mean" in direct
-        assert root == "root is 3: expected a rank of the job, 0 to 2"
+        assert root == "root 3: expected 0 to 2"
         said = "differs between ranks: rank 0 has float32[2], rank 1 has float32[3]; expected the same on all ranks"
         assert differs == [f"'tree['w']' {said}", f"'tree' {said}"]
         assert key == compiled_key

@@ -47,7 +47,7 @@ def test_wrong_input_is_told_on_all_ranks(ranks: Told) -> None:
         "batch_size is 2 for 3 ranks: expected 3 or more, since it is that of all ranks",
         "the dataset is empty: expected samples",
         "the model, a ReLU, has no parameters: expected one or more",
-        "root_rank is 3: expected a rank of the job, 0 to 2",
+        "root_rank 3: expected 0 to 2",
         "'parameters()[0]' differs between ranks: rank 0 has float32[2, 3], rank 1 has float32[2, 4]; "
         "expected the same on all ranks",
         "opt is a Sequential, which has no step(): expected an optimizer",

@@ -224,6 +224,8 @@ def wrong_use() -> None:
         optimizer.load_state_dict({})
     with pytest.raises(UsageError, match="the state of a ShardedOptimizer is on the shards"):
         hvd.broadcast_optimizer_state(optimizer)
+    with pytest.raises(UsageError, match="a ShardedOptimizer combines gradients itself"):
+        hvd.DistributedOptimizer(optimizer)
     backward(model, 0)
     with pytest.raises(UsageError, match="parameter 0 has a sparse gradient; `rows` of its group is False"):
         optimizer.step()

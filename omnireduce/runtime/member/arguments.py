@@ -77,11 +77,11 @@ def check_op(op: object) -> Op:
     return cast(Op, str(op))
 
 
-def check_root(root: object, size: int) -> int:
-    """A rank as an int. Raises UsageError unless the job has it."""
-    number = whole(root, "root")
+def check_root(root: object, size: int, name: str = "root") -> int:
+    """A rank as an int, of an argument of this name. Raises UsageError unless the job has it."""
+    number = whole(root, name)
     if not 0 <= number < size:
-        raise UsageError(f"root {number}: expected 0 to {size - 1}")
+        raise UsageError(f"{name} {number}: expected 0 to {size - 1}")
     return number
 
 
