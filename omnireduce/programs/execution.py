@@ -77,7 +77,7 @@ class Execution:
 
     def _result(self, node: Expression) -> Array:
         if isinstance(node, Recv):
-            return self._under_way.pop(node.operands[0]).wait()
+            return self._under_way[node.operands[0]].wait()
         arrays = [self.value(each) for each in node.operands]
         if isinstance(node, AllReduce):
             return self.ranks.allreduce(arrays[0], node.reduction, self.name(node))

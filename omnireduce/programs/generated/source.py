@@ -11,11 +11,11 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_file
-from omnireduce.programs.expressions import FLOATS, Float32, Float64, Tensor, Type, Variable
+from omnireduce.programs.expressions import FLOATS, Float32, Float64, Tensor, Type, Variable, is_half
 from omnireduce.programs.generated.declared import Declared
 from omnireduce.programs.generated.oracle import Oracle
 from omnireduce.programs.generated.parts import Parts, Target
-from omnireduce.programs.generated.statements import MARGIN, Names, broken, is_half, quoted
+from omnireduce.programs.generated.statements import MARGIN, Names, broken, quoted
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.operations import Update

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expression, Float32, Input, Type
-from omnireduce.programs.layouts import Layout
+from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expression, Float32, Input, Type, is_half
 from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
 from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout, Ite, Sqrt
 
@@ -255,11 +254,6 @@ def _split(inner: str) -> list[str]:
     return [*found, inner[start:].strip()]
 
 
-def is_half(dtype: DType) -> bool:
-    """Whether sums of this type are kept in float32."""
-    return dtype in FLOATS and dtype.itemsize == 2
-
-
 def ufunc(reduction: Reduction) -> str:
     """What combines two arrays."""
     return f"np.{reduction.ufunc.__name__}"
@@ -284,17 +278,6 @@ def tuple_text(parts: Iterable[str]) -> str:
 def axis_of(kind: Type) -> int | None:
     """Along which dimension a value is cut."""
     return None if not kind.layout.is_sliced else kind.layout.axis(len(kind.shape))
-
-
-def is_cut_for(operand: Type, result: Type) -> int | None:
-    """Along which of its dimensions a Replicated operand of a result that is cut has to be cut, too; None where all of
-    it is needed. It is the rule of `placement.Seat.fitting`, which looks at sizes."""
-    if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced or not operand.shape:
-        return None
-    if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
-        return None
-    axis = result.layout.axis(len(operand.shape))
-    return axis if operand.shape[axis] == result.shape[result.layout.axis(len(result.shape))] else None
 
 
 def quoted(text: str) -> str:
