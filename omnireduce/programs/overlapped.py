@@ -6,8 +6,6 @@ cut out of that: over this service a ReduceScatter moves as much as an AllReduce
 
 from __future__ import annotations
 
-import numpy as np
-
 from omnireduce.programs.execution import Execution
 from omnireduce.programs.fused_all_reduce import run_fused_all_reduce
 from omnireduce.programs.layouts import bounds
@@ -20,7 +18,7 @@ def run_overlapped(stage: Overlapped, run: Execution) -> None:
     if not run.is_here(matmul):
         return
     left, right = (run.value(each) for each in matmul.operands)
-    product = np.empty((*left.shape[:-1], right.shape[-1]), matmul.type.dtype)
+    product = run.room(reduction, (*left.shape[:-1], right.shape[-1]))
     handles = []
     for chunk in range(stage.chunks):
         start, stop = bounds(len(left), chunk, stage.chunks)

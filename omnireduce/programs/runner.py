@@ -50,7 +50,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
         return meeting.pair(comm, pipeline.groups, source, target)
 
     own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
-    execution = Execution(pipeline, seat, own, group, pair)
+    execution = Execution(pipeline, seat, own, group, pair, rooms=meeting.rooms(pipeline))
     for each in inputs:
         execution.put(each, input_value(each, values, seat))
     arrays = {each: execution.value(each.tensor) for each in here if isinstance(each, Update)}
