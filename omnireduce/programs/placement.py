@@ -98,7 +98,7 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
     tensors = [each for each in inputs if isinstance(each, Tensor)]
     for size in sizes:
         if size.name in values:
-            found[size], said[size] = _size(values[size.name], size.name), "as given"
+            found[size], said[size] = size_value(values[size.name], size.name), "as given"
     for tensor in tensors:
         array = values.get(tensor.name)
         if not isinstance(array, np.ndarray) or array.ndim != len(tensor.type.shape):
@@ -117,7 +117,8 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
     return found
 
 
-def _size(value: object, name: str) -> int:
+def size_value(value: object, name: str) -> int:
+    """The size of a dimension, as it is given. Raises UsageError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise UsageError(f"{name} is {value!r}: expected a size, an int from 1 on")
     return int(value)

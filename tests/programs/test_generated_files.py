@@ -150,6 +150,7 @@ def test_a_file_finds_that_it_is_wrong(tmp_path: Path) -> None:
     [
         (["0"], "expected epochs >= 1, 0 <= --first <= --last <= 40"),
         (["--size", "M=3"], "M=3: expected NAME=NUMBER, of ['T', 'K', 'H']"),
+        (["--save", "none"], "--save none: expected a folder to write to"),
         (["--first", "12", "--last", "11"], "expected epochs >= 1, 0 <= --first <= --last <= 40"),
     ],
 )
@@ -275,6 +276,14 @@ def test_names_that_a_file_needs_itself(target: str, daemon: Daemon, tmp_path: P
             lambda pipeline, path: pipeline.codegen(path, numbers={"rate": 1}),
             "numbers: sgd has no Variable rate; it has lr",
         ),
+        (
+            lambda pipeline, path: pipeline.codegen(path, numbers=[0.1]),
+            "numbers is a list; expected a dict, by the names",
+        ),
+        (
+            lambda pipeline, path: pipeline.codegen(path, numbers={"lr": "fast"}),
+            "lr is 'fast', a str; expected a number: float32",
+        ),
         (lambda pipeline, path: pipeline.codegen(path.parent / "no" / "x.py"), "there is no folder"),
     ],
 )
@@ -282,6 +291,13 @@ def test_what_cannot_be_written(make: Callable[[Pipeline, Path], None], message:
     with pytest.raises(UsageError, match=re.escape(message)):
         make(schedules("sgd")["ar-c"], tmp_path / "x.py")
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_are_not_written_as_python_says_them(tmp_path: Path) -> None:
+    text = schedules("sgd")["ar-c"]
+    for number, written in ((np.float64(0.25), "float32(0.25)"), (float("nan"), "float32(np.nan)"), (2, "float32(2)")):
+        text.codegen(tmp_path / "sgd.py", numbers={"lr": number})
+        assert f'return {{"lr": {written}}}' in (tmp_path / "sgd.py").read_text()
 
 
 def halves() -> Pipeline:
