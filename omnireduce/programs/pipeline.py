@@ -134,11 +134,12 @@ class Pipeline:
         outputs: Sequence[Expression] | None = None,
         names: Mapping[Expression, str] | None = None,
         compounds: Sequence[Compound] | None = None,
+        program: str | None = None,
     ) -> Pipeline:
         """This program with each expression replaced as `changes` say. `outputs`: where they are replaced otherwise;
-        `names`: of new expressions."""
+        `names`: of new expressions; `program`: another name for all of it."""
         made = Pipeline.__new__(Pipeline)
-        made.name, made.output_names = self.name, self.output_names
+        made.name, made.output_names = program or self.name, self.output_names
         kept = {changes.get(node, node): name for node, name in self.names.items() if not isinstance(node, Input)}
         made._handles = {each: changes.get(now, now) for each, now in self._handles.items()}
         for each, now in changes.items():
