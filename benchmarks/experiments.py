@@ -144,7 +144,7 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
         for _ in range(rounds):
             for run in wanted:
                 said = _output([*start, str(_file(run, folder)), str(epochs), *run.words], run)
-                for elements, stage, ms in parsed(said):
+                for elements, stage, ms in parsed(said, run):
                     found.setdefault((run, elements, stage), []).append(ms)
     rows = [
         Row(run.program, run.schedule, run.case, ranks, elements, epochs, rounds, stage, float(np.median(ms)))
@@ -169,14 +169,17 @@ def _output(command: Sequence[str], run: Run) -> str:
     return done.stdout
 
 
-def parsed(text: str) -> Iterator[tuple[int, str, float]]:
-    """Of each line of a program the elements, and each stage with its milliseconds."""
-    for line in text.splitlines():
-        match = LINE.fullmatch(line.strip())
-        if match:
-            for each in match[3].split(", "):
-                stage, _, ms = each.partition(": ")
-                yield int(match[1]), stage, float(ms)
+def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
+    """Of each line of a program the elements, and each stage with its milliseconds. Raises UsageError where there is
+    no line: words for mpirun may change them."""
+    lines = [match for line in text.splitlines() if (match := LINE.fullmatch(line.strip()))]
+    if not lines:
+        said = next(filter(str.strip, text.splitlines()), "nothing")
+        raise UsageError(f"{run.program}, {run.schedule}: expected lines such as {{SZ: 1024, ...}}, it printed {said}")
+    for match in lines:
+        for each in match[3].split(", "):
+            stage, _, ms = each.partition(": ")
+            yield int(match[1]), stage, float(ms)
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
@@ -190,7 +193,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
-        return [
+        rows = [
             Row(
                 program=line["program"],
                 schedule=line["schedule"],
@@ -204,7 +207,10 @@ def read_rows(path: Path) -> list[Row]:
             )
             for line in lines
         ]
+        if not rows:
+            raise ValueError("it has no rows")
+        return rows
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise UsageError(f"{path}: is no table of an experiment: {error}") from None
