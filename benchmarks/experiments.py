@@ -117,7 +117,8 @@ def mpirun() -> list[str]:
 
 
 def in_words_of_mpich(words: Sequence[str]) -> list[str]:
-    """Open MPI's `-x NAME=VALUE` and `-x NAME` as MPICH says it. Raises UsageError for an `-x` without a name."""
+    """Open MPI's `-x NAME=VALUE` as MPICH says it, and nothing for `-x NAME`: MPICH hands on all that is set. Raises
+    UsageError for an `-x` without a name."""
     found, rest = list[str](), iter(words)
     for word in rest:
         if word != "-x":
@@ -126,7 +127,7 @@ def in_words_of_mpich(words: Sequence[str]) -> list[str]:
         name, has_value, value = next(rest, "").partition("=")
         if not name:
             raise UsageError("MPI_ARGS ends with -x: expected -x NAME=VALUE")
-        found += ["-genv", name, value] if has_value else ["-genvlist", name]
+        found += ["-genv", name, value] if has_value else []
     return found
 
 
