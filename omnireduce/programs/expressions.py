@@ -306,6 +306,7 @@ def as_expression(value: object, like: DType | None = None) -> Expression:
 def number_array(value: Number | np.generic, dtype: DType) -> Array:
     """A number as an array without dimensions. Raises OverflowError where the type has no place for it."""
     plain = value.item() if isinstance(value, np.generic) else value
+    plain = float(plain) if dtype in FLOATS else plain
     with np.errstate(over="ignore"):
         found = np.asarray(dtype.type(plain))
     if dtype in FLOATS and math.isfinite(plain) and not np.isfinite(found):
