@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -210,7 +210,7 @@ def test_random_programs_do_what_the_interpreter_says(
 
     for pipeline, module in modules:
         ranks = 4 // pipeline.groups
-        found = run_job(configured(daemon.addresses), 4, partial(run_on_rank, pipeline, module))
+        found = run_job(configured(daemon.addresses), 4, functools.partial(run_on_rank, pipeline, module))
         expected = pipeline.interpret(values_for(pipeline, ranks), ranks)
         for name, output in zip(pipeline.output_names, pipeline.outputs, strict=True):
             first = (output.type.group or 0) * ranks
@@ -315,3 +315,16 @@ def test_halves_are_added_up_in_float32(daemon: Daemon, tmp_path: Path) -> None:
     run_job(configured(daemon.addresses), 3, lambda comm: module.compare(module.Job(comm), {}, None))
     with pytest.raises(UsageError, match="values of float16, for which MPI has no type"):
         halves().codegen(tmp_path / "mpi.py", target="mpi4py")
+
+
+def test_a_long_chain_is_written_in_parts(daemon: Daemon, tmp_path: Path) -> None:
+    """Python would not nest it."""
+    size = Variable(Int32, "N")
+    g = Tensor(Float32, size, Local, "g")
+    total = AllReduce(Summation, g)
+    value = functools.reduce(lambda x, _: x * 0.5 + 1.0, range(300), total)
+    pipeline = Pipeline("chain", [g], [value]).fuse([value])
+    pipeline.codegen(tmp_path / "chain.py")
+    formatted(tmp_path)
+    module = loaded(tmp_path / "chain.py")
+    run_job(configured(daemon.addresses), 2, lambda comm: module.compare(module.Job(comm), {}, None))

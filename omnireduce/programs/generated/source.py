@@ -87,7 +87,7 @@ class _File:
         on_shards: bool,
     ) -> None:
         self._pipeline, self._file, self._target, self._schedule = pipeline, file, target, schedule
-        self._names = Names(pipeline.names)
+        self._names = Names(pipeline.names, pipeline.nodes)
         self._sizes = sizes_in(pipeline.nodes)
         self._given = numbers
         self._shards = on_shards and target.name == "omnireduce" and runs_on_shards(pipeline)

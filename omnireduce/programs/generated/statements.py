@@ -12,6 +12,7 @@ from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expre
 from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
 from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout, Ite, Sqrt
 
+DEEPEST = 40  # operations in one another without a name
 WIDTH = 88  # characters of a line: the width of formatters that nobody has told another one
 MARGIN = "    "
 WHOLE = 9  # the precedence of a name or a call
@@ -34,10 +35,19 @@ class Names:
     """What the values of a program are called in a file: as in the program, but for words that Python or the file
     needs. `dtypes`: the element types that the file names."""
 
-    def __init__(self, names: Mapping[Expression, str]) -> None:
+    def __init__(self, names: Mapping[Expression, str], nodes: Iterable[Expression]) -> None:
         self.dtypes: set[str] = set()
         self._taken = {*TAKEN, *LANGUAGE}
         self._names = {node: self.new(name) for node, name in names.items()}
+        self._name_deep(nodes)
+
+    def _name_deep(self, nodes: Iterable[Expression]) -> None:
+        """Name what would stand too deep in an expression: Python nests so far only. `nodes` are in order."""
+        depths: dict[Expression, int] = {}
+        for node in nodes:
+            depths[node] = 0 if node in self else 1 + max((depths[each] for each in node.operands), default=0)
+            if depths[node] == DEEPEST:
+                self._names[node], depths[node] = self.new(f"inner{len(self._names)}"), 0
 
     def __contains__(self, node: object) -> bool:
         return node in self._names
