@@ -27,6 +27,7 @@ from omnireduce.runtime.member.arguments import two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 
 COPIED_BYTES = 3 << 18  # the largest gradient that is copied
+MEAN: Op = "mean"
 GRADIENTS, WHICH, PARAMETERS = "gradients", "which gradients there are", "parameters of the optimizer"
 
 
@@ -86,8 +87,6 @@ class _Bundle:
         self.places, self._parts = places, parts
         self._large = [at for at in places if parts[at].nbytes > COPIED_BYTES]
         small = [at for at in places if parts[at].nbytes <= COPIED_BYTES]
-        # 16-bit floats are added in float32, and divided before they are rounded; others are divided when copied back
-        self._op: Op = "sum" if all(parts[at].dtype in (np.float32, np.float64) for at in small) else "mean"
         by_dtype: dict[np.dtype[np.generic], list[int]] = {} if small else {np.dtype(np.float32): []}  # for the mark
         for at in small:
             by_dtype.setdefault(parts[at].dtype, []).append(at)
@@ -95,7 +94,7 @@ class _Bundle:
         for dtype, which in by_dtype.items():
             sizes = [[math.prod(parts[at].shape) for at in which]]
             memory = np.empty(Buffer.elements(sizes, block_size), dtype)
-            self._buffers.append((Buffer(memory, sizes, self._op, block_size), which))
+            self._buffers.append((Buffer(memory, sizes, MEAN, block_size), which))
 
     def exchange(self, comm: Communicator, found: list[Array | None], *, marked: bool = False) -> bool:
         """Replace these of the gradients that were `found` here by their means; return whether some rank has brought a
@@ -106,15 +105,12 @@ class _Bundle:
             if marked:
                 buffer.mark(comm.rank)
         whole = [buffer.whole for buffer, _ in self._buffers]
-        comm.allreduce(whole[0] if len(whole) == 1 else whole, op=self._op, name=GRADIENTS)
+        comm.allreduce(whole[0] if len(whole) == 1 else whole, op=MEAN, name=GRADIENTS)
         if self._large:
             self._exchange_large(comm, [own[at] for at in self._large])
         for buffer, which in self._buffers:
             for part, at in zip(buffer.parts[0], which, strict=True):
-                if self._op == "sum":
-                    np.divide(part, comm.size, out=own[at])
-                else:
-                    own[at][:] = part
+                own[at][:] = part
         return any(buffer.is_spoiled for buffer, _ in self._buffers)
 
     def _flat(self, found: list[Array | None], at: int) -> Array:
@@ -130,7 +126,7 @@ class _Bundle:
         sent = list(own)
         while pair := two_that_share(sent):
             sent[pair[1]] = sent[pair[1]].copy()
-        comm.allreduce(sent, op="mean", name=GRADIENTS)
+        comm.allreduce(sent, op=MEAN, name=GRADIENTS)
         for each, target in zip(sent, own, strict=True):
             if each is not target:
                 target[:] = each

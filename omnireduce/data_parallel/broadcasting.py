@@ -75,9 +75,11 @@ def _state_of(
 
 def moved(comm: Communicator, root: int, arrays: Sequence[Array], name: str) -> list[Array]:
     """The root's values of these arrays, which are alike on all ranks, as arrays of their own: in one exchange, with
-    this name."""
+    this name. Raises UsageError for arrays of objects."""
     if not arrays:
         return []
+    if any(each.dtype.hasobject for each in arrays):
+        raise UsageError("an array of objects cannot be broadcast: expected arrays of numbers")
     ends = np.cumsum([0, *(each.nbytes for each in arrays)]).tolist()
     if comm.rank == root:
         whole = np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays])

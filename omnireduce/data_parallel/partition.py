@@ -94,10 +94,10 @@ def partition_dataset(
     """Deal out a dataset to the ranks; return this rank's loader, and the least size of its batches, but the last one.
     All ranks call this with the same arguments.
 
-    `dataset`: an array, a tuple or dict of arrays of one length, or an object with `len()` and `[]` that returns
-    samples, which are stacked. `batch_size`: of all ranks together. It is divided among them, and where it cannot be
-    divided evenly, some batches have one sample more. `shuffle`: in another order each epoch, drawn from `seed`.
-    `to_tensor`: what becomes of each array of a batch. `comm`: instead of the global communicator.
+    `dataset`: an array of NumPy, a tuple or dict of such of one length, or another object with `len()` and `[]`, as a
+    list, that returns samples, which are stacked. `batch_size`: of all ranks together. It is divided among them, and
+    where it cannot be divided evenly, some batches have one sample more. `shuffle`: in another order each epoch, drawn
+    from `seed`. `to_tensor`: what becomes of each array of a batch. `comm`: instead of the global communicator.
 
     Raises UsageError for an empty dataset, for a batch or a dataset of fewer samples than ranks, and where ranks
     differ; otherwise what has ended the job.
@@ -113,20 +113,24 @@ def partition_dataset(
 
 def _is_columns(dataset: Any) -> bool:
     """Whether it has arrays, whose first dimension counts samples."""
-    if isinstance(dataset, dict | tuple):
-        parts = list(dataset.values() if isinstance(dataset, dict) else dataset)
-        return bool(parts) and all(isinstance(each, np.ndarray) for each in parts)
-    return isinstance(dataset, np.ndarray)
+    return isinstance(dataset, dict | tuple | np.ndarray)
 
 
 def samples_of(dataset: Any) -> int:
     """How many samples it has. Raises UsageError where it is no dataset."""
+    if isinstance(dataset, np.ndarray):
+        dataset = (dataset,)
     if _is_columns(dataset):
-        parts = [dataset] if isinstance(dataset, np.ndarray) else dataset
-        shapes = [each.shape for each in (parts.values() if isinstance(parts, dict) else parts)]
+        columns = list(dataset.values() if isinstance(dataset, dict) else dataset)
+        if others := [type(each).__name__ for each in columns if not isinstance(each, np.ndarray)]:
+            raise UsageError(
+                f"the dataset is a {type(dataset).__name__} with a {others[0]}: expected arrays of NumPy in it, of all "
+                "samples; single samples may be in a list"
+            )
+        shapes = [each.shape for each in columns]
         if any(len(each) == 0 or each[0] != shapes[0][0] for each in shapes):
             raise UsageError(f"arrays of the dataset are {shapes}: expected one first dimension, which counts samples")
-        return int(shapes[0][0])
+        return int(shapes[0][0]) if shapes else 0
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"dataset is a {type(dataset).__name__}: expected arrays, or an object with len() and [] that has samples"
@@ -156,14 +160,26 @@ def _mapped(function: Callable[[Array], Any], x: Any) -> Any:
 def _stacked(samples: list[Any], to_tensor: ToTensor) -> Any:
     """Samples as one: arrays with a dimension more, in the tuples, lists or dicts in which the samples have them."""
     first = samples[0]
+    parts = _parts_of(first)
+    for each in samples:
+        if (others := _parts_of(each)) != parts:
+            raise UsageError(f"samples cannot be stacked: one has {parts}, another one {others}; expected the same")
     if isinstance(first, dict):
         return {key: _stacked([each[key] for each in samples], to_tensor) for key in first}
     if isinstance(first, list | tuple):
         return tuple(_stacked(list(those), to_tensor) for those in zip(*samples, strict=True))
     try:
-        return to_tensor(np.stack([_array_of(each) for each in samples]))
+        stacked = np.stack([_array_of(each) for each in samples])
     except ValueError as error:
         raise UsageError(f"samples cannot be stacked: {error}; expected arrays of one shape") from error
+    return to_tensor(stacked)
+
+
+def _parts_of(sample: Any) -> str:
+    """In words, what must be alike of samples that are stacked, beside shapes of arrays."""
+    if isinstance(sample, dict):
+        return f"the keys {sorted(map(repr, sample))}"
+    return f"{len(sample)} parts" if isinstance(sample, list | tuple) else "no parts"
 
 
 def _array_of(x: Any) -> Array:

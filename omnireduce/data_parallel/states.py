@@ -11,9 +11,8 @@ from omnireduce.data_parallel.adapters import ARRAY, Adapter
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
-NUMBERS = "biufc"  # kinds of NumPy arrays that travel
+NUMBERS = "biufc"  # kinds of NumPy arrays that travel, beside bfloat16
 PLAIN = bool, int, float, str, bytes, type(None)
-KEYS = bool, int, float, str, bytes, type(None), tuple
 
 
 class _NoStateError(Exception):
@@ -46,16 +45,16 @@ class State:
     def _said(self, x: Any) -> Any:
         if id(x) in self._places:  # the attribute has the parameters themselves
             raise _NoStateError
-        if isinstance(x, np.ndarray) and x.dtype.kind not in NUMBERS:
+        if isinstance(x, np.ndarray | np.generic) and not _has_numbers(x):
             raise _NoStateError
-        if isinstance(x, np.generic) and x.dtype.kind in NUMBERS:
-            return {"number": x.item(), "dtype": str(x.dtype)}
+        if isinstance(x, np.generic):
+            return {"plain": x}
         kind = self._adapter.kind(x) or (ARRAY if isinstance(x, np.ndarray) else "")
         if kind:
             values = x if isinstance(x, np.ndarray) else self._adapter.read(x)
             self.arrays.append(values)
             return {"kind": kind, "dtype": str(values.dtype), "shape": list(values.shape)}
-        if isinstance(x, PLAIN):
+        if type(x) in PLAIN:
             return {"plain": x}
         if isinstance(x, dict):
             return {"pairs": [[self._key(key), self._said(each)] for key, each in x.items()]}
@@ -69,7 +68,7 @@ class State:
             return {"parameter": self._places[id(key)]}
         if isinstance(key, int) and key in self._places:
             return {"id": self._places[key]}
-        if not isinstance(key, KEYS):
+        if not _is_plain(key):
             raise _NoStateError
         return {"plain": key}
 
@@ -105,11 +104,17 @@ class State:
             return id(self._parameters[said["id"]])
         if "kind" in said:
             return self._adapter.make(said["kind"], next(rest), self._parameters[0])
-        if "number" in said:
-            return np.dtype(said["dtype"]).type(said["number"])
         if "plain" in said:
             return said["plain"]
         if "pairs" in said:
             return {self._made(key, rest): self._made(each, rest) for key, each in said["pairs"]}
         found = [self._made(each, rest) for each in said["list"]]
         return tuple(found) if said["is_tuple"] else found
+
+
+def _has_numbers(x: Any) -> bool:
+    return x.dtype.kind in NUMBERS or x.dtype.name == "bfloat16"
+
+
+def _is_plain(key: Any) -> bool:
+    return all(map(_is_plain, key)) if type(key) is tuple else type(key) in PLAIN

@@ -19,6 +19,7 @@ from omnireduce.data_parallel.broadcasting import moved
 from omnireduce.data_parallel.job import check_alike, check_rank, communicator
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
 
 OnHost = Callable[[Communicator, list[Array]], list[Array]]
@@ -35,8 +36,8 @@ def allreduce(tree: Any, op: Op = "sum") -> Any:
     Those of JAX stay on their devices, others become arrays of NumPy. `op`: sum, mean, min, max or prod, and of bool
     any or all; mean needs floats. All leaves travel in one exchange for each dtype, but each large one in its own.
 
-    Works within `jax.jit`, not within `jax.vmap`; no gradient flows through. Raises what `omnireduce.allreduce` raises;
-    within a compiled function see `jit`.
+    Works within `jax.jit`, not within `jax.vmap`; no gradient flows through. Raises UsageError for keys of
+    `jax.random`, and what `omnireduce.allreduce` raises; within a compiled function see `jit`.
     """
 
     def combined(comm: Communicator, arrays: list[Array]) -> list[Array]:
@@ -89,6 +90,11 @@ def _through_host(function: OnHost, tree: Any) -> Any:
     """The tree with what `function` makes of its leaves, as arrays that belong to it: as many, of the same shapes and
     dtypes."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
+    if any(_is_key(each) for each in leaves):
+        raise UsageError(
+            "a leaf is a key of jax.random, which is no array of numbers; expected its jax.random.key_data, of which "
+            "jax.random.wrap_key_data makes a key again"
+        )
     if any(isinstance(each, jax.core.Tracer) for each in leaves):
         found = _when_it_runs(function, leaves)
     else:
@@ -99,6 +105,10 @@ def _through_host(function: OnHost, tree: Any) -> Any:
             for array, leaf in zip(arrays, leaves, strict=True)
         ]
     return jax.tree_util.tree_unflatten(structure, found)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _on_host(function: OnHost, arrays: list[Array]) -> list[Array]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from omnireduce import data_parallel
 from omnireduce.data_parallel.partition import Loader
@@ -16,9 +17,10 @@ from omnireduce.jax.collectives import allreduce
 
 def partition_dataset(dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> tuple[Loader, int]:
     """Deal out a dataset to the ranks, in batches of arrays of JAX: see
-    `omnireduce.data_parallel.partition_dataset`."""
+    `omnireduce.data_parallel.partition_dataset`. The dataset may have arrays of JAX, too."""
+    on_host = jax.tree_util.tree_map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, dataset)
     return data_parallel.partition_dataset(
-        dataset, batch_size, seed=seed, shuffle=shuffle, to_tensor=jnp.asarray
+        on_host, batch_size, seed=seed, shuffle=shuffle, to_tensor=jnp.asarray
     )  # fmt: skip
 
 

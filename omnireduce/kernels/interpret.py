@@ -226,10 +226,9 @@ def run_on_blocks(
     """Reduce the entries of `parts` into `out`, as `reduce_blocks` does, and run the program on each.
 
     `numbers`: int64 (entries,), the blocks; `shards`, `stripe_blocks`: how blocks are dealt to shards; `elements`: of
-    the whole tensor. `code`: uint8 (instructions, 4); `scalars`: float32,
-    those of the program, and one more. `state`: float32 (blocks of this shard, row),
-    a row is `columns` times the block size, and the cells. `registers`: float32 (REGISTERS, block size), the first of
-    which is not used; `totals`: float64.
+    the whole tensor. `code`: uint8 (instructions, 4); `scalars`: float32, those of the program, and one more. `state`:
+    float32 (blocks of this shard, row), a row is `columns` times the block size, and the cells. `registers`: float32
+    (REGISTERS, block size), the first of which is not used; `totals`: float64.
     """
     size, last = out.shape[1], out.shape[0] - 1
     for k in range(out.shape[0]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -149,6 +150,58 @@ class Table:
         return {self.parameters[0].name: found.rows.copy()} if wanted else {}
 
 
+class Memory:
+    """That of C-contiguous arrays, no two of which overlap."""
+
+    def __init__(self, arrays: Iterable[Array]) -> None:
+        ranges = sorted(_range_of(each) for each in arrays)
+        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
+
+    def holds_some_of(self, x: Array) -> bool:
+        """Whether a C-contiguous array lies in it, or a part of it does."""
+        start, end = _range_of(x)
+        at = bisect_left(self._starts, end)
+        return at > 0 and self._ends[at - 1] > start
+
+
+def _range_of(x: Array) -> tuple[int, int]:
+    start = x.ctypes.data
+    return start, start + x.nbytes
+
+
+def parameters_of(params: Mapping[str, Array] | Sequence[Array]) -> list[Parameter]:
+    """The parameters in their order. Raises UsageError for what cannot be some."""
+    if not isinstance(params, Mapping | Sequence):
+        raise UsageError(f"params is a {type(params).__name__}; expected a dict or a list of arrays")
+    named = list(params.items()) if isinstance(params, Mapping) else [(str(at), each) for at, each in enumerate(params)]
+    found = {name: parameter_of(name, each) for name, each in named if isinstance(name, str)}
+    if len(found) < len(named):
+        raise UsageError("the names of parameters: expected texts")
+    if not found:
+        raise UsageError("no parameters; expected at least one array")
+    return list(found.values())
+
+
+def check_tables(tables: Any, names: Sequence[str]) -> None:
+    """Raises UsageError for what are not some of these names."""
+    if isinstance(tables, str) or not isinstance(tables, Collection):
+        raise UsageError(f"tables is {tables!r}; expected a list of names of parameters")
+    if wrong := [each for each in tables if not isinstance(each, str)]:
+        raise UsageError(f"tables has a {type(wrong[0]).__name__}; expected names of parameters, which are texts")
+    if unknown := sorted(set(tables) - set(names)):
+        raise UsageError(f"tables names {', '.join(unknown)}; expected some of {', '.join(names)}")
+
+
+def parameter_of(name: str, weights: Any) -> Parameter:
+    """Raises UsageError for what cannot be a parameter."""
+    if not isinstance(weights, np.ndarray) or weights.dtype != np.float32:
+        what = str(weights.dtype) if isinstance(weights, np.ndarray) else f"a {type(weights).__name__}"
+        raise UsageError(f"parameter {name} is {what}; expected an array of float32")
+    if not weights.flags.c_contiguous or not weights.flags.writeable or not weights.size:
+        raise UsageError(f"parameter {name}: expected a C-contiguous array that may be written and is not empty")
+    return Parameter(name, weights)
+
+
 def dense_gradient(parameter: Parameter, given: Any) -> Array:
     """A gradient that a user has given, flat. Raises UsageError."""
     weights = parameter.weights
@@ -176,7 +229,7 @@ def row_gradients(parameter: Parameter, given: Any) -> tuple[Array, Array]:
             f"the gradient of {parameter.name} has rows of {values.dtype}{list(values.shape[1:])}; expected "
             f"float32[{width}]"
         )
-    return indices, values
+    return np.ascontiguousarray(indices), np.ascontiguousarray(values)
 
 
 def parts_of(parameters: Sequence[Parameter], tables: set[str], block_size: int, *, apart: bool) -> list[Part]:

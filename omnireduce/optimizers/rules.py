@@ -29,6 +29,12 @@ def number(name: str, given: Any) -> float:
         raise UsageError(f"{name} is {given!r}; expected a number") from None
 
 
+def check_flag(name: str, given: object) -> None:
+    """Raises UsageError for what is not True or False."""
+    if not isinstance(given, bool):
+        raise UsageError(f"{name} is {given!r}; expected True or False")
+
+
 @dataclass(frozen=True)
 class Step:
     """Which step this is, counted from 1, of how many ranks, on which state; blocks have `width` elements."""
@@ -44,11 +50,9 @@ class Rule:
     """What all rules have. Raises UsageError for numbers that cannot be.
 
     `columns`: what a rule keeps for each weight; `cells`: for each block or row. `initial`: what is kept at first.
-    `by_norms`: a step needs norms of whole tensors, and then takes two exchanges.
     """
 
     cells: ClassVar[tuple[str, ...]] = ()
-    by_norms: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = False
     lr: float
     weight_decay: float = 0.0
@@ -61,8 +65,7 @@ class Rule:
                 most = "" if below == math.inf else f" and less than {below:g}"
                 raise UsageError(f"{name} is {found:g}; expected {least:g} or more{most}")
             object.__setattr__(self, name, found)  # all ranks have the same bits, however it was given
-        if not isinstance(self.lazy, bool):
-            raise UsageError(f"lazy is {self.lazy!r}; expected True or False")
+        check_flag("lazy", self.lazy)
 
     def _limits(self) -> list[tuple[str, float, float]]:
         """The fields that have limits: name, the least, and what it is less than."""
@@ -101,6 +104,12 @@ class Rule:
         return 1.0
 
 
+def check_rule(rule: object) -> None:
+    """Raises UsageError for what is no rule."""
+    if not isinstance(rule, Rule):
+        raise UsageError(f"rule is {rule!r}; expected one of omnireduce.optimizers, such as Adam()")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sgd(Rule):
     """Gradient descent, with momentum if `momentum` is not 0, Nesterov's if `nesterov`. See torch.optim.SGD."""
@@ -111,6 +120,7 @@ class Sgd(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_flag("nesterov", self.nesterov)
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise UsageError("nesterov needs a momentum, and no dampening")
 
@@ -274,7 +284,6 @@ class Lamb(Adam):
     It has no lazy form.
     """
 
-    by_norms: ClassVar[bool] = True
     eps: float = 1e-6
     weight_decay: float = 1e-2
 

@@ -8,10 +8,10 @@ Any number of ranks may read a folder. They share the files among themselves, an
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
 STEP = "step"
+MOST_STEPS = 1 << 62
 PART = re.compile(r"part-(\d+)-of-(\d+)\.npz")
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """By parameter and what is kept of it."""
@@ -41,8 +42,15 @@ def _present(folder: Path) -> dict[int, set[int]]:
 
 
 def _starts(size: int, parts: int) -> list[int]:
-    """Where the parts of a flat array begin, and the last one ends: as equal as can be."""
-    return [0, *np.cumsum([len(each) for each in np.array_split(np.empty(size, np.bool_), parts)]).tolist()]
+    """Where the parts of a flat array begin, and the last one ends: the first ones may have one number more."""
+    return [part * (size // parts) + min(part, size % parts) for part in range(parts + 1)]
+
+
+def check_steps(steps: object) -> int:
+    """Raises UsageError for what is no number of steps."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
+        raise UsageError(f"the state is after {steps!r} steps; expected a whole number from 0 on")
+    return steps
 
 
 def key_of(parameter: str, what: str) -> str:
@@ -59,17 +67,19 @@ def share_of(values: Array, rank: int, size: int) -> Array:
 def save_part(folder: str | Path, shares: Mapping[str, Array], steps: int, rank: int, size: int) -> None:
     """Write the shares of `rank`, by `key_of`. Raises UsageError when they cannot be written."""
     place, arrays = Path(folder), {STEP: np.array(steps), **shares}
+    unfinished = place / f".part-{rank}.npz"
     try:
         place.mkdir(parents=True, exist_ok=True)
         if others := sorted(set(_present(place)) - {size}):
             raise UsageError(
                 f"{folder} has a state in {others[0]} parts; expected an empty folder, or one of {size} parts"
             )
-        unfinished = place / f".part-{rank}.npz"
         np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
         unfinished.replace(_file(place, rank, size))
     except OSError as error:
-        raise UsageError(f"the state cannot be written to {folder}: {error.strerror}") from error
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise UsageError(f"the state cannot be written to {folder}: {error.strerror or error}") from error
 
 
 class SavedParts:
@@ -102,10 +112,10 @@ class SavedParts:
                     start, stop = _starts(size, self._parts)[part : part + 2]
                     found = arrays.get(key_of(name, what))
                     if found is None or found.shape != (stop - start,) or found.dtype != np.float32:
-                        raise UsageError(f"{file} has no {what} of {name} with {stop - start} numbers of float32")
-                return int(arrays[STEP].item())
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise UsageError(f"{file} is no part of a state: {error}") from error
+                        raise UsageError(f"it has no {what} of {name} with {stop - start} numbers of float32")
+                return check_steps(arrays[STEP].item())
+        except Exception as error:  # any: a file may hold anything
+            raise UsageError(f"{file} is no part of this state: {error}") from error
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
         for name, kept in self._shapes.items():

@@ -13,9 +13,9 @@ import numpy as np
 from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.optimizers.parts import Parameter, Part, parts_of
-from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step
-from omnireduce.optimizers.saved import STEP, SavedParts, key_of, save_part, share_of
+from omnireduce.optimizers.parts import Memory, Parameter, Part, check_tables, parameters_of, parts_of
+from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
+from omnireduce.optimizers.saved import STEP, SavedParts, Shapes, check_steps, key_of, save_part, share_of
 from omnireduce.optimizers.together import check_alike, together
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.arguments import check_root, two_that_share
@@ -32,11 +32,11 @@ class ShardedOptimizer:
     weights. What the rule keeps lives on the shards only, each part once.
 
     `params`: a dict, by name, or a list of C-contiguous arrays of float32, which are changed in place; the same names
-    and shapes on all ranks. At the first use all ranks get the weights of rank `root`. `rule`: such as `Adam(lr=1e-3)`;
-    it may be replaced between two steps, on all ranks alike, by one of the same kind: to change the learning rate, for
-    instance. `tables`: names of matrices whose gradients are given as rows, as those of embeddings. `comm`: the ranks
-    (None: the global communicator). `name` tells it from other optimizers of `comm`. All ranks call all methods in the
-    same order.
+    and shapes on all ranks. At the first use all ranks get the weights of rank `root`: where theirs may be others, all
+    call `restore` before they compute the first gradients. `rule`: such as `Adam(lr=1e-3)`; it may be replaced between
+    two steps, on all ranks alike, by one of the same kind: to change the learning rate, for instance. `tables`: names
+    of matrices whose gradients are given as rows, as those of embeddings. `comm`: the ranks (None: the global
+    communicator). `name` tells it from other optimizers of `comm`. All ranks call all methods in the same order.
 
     Construction raises UsageError for parameters that cannot be. The first use raises RefusedError when the shards have
     no room for what the rule keeps (`aggregator.max_job_bytes`), and what `Communicator.create_group` raises.
@@ -47,15 +47,13 @@ class ShardedOptimizer:
         *, tables: Collection[str] = (), comm: Communicator | None = None, root: int = 0, name: str = "optimizer",
     ) -> None:  # fmt: skip
         self.comm = world.running() if comm is None else comm
-        if not isinstance(rule, Rule):
-            raise UsageError(f"rule is {rule!r}; expected one of omnireduce.optimizers, such as Adam()")
+        check_rule(rule)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise UsageError(f"name {name!r}: expected up to 40 letters, digits, '.' and '-'")
         self._name, self._rule, self.steps = name, rule, 0
         parameters = parameters_of(params)
         names = self._names = [each.name for each in parameters]
-        if unknown := sorted(set(tables) - set(names)):
-            raise UsageError(f"tables names {', '.join(unknown)}; expected some of {', '.join(names)}")
+        check_tables(tables, names)
         shared = two_that_share([each.weights for each in parameters])
         if shared:
             first, second = (names[at] for at in sorted(shared))
@@ -65,7 +63,8 @@ class ShardedOptimizer:
                 f"{type(rule).__name__} is for rows: name {', '.join(others)} in tables, or leave them out"
             )
         block_size = min(self.comm.config.protocol.block_size, PROGRAM_ELEMENTS)
-        self._parts = parts_of(parameters, set(tables), block_size, apart=rule.by_norms)
+        self._parts = parts_of(parameters, set(tables), block_size, apart=isinstance(rule, Lamb))
+        self._memory = Memory(each.weights for each in parameters)
         self._root, self._kept_here = root, dict[str, Any]()
         self._group: Communicator | None = None
         self._formation: object = None
@@ -112,12 +111,12 @@ class ShardedOptimizer:
             self._formation, self._opened = self.comm.formation, 0
         self._opened += 1  # a rank that has just joined counts with the others
         own = {
-            each.name: f"{list(each.weights.shape)} as {type(part).__name__.lower()}"
+            f"parameter {each.name}": f"{list(each.weights.shape)} as {type(part).__name__.lower()}"
             for part in self._parts
             for each in part.parameters
         }
         rule = {"the rule": type(self._rule).__name__, "what the rule keeps": (self._rule.columns, self._rule.cells)}
-        check_alike(self.comm, f"{self._name}.alike", {"root": root, "parameters": list(own), **own, **rule})
+        check_alike(self.comm, f"{self._name}.alike", {"root": root, **rule, "parameters": self._names, **own})
         found = self.comm.create_group(name=f"{self._name}.{self._opened}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found
@@ -135,7 +134,7 @@ class ShardedOptimizer:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
         named = self._given(gradients)
-        given = {name: gradient for part in self._parts for name, gradient in part.checked(named).items()}
+        given = {name: self._apart(each) for part in self._parts for name, each in part.checked(named).items()}
         group = self._ready()
         self.steps += 1
         if isinstance(self._rule, Lamb):
@@ -160,6 +159,12 @@ class ShardedOptimizer:
         if unknown := sorted(map(str, set(gradients) - set(self._names))):
             raise UsageError(f"gradients of {', '.join(unknown)}; expected some of {', '.join(self._names)}")
         return {name: each for name, each in gradients.items() if each is not None}
+
+    def _apart(self, gradient: Any) -> Any:
+        """A gradient, or its rows, as a copy where it lies in weights, which a step writes: that of w² / 2 is w."""
+        if isinstance(gradient, tuple):
+            return tuple(map(self._apart, gradient))
+        return gradient.copy() if self._memory.holds_some_of(gradient) else gradient
 
     def _step_of(self, part: Part) -> Step:
         return Step(self.steps, self.comm.size, part.state, part.layout.block_size)
@@ -220,6 +225,19 @@ class ShardedOptimizer:
         columns = [(what, FIRST_COLUMN + at, False) for at, what in enumerate(self._rule.columns, 1)]
         return columns + [(what, at, True) for at, what in enumerate(self._rule.cells)]
 
+    @property
+    def _shapes(self) -> Shapes:
+        """Of what the rule keeps, by parameter: one number for each weight, or for each row."""
+        return {
+            each.name: {what: each.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
+            for part in self._parts for each in part.parameters
+        }  # fmt: skip
+
+    def initial_state(self, parameter: str) -> dict[str, Array]:
+        """What the shards keep of a parameter before its first step, as in a `state_dict`."""
+        kept = self._shapes[parameter]
+        return {what: np.full(shape, self._rule.initial, np.float32) for what, shape in kept.items()}
+
     def _of_all(self, part: Part, code: Assembly, *, returns: bool = True) -> BlockProgram:
         rule = self._rule
         return code.program(part.state, 1 + len(rule.columns), len(rule.cells), every_block=True, returns=returns)
@@ -234,7 +252,7 @@ class ShardedOptimizer:
         kept = together(
             self.comm,
             f"{self._name}.state",
-            lambda: check_state(state, self._parts, self._kept) if is_root and state else {},
+            lambda: check_state(state, self._shapes) if is_root and state else {},
         )
         steps = state[STEP] if is_root and state else 0
         self._restart(root, steps, lambda name, what: kept[name][what] if kept else None)
@@ -272,11 +290,7 @@ class ShardedOptimizer:
 
         Raises UsageError on all ranks for a folder that has no whole state of these parameters.
         """
-        shapes = {
-            each.name: {what: each.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
-            for part in self._parts for each in part.parameters
-        }  # fmt: skip
-        parts = together(self.comm, f"{self._name}.load", lambda: SavedParts(folder, shapes))
+        parts = together(self.comm, f"{self._name}.load", lambda: SavedParts(folder, self._shapes))
         self._restart(root, parts.steps, lambda name, what: parts.read(name, what, self.comm.rank, self.comm.size))
 
     def commit(self) -> None:
@@ -284,8 +298,8 @@ class ShardedOptimizer:
         self._kept_here = self.state_dict(None)
 
     def restore(self, root: int = 0) -> None:
-        """Go on from the last commit and the weights of rank `root`, after the job was formed anew or a step has
-        failed. A rank that has just joined calls it, too."""
+        """Go on from the last commit of rank `root` and from its weights, after the job was formed anew or a step has
+        failed; before the first commit: begin anew. A rank that has just joined calls it, too."""
         self.load_state_dict(self._kept_here, root)
 
     def _begin(self, group: Communicator, root: int) -> None:
@@ -313,47 +327,17 @@ def in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[A
         yield handles.popleft().wait()
 
 
-def parameters_of(params: Mapping[str, Array] | Sequence[Array]) -> list[Parameter]:
-    """The parameters in their order. Raises UsageError for what cannot be some."""
-    if not isinstance(params, Mapping | Sequence):
-        raise UsageError(f"params is a {type(params).__name__}; expected a dict or a list of arrays")
-    named = list(params.items()) if isinstance(params, Mapping) else [(str(at), each) for at, each in enumerate(params)]
-    found = {name: checked(name, each) for name, each in named if isinstance(name, str)}
-    if len(found) < len(named):
-        raise UsageError("the names of parameters: expected texts")
-    if not found:
-        raise UsageError("no parameters; expected at least one array")
-    return list(found.values())
-
-
-def checked(name: str, weights: Any) -> Parameter:
-    """Raises UsageError for what cannot be a parameter."""
-    if not isinstance(weights, np.ndarray) or weights.dtype != np.float32:
-        what = str(weights.dtype) if isinstance(weights, np.ndarray) else f"a {type(weights).__name__}"
-        raise UsageError(f"parameter {name} is {what}; expected an array of float32")
-    if not weights.flags.c_contiguous or not weights.flags.writeable or not weights.size:
-        raise UsageError(f"parameter {name}: expected a C-contiguous array that may be written and is not empty")
-    return Parameter(name, weights)
-
-
-def check_state(
-    state: Mapping[str, Any] | None, parts: Sequence[Part], kept: Sequence[tuple[str, int, bool]]
-) -> dict[str, dict[str, Array]]:
-    """What a `state_dict` keeps, by parameter. Raises UsageError for one that is not of these parameters."""
+def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, dict[str, Array]]:
+    """What a `state_dict` keeps, by parameter. Raises UsageError for one that has no arrays of these shapes."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise UsageError(f"the state is a {type(state).__name__}; expected what state_dict has returned on this rank")
-    steps = state.get(STEP)
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 1 << 62:
-        raise UsageError(f"the state is after {steps!r} steps; expected a whole number from 0 on")
-    for part in parts:
-        for parameter in part.parameters:
-            own = state["state"].get(parameter.name)
-            own = own if isinstance(own, Mapping) else {}
-            for what, _, is_cell in kept:
-                shape = parameter.weights.shape[: 1 if is_cell else None]
-                found = own.get(what)
-                if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
-                    raise UsageError(f"the state has no {what} of {parameter.name}: expected float32{list(shape)}")
+    check_steps(state.get(STEP))
+    for name, kept in shapes.items():
+        own = state["state"].get(name)
+        for what, shape in kept.items():
+            found = own.get(what) if isinstance(own, Mapping) else None
+            if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
+                raise UsageError(f"the state has no {what} of {name}: expected float32{list(shape)}")
     return dict(state["state"])
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from omnireduce.data_parallel.session import communicator
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.optimizers.rules import Rule
+from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
 from omnireduce.torch.tensors import array_of, staged
 
@@ -35,25 +35,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     are sparse (`nn.Embedding(..., sparse=True)`), which are updated row by row. A parameter without a gradient counts
     as one whose gradient is zero.
 
-    At the first step all ranks get the weights of rank 0. All ranks call all methods in the same order. `state_dict`
-    has the form of torch's optimizers, and is the same on all ranks. Raises what `omnireduce.ShardedOptimizer` raises,
-    and UsageError before `init`.
+    At the first step all ranks get the weights of rank 0. Where theirs may be others, all call `restore` before they
+    compute the first gradients. All ranks call all methods in the same order, `state_dict` too: it has the form of
+    torch's optimizers, and is the same on all ranks. Raises what `omnireduce.ShardedOptimizer` raises, and UsageError
+    before `init`.
     """
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], rule: Rule, *, name: str = "optimizer"
     ) -> None:
-        if not isinstance(rule, Rule):
-            raise UsageError(f"rule is a {type(rule).__name__}; expected one of omnireduce.optimizers, such as Adam()")
+        check_rule(rule)
         self._name, self._parts = name, list[_Group]()
         self._pending: dict[str, Any] | None = None  # a state that was loaded, and is not on the shards yet
         super().__init__(params, {**_numbers_of(rule), "rule": rule, "rows": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does."""
+        """As torch does. Raises UsageError for parameters that cannot be, and adds none then."""
+        if not isinstance(param_group, dict):
+            raise UsageError(f"a group of parameters is a {type(param_group).__name__}; expected a dict")
         rule = param_group.get("rule", self.defaults["rule"])
+        check_rule(rule)
         super().add_param_group({**_numbers_of(rule), **param_group})
-        self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}"))
+        try:
+            self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}"))
+        except UsageError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -86,8 +93,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, also one of torch's optimizers: numbers that it does not have stay as they are.
-        The shards get that of rank 0 at the next step, or at `restore`."""
+        """Go on from a `state_dict`, also one of torch's optimizers: numbers that it does not have stay as they are,
+        and a parameter without a state there, as one that has had no gradient, begins anew. The shards get that of rank
+        0 at the next step, or at `restore`. Raises UsageError for a state of other groups."""
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            raise UsageError("the state has no 'state' or no 'param_groups'; expected what state_dict has returned")
         own, given = self.param_groups, state_dict["param_groups"]
         if len(own) != len(given):
             raise UsageError(f"a state of {len(given)} groups; expected {len(own)}")
@@ -102,8 +112,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def restore(self, root: int = 0) -> None:
-        """Give the shards the weights of rank `root`, and the state that it has loaded; all ranks call this. Elastic
-        training does, after the job was formed anew."""
+        """Give all ranks and the shards the weights of rank `root`, and the shards the state that it has loaded; where
+        it has loaded none, the optimizer begins anew. All ranks call this. Elastic training does, after the job was
+        formed anew."""
         pending, first = self._pending, 0
         for part in self._parts:
             last = first + len(part.params)
@@ -190,16 +201,19 @@ class _Group:
 
     def restore(self, states: Sequence[Mapping[str, Any]], root: int) -> None:
         steps = int(max((float(each.get("step", 1)) for each in states if each), default=0))
-        kept = {
-            str(at): {what: array_of(staged(x)) for what, x in each.items() if what != "step" and x is not None}
-            for at, each in enumerate(states)
-        }
+        kept = {str(at): _arrays_of(x) or self._optimizer.initial_state(str(at)) for at, x in enumerate(states)}
+        self.close()  # a rank that has loaded nothing, and makes a step meanwhile, is told
         self._take_copies()
         self._optimizer.load_state_dict({"step": steps, "state": kept} if steps else None, root)
         self._put_back()
 
     def close(self) -> None:
         self._optimizer.close()
+
+
+def _arrays_of(state: Mapping[str, Any]) -> dict[str, Array]:
+    """What one of torch's optimizers keeps of a parameter, but for the number of its steps."""
+    return {what: array_of(staged(x)) for what, x in state.items() if what != "step" and x is not None}
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from omnireduce.errors import UsageError
 from omnireduce.torch.gradients import Named
 from omnireduce.torch.handles import synchronize
 from omnireduce.torch.moves import broadcast_async_
+from omnireduce.torch.sharded import ShardedOptimizer
 
 AT_ONCE = 512
 
@@ -45,8 +46,13 @@ def broadcast_optimizer_state(
     """Replace the state of the optimizer by that of the root: its options and what it has kept for each parameter.
 
     The others need not have made a step. `model` is not needed. Raises UsageError where the optimizers have other
-    parameters, and for LBFGS, whose state is a history of calls; otherwise what `omnireduce.Queue` raises.
+    parameters, for LBFGS, whose state is a history of calls, and for a `ShardedOptimizer`, whose state no rank has;
+    otherwise what `omnireduce.Queue` raises.
     """
+    if isinstance(optimizer, ShardedOptimizer):
+        raise UsageError(
+            "the state of a ShardedOptimizer is on the shards, for all ranks; after load_state_dict call its restore()"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("the state of LBFGS cannot be broadcast; expected another optimizer")
     state = optimizer.state_dict()

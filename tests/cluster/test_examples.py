@@ -59,6 +59,21 @@ def test_embedding_rows(daemon: Daemon) -> None:
     assert all("for a matrix of 2.56 GB" in line for line in lines)
 
 
+def test_sharded_optimizer(daemon: Daemon) -> None:
+    """A batch looks up few rows. Of a row four weights are kept, and one number; such small tables lie on one shard."""
+    small = ["--users", "300", "--items", "200", "--width", "4", "--steps", "400", "--batch", "64"]
+    said, nothing = outputs(daemon, "sharded_optimizer.py", arguments=small)
+    form = (
+        r"2 ranks: mean squared error ([\d.]+) at first, ([\d.]+) after 400 steps; "
+        r"a rank sent (\d+) rows in the last one, of 500; a shard keeps (\d+) bytes\n"
+    )
+    first, last, rows, kept = map(float, re.fullmatch(form, said).groups())  # type: ignore[union-attr]
+    assert nothing == ""
+    assert last < first / 2
+    assert rows < 128
+    assert kept == 500 * 5 * 4
+
+
 def test_switchml_hello(daemon: Daemon) -> None:
     for rank, text in enumerate(outputs(daemon, "switchml_hello.py")):
         first, second, last = text.splitlines()
@@ -95,7 +110,9 @@ def test_switchml_alone(script: str) -> None:
     )
 
 
-@pytest.mark.parametrize("script", ["allreduce.py", "embedding_rows.py", "switchml_hello.py", "switchml_job.py"])
+@pytest.mark.parametrize(
+    "script", ["allreduce.py", "embedding_rows.py", "sharded_optimizer.py", "switchml_hello.py", "switchml_job.py"]
+)
 def test_the_commands_in_an_example_exist(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()
     assert f"python examples/{script}" in text

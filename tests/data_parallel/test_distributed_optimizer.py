@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,25 @@ def test_a_broadcast_gives_all_that_the_root_has(daemon: Daemon) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_what_is_no_plain_data_of_a_state_stays(daemon: Daemon) -> None:
+    """Numbers of NumPy and arrays of bfloat16 travel."""
+
+    def run(comm: Communicator) -> Any:
+        opt, mark = Descent(ones(2)), object()
+        opt.scale, opt.offset = np.float16(comm.rank), np.int8(comm.rank)
+        opt.short = ones(2, times=comm.rank).astype("bfloat16")
+        opt.kind = signal.Signals(comm.rank + 1)
+        opt.of_objects, opt.by_mark = np.array([opt, comm.rank]), {(mark, 1): comm.rank}
+        opt.by_pair, opt.text = {("a", 1): comm.rank}, np.str_(comm.rank)
+        broadcast_parameters(opt.params, root_rank=1, optimizer=opt, comm=comm)
+        assert (type(opt.scale), type(opt.offset), opt.short.dtype) == (np.float16, np.int8, "bfloat16")
+        assert (opt.kind, opt.of_objects[1], opt.by_mark) == (comm.rank + 1, comm.rank, {(mark, 1): comm.rank})
+        assert (type(opt.text), opt.text) == (np.str_, str(comm.rank))
+        return opt.scale, opt.offset, opt.short.tolist(), opt.by_pair
+
+    assert on_ranks(daemon, run) == [(1, 1, [1, 1], {("a", 1): 1})] * SIZE
+
+
 def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[str]:
         found = []
@@ -168,6 +188,7 @@ def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
             (ones(2), 0, Descent(ones(2)) if comm.rank else None),
             ([], 0, None),
             (ones(2), -1, None),
+            (np.array([None]), 0, None),
         ):
             with pytest.raises(UsageError) as raised:
                 broadcast_parameters(model, root, optimizer=optimizer, comm=comm)
@@ -181,6 +202,7 @@ def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
         "'optimizer' differs between ranks: rank 0 has none, rank 1 has Descent; expected the same on all ranks",
         "the model, a list, has no parameters: expected one or more",
         "root_rank is -1: expected a rank of the job, 0 to 2",
+        "an array of objects cannot be broadcast: expected arrays of numbers",
     ]
     assert on_ranks(daemon, run) == [expected] * SIZE
 

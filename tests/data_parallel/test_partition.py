@@ -112,6 +112,9 @@ def test_datasets_of_several_kinds() -> None:
         (np.zeros(9), 4.5, "batch_size is 4.5: expected how many samples"),
         (np.zeros(()), 4, "expected one first dimension"),
         ((np.zeros(9), np.zeros(8)), 4, r"arrays of the dataset are \[\(9,\), \(8,\)\]: expected one first dimension"),
+        ((), 4, "the dataset is empty: expected samples"),
+        (([1, 2], [3, 4]), 4, "the dataset is a tuple with a list: expected arrays of NumPy in it, of all samples"),
+        ({"x": np.zeros(9), "y": [0] * 9}, 4, "the dataset is a dict with a list: expected arrays of NumPy"),
         (iter([1]), 4, "dataset is a list_iterator: expected arrays, or an object with len"),
     ],
 )
@@ -120,9 +123,18 @@ def test_what_cannot_be_dealt_out(dataset: Any, batch_size: Any, message: str) -
         Loader(dataset, batch_size, rank=0, size=3)
 
 
-def test_samples_of_different_shapes_cannot_be_stacked() -> None:
-    [loader] = loaders([np.zeros(2), np.zeros(3)], 2, 1)
-    with pytest.raises(UsageError, match=r"samples cannot be stacked: .*expected arrays of one shape"):
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([np.zeros(2), np.zeros(3)], r".*expected arrays of one shape"),
+        ([(1, 2), (1, 2, 3)], "one has 2 parts, another one 3 parts; expected the same"),
+        ([{"x": 1}, {"y": 1}], r"one has the keys \[\"'x'\"\], another one the keys \[\"'y'\"\]"),
+        ([[1], 1], "one has 1 parts, another one no parts"),
+    ],
+)
+def test_samples_of_different_shapes_cannot_be_stacked(samples: list[Any], message: str) -> None:
+    [loader] = loaders(samples, 2, 1, shuffle=False)
+    with pytest.raises(UsageError, match=f"samples cannot be stacked: {message}"):
         next(iter(loader))
 
 

@@ -3,25 +3,22 @@ FOLDER."""
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import telling
+from telling import keep
 
 import omnireduce
 import omnireduce.jax as ddp
 from omnireduce.errors import UsageError
 
 rank, SIZE = ddp.init()
-
-
-def tell(way: str, **what: Any) -> None:
-    sys.stdout.write(json.dumps({"rank": rank, "way": way, **what}) + "\n")
-    sys.stdout.flush()
+tell = partial(telling.tell, rank)
 
 
 def tree() -> dict[str, Any]:
@@ -105,13 +102,23 @@ def trained(way: str, compiling: Any, transformation: bool) -> None:
     for _ in range(3):
         for batch in loader:
             params = step(params, *batch)
-    tell(way, bits={name: np.asarray(each).tobytes().hex() for name, each in params.items()})
-    np.savez(Path(sys.argv[1]) / f"{way}-{SIZE}-{rank}.npz", **params)
+    keep(rank, SIZE, way, params)
 
 
 def loss_is_averaged() -> None:
     value, gradient = ddp.value_and_grad(lambda p: p * (rank + 1.0))(jnp.float32(2))
     tell("loss", value=float(value), gradient=float(gradient))
+
+
+def datasets() -> None:
+    """Arrays of JAX, and of JAX and NumPy."""
+    found = []
+    for dataset in (jnp.arange(6), (jnp.arange(6), np.arange(6)), [{"x": jnp.float32(at)} for at in range(6)]):
+        loader, _ = ddp.partition_dataset(dataset, 6, shuffle=False)
+        leaves = jax.tree_util.tree_leaves(next(iter(loader)))
+        assert all(isinstance(each, jax.Array) for each in leaves)
+        found.append([each.tolist() for each in leaves])
+    tell("datasets", found=found)
 
 
 def wrong() -> None:
@@ -122,6 +129,9 @@ def wrong() -> None:
         lambda: ddp.broadcast(jnp.zeros(2), root=SIZE),
         lambda: ddp.broadcast({"w": jnp.zeros(2 + rank)}),
         lambda: ddp.jit(lambda x: ddp.broadcast(x))(jnp.zeros(2 + rank)),
+        lambda: ddp.broadcast({"key": jax.random.key(rank)}),
+        lambda: ddp.jit(lambda x: ddp.broadcast(x))(jax.random.key(rank)),
+        lambda: ddp.partition_dataset((jnp.zeros(9), [0] * 9), 9),
     ):
         try:
             call()
@@ -156,6 +166,6 @@ else:
     trained("direct", lambda step: step, False)
     trained("transformed", ddp.jit, True)
     if SIZE > 1:
-        for way in (summed, in_order, from_a_root, loss_is_averaged, wrong):
+        for way in (summed, in_order, from_a_root, loss_is_averaged, datasets, wrong):
             way()
 ddp.shutdown()

@@ -1,11 +1,11 @@
-"""Optimizers on the shards: what they keep is read, kept in files, restored; wrong use is told."""
+"""Optimizers on the shards: what they keep is read, kept in files and restored."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
-from msgspec.structs import replace
 
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.dtypes import Array
@@ -21,7 +20,7 @@ from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, 
 from omnireduce.optimizers.saved import SavedParts, key_of, save_part, share_of
 from omnireduce.optimizers.sharded import ShardedOptimizer
 
-W = np.zeros((4, 4), np.float32)
+LAZY = [Sgd(lr=0.5, momentum=0.5, lazy=True), Adam(lazy=True), AdamW(lazy=True, weight_decay=0.1)]
 RULES = [Sgd(lr=0.5, momentum=0.5), Adagrad(), Adam(), AdamW(lazy=True), Lamb()]
 
 
@@ -125,7 +124,7 @@ def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"parts of different steps, \[3, 4\]"):
         SavedParts(tmp_path, shapes)
     (tmp_path / "part-1-of-2.npz").write_bytes(b"PK")
-    with pytest.raises(UsageError, match="is no part of a state"):
+    with pytest.raises(UsageError, match="is no part of this state"):
         SavedParts(tmp_path, shapes)
     (tmp_path / "part-1-of-2.npz").unlink()
     with pytest.raises(UsageError, match="has no whole state"):
@@ -134,6 +133,28 @@ def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
         SavedParts(tmp_path / "nowhere", shapes)
     with pytest.raises(UsageError, match="cannot be written"):
         save(0, 2, folder=tmp_path / "part-0-of-2.npz")
+
+
+@pytest.mark.parametrize("part", ["empty", "one array", "no steps", "steps before the first"])
+def test_a_file_may_hold_anything(tmp_path: Path, part: str) -> None:
+    file, shapes = tmp_path / "part-0-of-1.npz", {"w": {"sum": (10,)}}
+    whole = {key_of("w", "sum"): np.ones(10, np.float32)}
+    if part == "empty":
+        file.touch()
+    elif part == "one array":
+        with file.open("wb") as opened:
+            np.save(opened, np.ones(3))
+    else:
+        np.savez(file, **whole, **({} if part == "no steps" else {"step": np.array(-1)}))
+    with pytest.raises(UsageError, match=r"part-0-of-1\.npz is no part of this state: "):
+        SavedParts(tmp_path, shapes)
+
+
+def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "part-0-of-1.npz").mkdir()
+    with pytest.raises(UsageError, match="cannot be written"):
+        save_part(tmp_path, {key_of("w", "sum"): np.ones(10, np.float32)}, 3, 0, 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["part-0-of-1.npz"]
 
 
 def test_all_ranks_hear_what_one_cannot_do(daemon: Daemon, tmp_path: Path) -> None:
@@ -262,6 +283,60 @@ def test_a_step_that_failed_is_made_again(daemon: Daemon) -> None:
         assert (weights == -0.5 - 0.75).all()
 
 
+def test_weights_that_a_program_has_changed_go_to_the_shards(daemon: Daemon) -> None:
+    """And the momentum stays: 1, then 1.5."""
+
+    def run(comm: Communicator) -> Array:
+        weights = np.zeros(1000, np.float32)
+        with ShardedOptimizer([weights], Sgd(lr=1.0, momentum=0.5), comm=comm) as optimizer:
+            optimizer.step([np.ones(1000, np.float32)])
+            weights[:] = 8 + comm.rank
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step([np.ones(1000, np.float32)])
+        return weights
+
+    assert all((each == 6.5).all() for each in run_job(configured(daemon.addresses), 2, run))
+
+
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_a_gradient_may_lie_in_weights(daemon: Daemon, size: int) -> None:
+    """Of the product of two parameters each is the gradient of the other. A table has rows of itself."""
+
+    def run(comm: Communicator) -> list[Array]:
+        weights = {"a": np.full(size, 2, np.float32), "b": np.full(size, 3, np.float32)}
+        weights["t"] = np.full((size, 2), 4, np.float32)
+        with ShardedOptimizer(weights, Sgd(lr=0.5), tables=["t"], comm=comm) as optimizer:
+            own = np.arange(1, 3), weights["t"][1:3]
+            optimizer.step({"a": weights["b"], "b": weights["a"], "t": own})
+        return [weights["a"], weights["b"], weights["t"]]
+
+    expected = np.full((size, 2), 4, np.float32)
+    expected[1:3] = 2
+    for a, b, t in run_job(configured(daemon.addresses), 2, run):
+        assert (a == 0.5).all()
+        assert (b == 2).all()
+        assert (t == expected).all()
+
+
+@pytest.mark.parametrize("rule", [Sgd(lr=0.5), Adagrad(), *LAZY], ids=lambda rule: type(rule).__name__)
+def test_what_is_zero_on_all_ranks_stays_as_it_is(daemon: Daemon, rule: Rule) -> None:
+    """Weights and what is kept for them, after a step in which they had a gradient."""
+
+    def run(comm: Communicator) -> bool:
+        weights = np.ones(4000, np.float32)
+        gradient = np.full(4000, comm.rank + 1, np.float32)
+        with ShardedOptimizer([weights], rule, comm=comm) as optimizer:
+            optimizer.step([gradient])
+            before, kept = weights.copy(), optimizer.state_dict(None)["state"]["0"]
+            gradient[2000:] = 0
+            optimizer.step([gradient])
+            after = optimizer.state_dict(None)["state"]["0"]
+        stays = [(weights, before), *((after[what], kept[what]) for what in kept)]
+        return all((x[2048:] == y[2048:]).all() and (x[:2000] != y[:2000]).all() for x, y in stays)
+
+    assert run_job(configured(daemon.addresses), 2, run) == [True] * 2
+
+
 def test_the_learning_rate_may_change(daemon: Daemon) -> None:
     def run(comm: Communicator) -> Array:
         weights = np.zeros(1000, np.float32)
@@ -276,51 +351,6 @@ def test_the_learning_rate_may_change(daemon: Daemon) -> None:
     assert all((each == -1.25).all() for each in run_job(configured(daemon.addresses), 2, run))
 
 
-DIFFERENT: list[tuple[Callable[[int], dict[str, Any]], str]] = [
-    (lambda rank: {"params": {"a": W.copy(), "b": W.copy()} if rank else {"b": W.copy(), "a": W.copy()}}, "parameters"),
-    (lambda rank: {"params": {"a": W.copy()} if rank else {"b": W.copy()}}, "parameters"),
-    (lambda rank: {"params": [np.zeros((2, 8) if rank else (8, 2), np.float32)]}, r"0: rank 0 has \[8, 2\] as dense"),
-    (lambda rank: {"tables": ["0"] if rank else []}, r"0: rank 0 has \[4, 4\] as dense, rank 1 has \[4, 4\] as table"),
-    (lambda rank: {"rule": Adam() if rank else Adagrad()}, "the rule: rank 0 has Adagrad, rank 1 has Adam"),
-    (lambda rank: {"root": rank}, "root: rank 0 has 0, rank 1 has 1"),
-]
-
-
-def test_optimizers_that_differ_are_told(daemon: Daemon) -> None:
-    """And what cannot be a root."""
-
-    def run(comm: Communicator) -> None:
-        for at, (make, said) in enumerate(DIFFERENT):
-            given = {"params": [W.copy()], "rule": Sgd(lr=1), "name": f"o{at}"} | make(comm.rank)
-            optimizer = ShardedOptimizer(given.pop("params"), given.pop("rule"), comm=comm, **given)
-            with pytest.raises(UsageError, match=f"ranks differ in {said}"):
-                optimizer.state_dict()
-        for root in (2, -1):
-            optimizer = ShardedOptimizer([W.copy()], Sgd(lr=1), comm=comm, root=root, name="root")
-            with pytest.raises(UsageError, match=f"root {root}: expected 0 to 1"):
-                optimizer.step([W])
-        with ShardedOptimizer({"a": W.copy()}, Sgd(lr=np.float32(0.5)), comm=comm) as optimizer:
-            optimizer.step([W + 1])  # in the order of the parameters
-            with pytest.raises(UsageError, match="root 7"):
-                optimizer.state_dict(7)
-
-    run_job(configured(daemon.addresses), 2, run)
-
-
-def test_ranks_that_differ_are_told(daemon: Daemon) -> None:
-    """One rank has another learning rate."""
-
-    def run(comm: Communicator) -> str:
-        weights = np.zeros(1000, np.float32)
-        optimizer = ShardedOptimizer([weights], Sgd(lr=1.0 + comm.rank), comm=comm)
-        with pytest.raises(Exception, match="submitted different collectives") as caught:
-            optimizer.step([np.ones(1000, np.float32)])
-        optimizer.close()
-        return str(caught.value)
-
-    assert all("scalars" in each for each in run_job(configured(daemon.addresses), 2, run))
-
-
 def test_shards_without_room_refuse(daemon: Daemon) -> None:
     def run(comm: Communicator) -> str:
         comm.barrier()
@@ -332,76 +362,3 @@ def test_shards_without_room_refuse(daemon: Daemon) -> None:
     with Daemon(1, "aggregator.max_job_bytes=16777216", "aggregator.max_bytes=33554432") as small:
         for text in run_job(configured(small.addresses), 2, run):
             assert "bytes of slots and state; aggregator.max_job_bytes is 16777216: raise it on the aggregator" in text
-
-
-WRONG: list[tuple[Callable[[Communicator], object], str]] = [
-    (lambda comm: ShardedOptimizer([], Sgd(lr=1), comm=comm), "no parameters; expected at least one array"),
-    (
-        lambda comm: ShardedOptimizer([np.zeros(3)], Sgd(lr=1), comm=comm),
-        "parameter 0 is float64; expected an array of",
-    ),
-    (lambda comm: ShardedOptimizer({"w": [1]}, Sgd(lr=1), comm=comm), "parameter w is a list"),  # type: ignore[dict-item]
-    (lambda comm: ShardedOptimizer([W.T[:, 1:]], Sgd(lr=1), comm=comm), "parameter 0: expected a C-contiguous"),
-    (lambda comm: ShardedOptimizer([W, W[:2]], Sgd(lr=1), comm=comm), "0 and 1 share memory"),
-    (lambda comm: ShardedOptimizer({"w": W}, Sgd(lr=1), tables=["v"], comm=comm), "tables names v; expected some of w"),
-    (lambda comm: ShardedOptimizer({"w": W}, RowAdagrad(), comm=comm), "RowAdagrad is for rows: name w in tables"),
-    (lambda comm: ShardedOptimizer([W[0]], Sgd(lr=1), tables=["0"], comm=comm), r"0 is \[4\]; expected \[rows"),
-    (lambda comm: Sgd(lr=-1), "lr is -1; expected 0 or more"),
-    (lambda comm: Adam(betas=(0.9, 1.0)), "beta2 is 1; expected 0 or more and less than 1"),
-    (lambda comm: Sgd(lr=1, nesterov=True), "nesterov needs a momentum"),
-    (lambda comm: Lamb(lazy=True), "Lamb has no lazy form"),
-    (lambda comm: Sgd(lr="x"), "lr is 'x'; expected a number"),  # type: ignore[arg-type]
-    (lambda comm: Sgd(lr=10**400), "expected a number"),
-    (lambda comm: Adam(betas=(0.9,)), r"betas is \(0.9,\); expected two numbers"),  # type: ignore[arg-type]
-    (lambda comm: Adam(lazy="x"), "lazy is 'x'; expected True or False"),  # type: ignore[arg-type]
-    (lambda comm: ShardedOptimizer([W], Adam, comm=comm), "expected one of omnireduce.optimizers, such as Adam"),  # type: ignore[arg-type]
-    (lambda comm: ShardedOptimizer(None, Adam(), comm=comm), "params is a NoneType"),  # type: ignore[arg-type]
-    (lambda comm: ShardedOptimizer([W], Adam(), comm=comm, name="my one"), "name 'my one': expected up to 40"),
-]
-WRONG_STEPS: list[tuple[Any, str]] = [
-    ({"v": W}, "gradients of v; expected some of w"),
-    ({"w": W[0]}, r"the gradient of w is float32\[4\]; expected float32\[4, 4\]"),
-    ({"w": 3}, "the gradient of w is a int"),
-    ([W, W], "2 gradients; expected 1, None for one that is missing"),
-]
-
-
-WRONG_ROWS: list[tuple[Any, str]] = [
-    (5, r"the gradient of t is a int; expected \(indices, rows\)"),
-    (W, "the gradient of t is a ndarray"),
-    ((np.array([9]), W[:1]), "the gradient of t: "),
-    ((np.array([0]), W[:1].astype(float)), r"rows of float64\[4\]; expected float32\[4\]"),
-    ((np.array([0]), np.zeros((1, 3), np.float32)), r"rows of float32\[3\]; expected float32\[4\]"),
-]
-
-
-def test_rows_that_do_not_fit_are_told(daemon: Daemon) -> None:
-    with (
-        Communicator(configured(daemon.addresses, "cluster.job=rows"), rank=0, size=1) as comm,
-        ShardedOptimizer({"t": W.copy()}, Adam(), tables=["t"], comm=comm) as optimizer,
-    ):
-        for given, said in WRONG_ROWS:
-            with pytest.raises(UsageError, match=said):
-                optimizer.step({"t": given})
-        assert optimizer.steps == 0
-
-
-def test_wrong_use_is_told(daemon: Daemon) -> None:
-    config = configured(daemon.addresses)
-    with Communicator(replace(config, cluster=replace(config.cluster, job="wrong")), rank=0, size=1) as comm:
-        for make, said in WRONG:
-            with pytest.raises(UsageError, match=said):
-                make(comm)
-        with ShardedOptimizer({"w": W.copy()}, Adam(), comm=comm) as optimizer:
-            for given, said in WRONG_STEPS:
-                with pytest.raises(UsageError, match=said):
-                    optimizer.step(given)
-            for state, said in (
-                ([1], "the state is a list"),
-                ({"step": 1, "state": {}}, "no exp_avg of w"),
-                ({"step": 1, "state": {"w": None}}, "no exp_avg of w"),
-                ({"step": -3, "state": {}}, "the state is after -3 steps"),
-                ({"step": "x", "state": {}}, "the state is after 'x' steps"),
-            ):
-                with pytest.raises(UsageError, match=said):
-                    optimizer.load_state_dict(state)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import omnireduce.torch as hvd
-from omnireduce import UsageError
-from omnireduce.optimizers import Adam, AdamW, RowAdagrad, Sgd, SparseAdam
+from omnireduce import AbortedError, UsageError
+from omnireduce.optimizers import Adagrad, Adam, AdamW, RowAdagrad, Sgd, SparseAdam
 
 
 class Model(nn.Module):
@@ -134,6 +134,59 @@ def states_like_those_of_torch() -> None:
     again.close()
 
 
+def a_state_without_some_parameters() -> None:
+    """Of torch's SGD and Adagrad: a parameter that has had no gradient has no state there, or nothing in it."""
+    for name, rule, make in (
+        ("momentum", Sgd(lr=0.5, momentum=0.5), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5)),
+        ("sums", Adagrad(lr=0.5, initial_accumulator_value=4.0, eps=0.0),
+         lambda p: torch.optim.Adagrad(p, lr=0.5, initial_accumulator_value=4.0, eps=0.0)),
+    ):  # fmt: skip
+        own, expected = ([nn.Parameter(torch.zeros(3)) for _ in range(2)] for _ in range(2))
+        plain = make(expected)
+        expected[0].grad = torch.full((3,), 2.0)
+        plain.step()
+        optimizer = hvd.ShardedOptimizer(own, rule, name=name)
+        state = plain.state_dict()
+        state["state"].pop(1, None) if name == "sums" else None
+        optimizer.load_state_dict(state)
+        own[0].data.copy_(expected[0].data)
+        for mine, other in zip(own, expected, strict=True):
+            mine.grad, other.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
+        optimizer.step()
+        plain.step()
+        for mine, other in zip(own, expected, strict=True):
+            torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-6, atol=0)
+        optimizer.close()
+
+
+def weights_of_another_rank() -> None:
+    """Before the first gradients, and when a program has changed them: the state stays."""
+    weights = nn.Parameter(torch.full((5,), float(hvd.rank())))
+    optimizer = hvd.ShardedOptimizer([weights], Sgd(lr=1.0, momentum=0.5))
+    optimizer.restore(1)
+    assert torch.equal(weights.detach(), torch.ones(5))
+    for expected in (0.0, 0.5):
+        weights.grad = torch.ones(5)
+        optimizer.step()
+        assert torch.equal(weights.detach(), torch.full((5,), expected))
+        weights.data.fill_(2.0)
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.close()
+
+
+def one_that_loads_a_state() -> None:
+    """The others make a step with what the shards have, which it has given back."""
+    weights = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.ShardedOptimizer([weights], Sgd(lr=1.0, momentum=0.5), name="one")
+    weights.grad = torch.ones(10)
+    optimizer.step()
+    state = optimizer.state_dict()
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    with pytest.raises(AbortedError, match="had shut down when"):
+        optimizer.step()
+
+
 def rows_by_adagrad() -> None:
     model = made(3)
     optimizer = hvd.ShardedOptimizer([{"params": [model.table.weight], "rows": True}], RowAdagrad(lr=0.1))
@@ -149,7 +202,7 @@ def rows_by_adagrad() -> None:
 
 def wrong_use() -> None:
     weights = nn.Parameter(torch.zeros(10))
-    with pytest.raises(UsageError, match=r"rule is a float; expected one of omnireduce\.optimizers"):
+    with pytest.raises(UsageError, match=r"rule is 0\.1; expected one of omnireduce\.optimizers"):
         hvd.ShardedOptimizer([weights], 0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="parameter 0 is float64"):
         hvd.ShardedOptimizer([nn.Parameter(torch.zeros(10, dtype=torch.float64))], Adam())
@@ -157,8 +210,20 @@ def wrong_use() -> None:
         hvd.ShardedOptimizer([weights], Adam(), name="groups").load_state_dict({"state": {}, "param_groups": [{}, {}]})
     with pytest.raises(UsageError, match="lr is -1"):
         hvd.ShardedOptimizer([{"params": [weights], "lr": -1}], Adam())
+    with pytest.raises(UsageError, match="rule is 5; expected one of"):
+        hvd.ShardedOptimizer([{"params": [weights], "rule": 5}], Adam())
+    with pytest.raises(UsageError, match="a group of parameters is a Tensor; expected a dict"):
+        hvd.ShardedOptimizer([{"params": [weights]}, torch.zeros(1)], Adam())
+    optimizer = hvd.ShardedOptimizer([weights], Adam(), name="added")
+    with pytest.raises(UsageError, match="parameter 0 is float64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(10, dtype=torch.float64))]})
+    optimizer.load_state_dict(optimizer.state_dict())  # has one group
     model = made(1)
     optimizer = hvd.ShardedOptimizer(model.parameters(), Adam())
+    with pytest.raises(UsageError, match="the state has no 'state' or no 'param_groups'"):
+        optimizer.load_state_dict({})
+    with pytest.raises(UsageError, match="the state of a ShardedOptimizer is on the shards"):
+        hvd.broadcast_optimizer_state(optimizer)
     backward(model, 0)
     with pytest.raises(UsageError, match="parameter 0 has a sparse gradient; `rows` of its group is False"):
         optimizer.step()

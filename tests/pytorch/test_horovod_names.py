@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import ExitStack
-
-from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
-
-SCRIPT = str(ROOT / "tests" / "pytorch" / "horovod_worker.py")
-SIZE = 3
-
+from local_cluster import Daemon
+from scenarios import play
 
 SCENARIOS = (
     "reductions", "moves", "gradients_of_collectives", "sets_of_ranks", "optimizers", "parameters_without_a_gradient",
@@ -21,12 +15,4 @@ SCENARIOS = (
 
 
 def test_ranks_get_what_horovod_would_give(daemon: Daemon) -> None:
-    """One scenario after the other: the log of a rank ends with the one that failed."""
-    job, environ = unique_job("names"), {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)}
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(Process(sys.executable, SCRIPT, str(rank), str(SIZE), job, *SCENARIOS, environ=environ))
-            for rank in range(SIZE)
-        ]
-        for each in ranks:
-            assert each.wait(2 * WAIT_S) == 0, each.log
+    play(daemon, "horovod_worker.py", 3, SCENARIOS)

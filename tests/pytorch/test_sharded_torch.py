@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import signal
-import sys
 from contextlib import ExitStack
 
 import pytest
 from elastic_ranks import Ranks, until
-from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
+from local_cluster import ROOT, Daemon
+from scenarios import play
 
-SCRIPT = str(ROOT / "tests" / "pytorch" / "sharded_worker.py")
 ELASTIC = str(ROOT / "tests" / "pytorch" / "sharded_elastic.py")
-SIZE = 3
 SCENARIOS = (
-    "groups_with_rules_of_their_own", "a_schedule_and_a_closure", "states_like_those_of_torch", "rows_by_adagrad",
-    "wrong_use",
+    "groups_with_rules_of_their_own", "a_schedule_and_a_closure", "states_like_those_of_torch",
+    "a_state_without_some_parameters", "weights_of_another_rank", "rows_by_adagrad", "wrong_use",
+    "one_that_loads_a_state",
 )  # fmt: skip
 
 
 def test_shards_update_the_parameters_of_torch(daemon: Daemon) -> None:
-    """One scenario after the other: the log of a rank ends with the one that failed."""
-    job, environ = unique_job("sharded"), {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)}
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(Process(sys.executable, SCRIPT, str(rank), str(SIZE), job, *SCENARIOS, environ=environ))
-            for rank in range(SIZE)
-        ]
-        for each in ranks:
-            assert each.wait(2 * WAIT_S) == 0, each.log
+    play(daemon, "sharded_worker.py", 3, SCENARIOS)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

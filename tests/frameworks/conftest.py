@@ -1,0 +1,27 @@
+"""What the ranks of a test's `WORKER` have told, by way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from local_cluster import Daemon
+from ranks_of import SIZE, Told, run_ranks, told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they write values."""
+    return tmp_path_factory.mktemp("values")
+
+
+@pytest.fixture(scope="module")
+def ranks(daemon: Daemon, folder: Path, request: pytest.FixtureRequest) -> Told:
+    """Of `SIZE` ranks."""
+    return told(run_ranks(daemon, SIZE, request.module.WORKER, str(folder)))
+
+
+@pytest.fixture(scope="module")
+def alone(daemon: Daemon, folder: Path, request: pytest.FixtureRequest) -> Told:
+    """Of one process, with the batches of all ranks."""
+    return told(run_ranks(daemon, 0, request.module.WORKER, str(folder)))
