@@ -347,5 +347,5 @@ for command in (*SINGLE, programs):
 
 if __name__ == "__main__":
     # an exception, so that what was started ends, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated. What was measured is kept: --resume goes on"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated. What `run` has measured is kept: --resume goes on"))
     main(prog_name="python -m benchmarks")

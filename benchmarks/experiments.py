@@ -117,7 +117,8 @@ def mpirun() -> list[str]:
 
 
 def in_words_of_mpich(words: Sequence[str]) -> list[str]:
-    """Open MPI's `-x NAME=VALUE` and `-x NAME` as MPICH says it. Raises UsageError for an `-x` without a name."""
+    """Open MPI's `-x NAME=VALUE` as MPICH says it, and nothing for `-x NAME`: MPICH hands on all that is set. Raises
+    UsageError for an `-x` without a name."""
     found, rest = list[str](), iter(words)
     for word in rest:
         if word != "-x":
@@ -126,7 +127,7 @@ def in_words_of_mpich(words: Sequence[str]) -> list[str]:
         name, has_value, value = next(rest, "").partition("=")
         if not name:
             raise UsageError("MPI_ARGS ends with -x: expected -x NAME=VALUE")
-        found += ["-genv", name, value] if has_value else ["-genvlist", name]
+        found += ["-genv", name, value] if has_value else []
     return found
 
 
@@ -144,7 +145,7 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
         for _ in range(rounds):
             for run in wanted:
                 said = _output([*start, str(_file(run, folder)), str(epochs), *run.words], run)
-                for elements, stage, ms in parsed(said):
+                for elements, stage, ms in parsed(said, run):
                     found.setdefault((run, elements, stage), []).append(ms)
     rows = [
         Row(run.program, run.schedule, run.case, ranks, elements, epochs, rounds, stage, float(np.median(ms)))
@@ -169,14 +170,17 @@ def _output(command: Sequence[str], run: Run) -> str:
     return done.stdout
 
 
-def parsed(text: str) -> Iterator[tuple[int, str, float]]:
-    """Of each line of a program the elements, and each stage with its milliseconds."""
-    for line in text.splitlines():
-        match = LINE.fullmatch(line.strip())
-        if match:
-            for each in match[3].split(", "):
-                stage, _, ms = each.partition(": ")
-                yield int(match[1]), stage, float(ms)
+def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
+    """Of each line of a program the elements, and each stage with its milliseconds. Raises UsageError where there is
+    no line: words for mpirun may change them."""
+    lines = [match for line in text.splitlines() if (match := LINE.fullmatch(line.strip()))]
+    if not lines:
+        said = next(filter(str.strip, text.splitlines()), "nothing")
+        raise UsageError(f"{run.program}, {run.schedule}: expected lines such as {{SZ: 1024, ...}}, it printed {said}")
+    for match in lines:
+        for each in match[3].split(", "):
+            stage, _, ms = each.partition(": ")
+            yield int(match[1]), stage, float(ms)
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
@@ -190,7 +194,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
-        return [
+        rows = [
             Row(
                 program=line["program"],
                 schedule=line["schedule"],
@@ -204,7 +208,10 @@ def read_rows(path: Path) -> list[Row]:
             )
             for line in lines
         ]
+        if not rows:
+            raise ValueError("it has no rows")
+        return rows
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise UsageError(f"{path}: is no table of an experiment: {error}") from None

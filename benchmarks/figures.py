@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.experiments import ON_SHARDS, TOTAL, Row
 from benchmarks.plots import STYLE
-from omnireduce.errors import UsageError
+from omnireduce.files.output import write_file
 
 FORMATS = ("pdf", "svg")
 METADATA: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}  # same rows, same files
@@ -32,10 +33,9 @@ def draw(rows: Sequence[Row], results: Path) -> list[Path]:
             figure = _over_sizes(own, title) if name in OVER_SIZES else _over_batches(own, title)
             for each in FORMATS:
                 made.append(results / f"{name}.{each}")
-                try:
-                    figure.savefig(made[-1], metadata=METADATA[each])
-                except OSError as error:
-                    raise UsageError(f"{made[-1]}: cannot be written: {error.strerror}") from None
+                drawn = BytesIO()
+                figure.savefig(drawn, format=each, metadata=METADATA[each])
+                write_file(drawn.getvalue(), made[-1])
     return made
 
 
@@ -82,7 +82,8 @@ def _over_batches(rows: Sequence[Row], title: str) -> Figure:
         own = [row for row in rows if row.schedule == schedule]
         at = [cases.index(row.case) + (number + 0.5) * 0.8 / len(names) - 0.4 for row in own]
         bars = axes.bar(at, [row.ms for row in own], 0.8 / len(names), label=schedule)
-        axes.bar_label(bars, [f"{ratios[schedule][row.case, row.elements]:.2f}x" for row in own])
+        times = [ratios.get(schedule, {}).get((row.case, row.elements)) for row in own]
+        axes.bar_label(bars, ["" if each is None else f"{each:.2f}x" for each in times])
     axes.set_xticks(range(len(cases)), cases)
     axes.legend()
     return figure

@@ -8,7 +8,6 @@ import click
 
 from benchmarks.experiments import EXPERIMENTS, LARGE, SMALL, measure, read_rows, runs_of
 from omnireduce.errors import OmniReduceError
-from omnireduce.files.output import make_folder
 
 
 @click.command()
@@ -38,7 +37,7 @@ def programs(
         raise click.ClickException(f"--first {scale.first} --last {scale.last}: expected --first <= --last")
     try:
         runs_of(experiment, scale)
-        table = make_folder(results) / f"{experiment}.csv"
+        table = results / f"{experiment}.csv"
         if not draw_only:
             measure(experiment, results, scale=scale, epochs=epochs, rounds=rounds)
         made = [table, *draw(read_rows(table), results)]

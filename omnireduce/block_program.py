@@ -22,7 +22,7 @@ from omnireduce.errors import UsageError
 
 INSTRUCTION_BYTES = 4
 MAX_INSTRUCTIONS, MAX_SCALARS = 64, 16
-REGISTERS = 8  # the first one holds the sum
+REGISTERS, SUM = 8, 0  # the first one holds the sum
 FIRST_COLUMN = REGISTERS  # operand numbers from here on are columns
 MAX_COLUMNS, MAX_CELLS, MAX_TOTALS = 8, 4, 4
 MAX_STATE = (1 << 16) - 1
@@ -187,6 +187,20 @@ class Assembly:
         place = len(self._scalars) if scalars else third
         self._scalars += scalars
         self._code += bytes([operation, target, operand, place])
+
+    def fetch(self, at: int, *, is_cell: bool = False) -> None:
+        """All ranks get what a state keeps: the column with operand number `at`, or the cell `at`."""
+        if is_cell:
+            self.add(Operation.LOAD_CELL, SUM, third=at)
+        else:
+            self.add(Operation.COPY, SUM, at)
+
+    def store(self, at: int, *, is_cell: bool = False) -> None:
+        """The state keeps the sum of what ranks send: the reverse of `fetch`."""
+        if is_cell:
+            self.add(Operation.STORE_CELL, SUM, third=at)
+        else:
+            self.add(Operation.COPY, at, SUM)
 
     def program(self, state: int, columns: int, cells: int, **options: object) -> BlockProgram:
         """What a shard gets. `options` are fields of BlockProgram."""

@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.block_program import FIRST_COLUMN, SUM, Assembly, BlockProgram, Operation
 from omnireduce.errors import UsageError
 
-SUM, SCRATCH, OTHER = 0, 1, 2  # registers
+SCRATCH, OTHER = 1, 2  # registers
 WEIGHTS, FIRST, SECOND = FIRST_COLUMN, FIRST_COLUMN + 1, FIRST_COLUMN + 2  # columns
 
 
@@ -92,7 +92,7 @@ class Rule:
         """The program of a step."""
         code = Assembly()
         self.write(step, code)
-        code.add(Operation.COPY, SUM, WEIGHTS)
+        code.fetch(WEIGHTS)
         every = self.changes_absent and not self.lazy
         return code.program(step.state, 1 + len(self.columns), len(self.cells), every_block=every)
 
@@ -312,5 +312,5 @@ class Lamb(Adam):
         code, ratio = Assembly(), weights / length if weights > 0 and length > 0 else 1.0
         self._step(step, code)
         code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * ratio)
-        code.add(Operation.COPY, SUM, WEIGHTS)
+        code.fetch(WEIGHTS)
         return code.program(step.state, 3, 0, every_block=True)

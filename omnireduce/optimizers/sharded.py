@@ -14,7 +14,7 @@ from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, B
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.optimizers.parts import Memory, Parameter, Part, check_tables, parameters_of, parts_of
-from omnireduce.optimizers.rules import SCRATCH, SUM, WEIGHTS, Lamb, Rule, Step, check_rule
+from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.optimizers.saved import STEP, SavedParts, Shapes, check_steps, key_of, save_part, share_of
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.alike import check_alike, together
@@ -219,10 +219,7 @@ class ShardedOptimizer:
         for part in self._parts:
             for what, at, is_cell in self._kept:
                 code = Assembly()
-                if is_cell:
-                    code.add(Operation.LOAD_CELL, SUM, third=at)
-                else:
-                    code.add(Operation.COPY, SUM, at)
+                code.fetch(at, is_cell=is_cell)
                 for name, values in part.receive(group, self._of_all(part, code), wanted=wanted).items():
                     yield name, what, values[:, 0].copy() if is_cell else values
 
@@ -278,10 +275,7 @@ class ShardedOptimizer:
                 found = {each.name: (each, kept(each.name, what)) for each in part.parameters}
                 own = {name: as_weights(x, each) for name, (each, x) in found.items() if x is not None}
                 code = Assembly()
-                if is_cell:
-                    code.add(Operation.STORE_CELL, SUM, third=at)
-                else:
-                    code.add(Operation.COPY, at, SUM)
+                code.store(at, is_cell=is_cell)
                 part.send(group, self._of_all(part, code, returns=False), own or None)
 
     def save(self, folder: str | Path) -> None:
@@ -321,7 +315,7 @@ class ShardedOptimizer:
                 code.add(Operation.FILL, SCRATCH if is_cell else at, 0, self._rule.initial)
                 if is_cell:
                     code.add(Operation.STORE_CELL, SCRATCH, third=at)
-            code.add(Operation.COPY, WEIGHTS, SUM)
+            code.store(WEIGHTS)
             own = {each.name: each.weights for each in part.parameters} if self.comm.rank == root else None
             part.send(group, self._of_all(part, code), own)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnireduce.errors import ConfigError, UsageError
+from omnireduce.errors import ConfigError
+from omnireduce.files.output import write_file
 from omnireduce.programs.expressions import Expression, Input, formula
 from omnireduce.programs.stages import Stage, nodes_of
 from omnireduce.programs.text import title
@@ -42,10 +44,9 @@ def draw(pipeline: Pipeline, path: Path) -> None:
         for each in _needed(pipeline, node):
             ends = {"patchA": boxes[each], "patchB": boxes[node], "arrowstyle": "->", "color": "#555555"}
             axes.annotate("", xy=spot, xytext=spots[each], arrowprops=ends, zorder=3)
-    try:
-        figure.savefig(path, format="svg")
-    except OSError as error:
-        raise UsageError(f"{path}: the picture cannot be written: {error.strerror}") from None
+    drawn = BytesIO()
+    figure.savefig(drawn, format="svg")
+    write_file(drawn.getvalue(), path)
 
 
 def places(pipeline: Pipeline) -> dict[Expression, Spot]:

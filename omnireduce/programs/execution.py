@@ -14,7 +14,7 @@ from omnireduce.programs.expressions import Constant, Expression
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, compute
-from omnireduce.programs.ranks import Ranks
+from omnireduce.programs.ranks import Ranks, Rooms
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 class Execution:
     """`seat`: this rank in its group; `ranks`: the group; `pair`: gives the communicator of this rank and its partner
-    in another group, of the sender's group and the receiver's."""
+    in another group, of the sender's group and the receiver's; `rooms`: arrays of earlier runs."""
 
     def __init__(
-        self, pipeline: Pipeline, seat: Seat, ranks: Ranks, group: int, pair: Callable[[int, int], Communicator]
-    ) -> None:
+        self, pipeline: Pipeline, seat: Seat, ranks: Ranks, group: int, pair: Callable[[int, int], Communicator],
+        *, rooms: Rooms,
+    ) -> None:  # fmt: skip
         self.pipeline, self.seat, self.ranks, self.group = pipeline, seat, ranks, group
-        self._pair = pair
+        self._pair, self._rooms = pair, rooms
         self._values: dict[Expression, Array] = {}
         self._under_way: dict[Expression, Handle[Array]] = {}
 
@@ -45,6 +46,15 @@ class Execution:
     def drop(self, node: Expression) -> None:
         """Nothing needs `node` any more."""
         self._values.pop(node, None)
+
+    def room(self, node: Expression, shape: tuple[int, ...]) -> Array:
+        """An array for what this rank has of `node`: the same one in each run, unless the caller of `run` gets it."""
+        if node in self.pipeline.outputs and not isinstance(node, Update):  # an Update is copied to its tensor
+            return np.empty(shape, node.type.dtype)
+        found = self._rooms.get(node)
+        if found is None or found.shape != shape:
+            found = self._rooms[node] = np.empty(shape, node.type.dtype)
+        return found
 
     def name(self, node: Expression) -> str:
         """What `node` is called in the names of collectives and in timelines."""
@@ -77,10 +87,12 @@ class Execution:
 
     def _result(self, node: Expression) -> Array:
         if isinstance(node, Recv):
-            return self._under_way.pop(node.operands[0]).wait()
+            return self._under_way[node.operands[0]].wait()
         arrays = [self.value(each) for each in node.operands]
         if isinstance(node, AllReduce):
-            return self.ranks.allreduce(arrays[0], node.reduction, self.name(node))
+            return self.ranks.allreduce(
+                arrays[0], node.reduction, self.name(node), out=self.room(node, arrays[0].shape)
+            )
         if isinstance(node, ReduceScatter):
             return self.ranks.reduce_scatter(arrays[0], node.reduction, self.name(node))
         if isinstance(node, AllGather):

@@ -8,6 +8,7 @@ rewrite can make a program that the checker would refuse.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
@@ -179,7 +180,7 @@ class Variable(Input):
     """A number that is known when a program runs: the size of a dimension, or a factor. `dtype` such as Float32."""
 
     def __init__(self, dtype: DType, name: str) -> None:
-        self.__dict__.update(dtype=_check_dtype(dtype), name=_check_name(name))
+        self.__dict__.update(dtype=check_dtype(dtype), name=_check_name(name))
         super().__init__()
 
     def derive(self) -> Type:
@@ -200,9 +201,9 @@ class Tensor(Input):
     def __init__(
         self, dtype: DType, shape: Dimension | Sequence[Dimension], layout: Layout, name: str, *, group: int = 0
     ) -> None:
-        sizes = (shape,) if isinstance(shape, Variable | int) else tuple(shape)
+        sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
         self.__dict__.update(name=_check_name(name))
-        self.__dict__.update(declared=Type(_check_dtype(dtype), sizes, layout, group))
+        self.__dict__.update(declared=Type(check_dtype(dtype), sizes, layout, group))
         super().__init__()
 
     def derive(self) -> Type:
@@ -244,7 +245,7 @@ class Constant(Expression):
         if (dtype == Bool) != isinstance(value, bool | np.bool_):
             raise wrong(self.place, f"{value} meets {dtype}: Cast one of them")
         try:
-            self.__dict__.update(array=np.asarray(dtype.type(value)))
+            self.__dict__.update(array=number_array(value, dtype))
         except OverflowError:
             raise wrong(self.place, f"{value} is out of the range of {dtype}") from None
         return Type(dtype, (), Layout.REPLICATED)
@@ -302,6 +303,22 @@ def as_expression(value: object, like: DType | None = None) -> Expression:
     raise wrong(place_of_user(), f"got {value!r}, a {type(value).__name__}; expected {expected}")
 
 
+def number_array(value: Number | np.generic, dtype: DType) -> Array:
+    """A number as an array without dimensions. Raises OverflowError where the type has no place for it."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    plain = float(plain) if dtype in FLOATS else plain
+    with np.errstate(over="ignore"):
+        found = np.asarray(dtype.type(plain))
+    if dtype in FLOATS and math.isfinite(plain) and not np.isfinite(found):
+        raise OverflowError(plain)
+    return found
+
+
+def is_half(dtype: DType) -> bool:
+    """Whether it is a float of 16 bits: sums of such are kept in float32."""
+    return dtype in FLOATS and dtype.itemsize == 2
+
+
 def common_group(expression: Expression) -> int | None:
     """The group of ranks that has all operands. Raises UsageError where no group does."""
     found: int | None = None
@@ -314,7 +331,8 @@ def common_group(expression: Expression) -> int | None:
     return found
 
 
-def _check_dtype(dtype: object) -> DType:
+def check_dtype(dtype: object) -> DType:
+    """`dtype` itself. Raises UsageError for what is no element type of the service."""
     if not isinstance(dtype, np.dtype) or dtype not in DTYPES:
         raise wrong(place_of_user(), f"type {dtype!r}: expected one such as Float32, Float16 or Int32")
     return dtype

@@ -15,10 +15,10 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import FLOATS, Constant, Expression, Input, Tensor
+from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, is_half
 from omnireduce.programs.operations import Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, compute, input_value, sizes_in
+from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
 
 PerRank = list[Array]
 
@@ -32,6 +32,7 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < pipeline.least_ranks:
         raise UsageError(f"ranks is {ranks!r}: expected an int from {pipeline.least_ranks} on")
+    check_names(values, pipeline.known_values, pipeline.name)
     given = [{each: _of_rank(values, each, rank, ranks, pipeline) for each in values} for rank in range(ranks)]
     seats = [
         Seat(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank])) for rank in range(ranks)
@@ -94,7 +95,6 @@ def _reduced(node: WholeReduction, parts: PerRank) -> PerRank:
 def combined(reduction: Reduction, parts: PerRank) -> Array:
     """The parts combined in their order; 16-bit floats in float32, rounded once."""
     dtype = parts[0].dtype
-    is_half = dtype in FLOATS and dtype.itemsize == 2
-    wide = [each.astype(np.float32) if is_half else each for each in parts]
+    wide = [each.astype(np.float32) if is_half(dtype) else each for each in parts]
     with np.errstate(all="ignore"):
         return np.asarray(reduce(reduction.ufunc, wide)).astype(dtype)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from omnireduce.block_program import FIRST_COLUMN, MAX_COLUMNS, REGISTERS, Operation
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather
-from omnireduce.programs.expressions import Bool, Expression, Float32, Tensor, short
+from omnireduce.programs.expressions import Bool, Constant, Expression, Float32, Input, Tensor, short
+from omnireduce.programs.layouts import Layout
 from omnireduce.programs.mixing import Mixing
 from omnireduce.programs.operations import Norm, ReduceTensor, Summation, Update, WholeReduction
 from omnireduce.programs.phases import Phase, Scalar
@@ -86,7 +87,10 @@ class _Lowering:
         shape = stage.input.type.shape
         for node in pipeline.nodes:
             if not node.type.shape:
+                self._check_number(node)
                 continue
+            if isinstance(node, Tensor) and node.type.layout is Layout.LOCAL and node is not stage.input:
+                raise UsageError(f"{node.name} is Local: shards keep one tensor, not one for each rank")
             is_known = node in stage.nodes or isinstance(node, Tensor)
             if not is_known:
                 raise UsageError(f"{short(node)} is computed outside of the fused all-reduce: only numbers may be")
@@ -96,6 +100,16 @@ class _Lowering:
             used = next((each for each in node.operands if isinstance(each, AllGather | Update)), None)
             if used is not None and isinstance(node, Pointwise | WholeReduction):
                 raise UsageError(f"{short(node)} uses {short(used)}, a result of the exchange: use what it is made of")
+
+    def _check_number(self, node: Expression) -> None:
+        """Ranks know numbers that are given or computed of numbers, and totals of what the shards have."""
+        if isinstance(node, WholeReduction):
+            if node.operands[0] is self._stage.input or not node.operands[0].type.shape:
+                raise UsageError(f"{short(node)}: shards add up what they have; {short(node.operands[0])} is not there")
+        elif not isinstance(node, Input | Constant | Pointwise):
+            raise UsageError(
+                f"{short(node)} is done outside of the fused all-reduce: only numbers may be computed there"
+            )
 
     def _tensors(self) -> Iterable[Expression]:
         return (each for each in self._pipeline.inputs if each.type.shape and each is not self._stage.input)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation, packed
+from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, packed
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.programs.expressions import Constant, Expression, Tensor, Variable
-from omnireduce.programs.lowering import lowered
+from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
+from omnireduce.programs.lowering import Lowered, lowered
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.phases import Phase
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, compute, input_value, sizes_in
+from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
 from omnireduce.runtime.member.communicator import Communicator
 
 STATE = 0  # the number of the state; the communicator has no other
@@ -33,15 +33,20 @@ def runs_on_shards(pipeline: Pipeline) -> bool:
     return True
 
 
+def given_in_runs(pipeline: Pipeline, lowered: Lowered) -> list[Input]:
+    """The inputs that each run is given: numbers, and what is reduced. The shards keep the others."""
+    return [each for each in pipeline.inputs if each not in lowered.columns]
+
+
 class OnShards:
     """`pipeline` on the ranks of `comm`, with its tensors on the shards. `pipeline` has one fused AllReduce, as
     `fuse_into` makes it.
 
     `values`: by name this rank's arrays of all tensors but the one that is reduced: of Sliced ones its part. They are
-    sent to the shards; a Replicated one is that of rank 0. The array of the tensor that gets the result is written in
-    each run. Blocks that are zero on all ranks are computed, too, unless `lazy`: then what is kept for them stays as it
-    is. `name` tells it from others of `comm` (empty: that of the pipeline). All ranks call all methods in the same
-    order. Close it in the end.
+    sent to the shards; a Replicated one is that of rank 0, and -0.0 may become 0.0. The array of the tensor that gets
+    the result is written in each run. Blocks that are zero on all ranks are computed, too, unless `lazy`: then what is
+    kept for them stays as it is. `name` tells it from others of `comm` (empty: that of the pipeline). All ranks call
+    all methods in the same order. Close it in the end.
 
     Raises UsageError for a program that shards cannot run, and says why; for values that do not fit; RefusedError where
     shards have no room; otherwise what `Communicator.create_group` raises.
@@ -51,39 +56,41 @@ class OnShards:
         self, pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False, name: str = ""
     ) -> None:
         self._pipeline, self._lazy, self._lowered = pipeline, lazy, lowered(pipeline)
-        tensors = [each for each in pipeline.inputs if isinstance(each, Tensor) and each is not self._lowered.reduced]
-        known = [each.name for each in (*tensors, *sizes_in(pipeline.nodes))]
-        if unknown := sorted(values.keys() - set(known)):
-            raise UsageError(f"{pipeline.name} keeps no {', '.join(unknown)}; expected some of {', '.join(known)}")
-        self._tensors = [each for each in pipeline.inputs if each in self._lowered.columns]
-        seat = Seat(comm.rank, comm.size, bound_sizes(sizes_in(pipeline.nodes), self._tensors, values))
-        self._seat = seat
-        arrays: dict[Expression, Array] = {each: input_value(each, values, seat) for each in self._tensors}
-        self._result = self._array_of_result(arrays)
+        self._tensors = [each for each in self._lowered.columns if isinstance(each, Tensor)]
+        self._given = given_in_runs(pipeline, self._lowered)
+        sizes = sizes_in(pipeline.nodes)
+        check_names(values, [each.name for each in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
+        seat = self._seat = Seat(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
+        arrays = {each: input_value(each, values, seat) for each in self._tensors}
+        self._results = self._arrays_of_result(arrays)
         self._shape = seat.shape(self._lowered.reduced.type.shape)
         self._elements = int(np.prod(self._shape))
         self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS)
-        if lazy and (self._result is None or len(self._lowered.phases) > 1):
+        if lazy and (not self._results or len(self._lowered.phases) > 1):
             raise UsageError(f"{pipeline.name} cannot be lazy: it has norms, or updates no tensor with its result")
         self._group = comm.create_group(
             name=name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name),
             state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),
         )
-        for each, array in arrays.items():
-            self._send(each, array)
+        try:
+            for each, array in arrays.items():
+                self._send(each, array)
+        except BaseException:
+            self.close()
+            raise
 
-    def _array_of_result(self, arrays: Mapping[Expression, Array]) -> Array | None:
-        """Where results go: the tensor that is updated with them, if there is one."""
+    def _arrays_of_result(self, arrays: Mapping[Tensor, Array]) -> dict[Expression, Array]:
+        """Where results go, by Update: the tensors that are updated with them."""
         users = self._pipeline.users[self._lowered.gather]
-        found = next((arrays[each.tensor] for each in users if isinstance(each, Update)), None)
-        if found is not None and not (found.flags.writeable and found.flags.c_contiguous):
+        found: dict[Expression, Array] = {each: arrays[each.tensor] for each in users if isinstance(each, Update)}
+        if not all(each.flags.writeable and each.flags.c_contiguous for each in found.values()):
             raise UsageError(f"{self._pipeline.name} updates an array that is read-only or not contiguous: pass a copy")
         return found
 
-    def _send(self, tensor: Expression, array: Array) -> None:
+    def _send(self, tensor: Tensor, array: Array) -> None:
         """Give the shards a tensor, of which this rank has its part."""
         code = Assembly()
-        code.add(Operation.COPY, self._operand(tensor), 0)
+        code.store(self._operand(tensor))
         whole = np.zeros(self._shape, np.float32)
         if tensor.type.layout.is_sliced:
             self._seat.part(whole, tensor.type.layout)[...] = array
@@ -92,7 +99,7 @@ class OnShards:
         program = self._program(code, returns=False)
         self._group.fused_allreduce(whole, program, out=np.empty_like(whole), block_size=self._block_size)
 
-    def _operand(self, tensor: Expression) -> int:
+    def _operand(self, tensor: Tensor) -> int:
         return FIRST_COLUMN + self._lowered.columns.index(tensor)
 
     def _program(self, code: Assembly, *, returns: bool) -> BlockProgram:
@@ -105,21 +112,18 @@ class OnShards:
         UsageError for values that do not fit; otherwise what the collectives raise: then shards may have computed a
         part, and nothing that they keep is of use any more.
         """
-        known: dict[Expression, Array] = {}
-        for each in self._pipeline.inputs:
-            if isinstance(each, Variable) or each is self._lowered.reduced:
-                known[each] = input_value(each, values, self._seat)
-        names = [each.name for each in self._pipeline.inputs if each in known]
-        if unknown := sorted(values.keys() - set(names)):
-            raise UsageError(f"a run takes no {', '.join(unknown)}; expected {', '.join(names)}")
+        check_names(values, [each.name for each in self._given], f"a run of {self._pipeline.name}")
+        known: dict[Expression, Array] = {each: input_value(each, values, self._seat) for each in self._given}
         x = np.ascontiguousarray(known[self._lowered.reduced]).reshape(self._shape)
-        out = np.empty(self._shape, np.float32) if self._result is None else self._result
+        out, *others = self._results.values() or [np.empty(self._shape, np.float32)]
         for at, phase in enumerate(self._lowered.phases):
             is_last = at == len(self._lowered.phases) - 1
             program = self._phase(phase, known, returns=is_last)
             done = self._group.fused_allreduce(None if at else x, program, out=out, block_size=self._block_size)
             for node, total in zip(phase.totals, done.totals, strict=True):
                 known[node] = node.finish(np.asarray(total).reshape(1)).reshape(())
+        for each in others:
+            each[...] = out
         return self._outputs(out, known)
 
     def _phase(self, phase: Phase, known: dict[Expression, Array], *, returns: bool) -> BlockProgram:
@@ -143,20 +147,20 @@ class OnShards:
     def _outputs(self, out: Array, known: dict[Expression, Array]) -> dict[str, Any]:
         found = dict[str, Any]()
         for name, node in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
-            if node is self._lowered.gather or (isinstance(node, Update) and node.value is self._lowered.gather):
-                found[name] = out
+            if node is self._lowered.gather or node in self._results:
+                found[name] = self._results.get(node, out)
             elif not node.type.shape:
                 found[name] = known[node] if isinstance(node, WholeReduction) else self._number(node, known)
         return found
 
     def tensor(self, name: str) -> Array:
         """A tensor as the shards have it now: of a Sliced one this rank's part. All ranks call this."""
-        tensor = next((each for each in self._tensors if isinstance(each, Tensor) and each.name == name), None)
+        tensor = next((each for each in self._tensors if each.name == name), None)
         if tensor is None:
-            kept = ", ".join(each.name for each in self._tensors if isinstance(each, Tensor))
+            kept = ", ".join(each.name for each in self._tensors)
             raise UsageError(f"the shards keep no {name!r}; they keep {kept}")
         code, found = Assembly(), np.zeros(self._shape, np.float32)
-        code.add(Operation.COPY, 0, self._operand(tensor))
+        code.fetch(self._operand(tensor))
         program = self._program(code, returns=True)
         self._group.fused_allreduce(None, program, out=found, block_size=self._block_size)
         is_cut = tensor.type.layout.is_sliced

@@ -20,6 +20,7 @@ from omnireduce.programs.expressions import (
     Type,
     as_expression,
     common_group,
+    is_half,
     short,
 )
 from omnireduce.programs.layouts import MATMUL, MOVES, UPDATE, Layout
@@ -124,13 +125,17 @@ class MatMul(Expression):
             raise self.refuse(f"{left.layout.value} times {right.layout.value}: {rule}")
         return Type(left.dtype, (*left.shape[:-1], right.shape[1]), rule, common_group(self))
 
-    def compute(self, arrays: Sequence[Array]) -> Array:
-        """The product of what a rank has of both."""
+    def compute(self, arrays: Sequence[Array], out: Array | None = None) -> Array:
+        """The product of what a rank has of both, in `out` if that is given."""
         left, right = arrays
-        if self.type.dtype in FLOATS and self.type.dtype.itemsize == 2:
-            left, right = left.astype(np.float32), right.astype(np.float32)
-        found: Array = np.matmul(left, right).astype(self.type.dtype, copy=False)
-        return found
+        with np.errstate(all="ignore"):  # as in `placement.compute`
+            if not is_half(self.type.dtype):
+                found: Array = np.matmul(left, right, out=out)
+                return found
+            product = np.matmul(left.astype(np.float32), right.astype(np.float32))
+            out = np.empty(product.shape, self.type.dtype) if out is None else out
+            out[...] = product
+            return out
 
 
 class WholeReduction(Expression):

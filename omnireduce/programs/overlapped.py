@@ -6,10 +6,7 @@ cut out of that: over this service a ReduceScatter moves as much as an AllReduce
 
 from __future__ import annotations
 
-import numpy as np
-
 from omnireduce.programs.execution import Execution
-from omnireduce.programs.expressions import FLOATS
 from omnireduce.programs.fused_all_reduce import run_fused_all_reduce
 from omnireduce.programs.layouts import bounds
 from omnireduce.programs.stages import FusedAllReduce, Overlapped
@@ -21,8 +18,7 @@ def run_overlapped(stage: Overlapped, run: Execution) -> None:
     if not run.is_here(matmul):
         return
     left, right = (run.value(each) for each in matmul.operands)
-    product = np.empty((*left.shape[:-1], right.shape[-1]), matmul.type.dtype)
-    in_place = not (matmul.type.dtype in FLOATS and matmul.type.dtype.itemsize == 2)
+    product = run.room(reduction, (*left.shape[:-1], right.shape[-1]))
     handles = []
     for chunk in range(stage.chunks):
         start, stop = bounds(len(left), chunk, stage.chunks)
@@ -30,10 +26,7 @@ def run_overlapped(stage: Overlapped, run: Execution) -> None:
             continue
         rows = product[start:stop]
         with run.shown(matmul, "MATMUL"):
-            if in_place:
-                np.matmul(left[start:stop], right, out=rows)
-            else:
-                rows[:] = matmul.compute([left[start:stop], right])
+            matmul.compute([left[start:stop], right], out=rows)
         handles.append(run.ranks.allreduce_async(rows, reduction.reduction, f"{run.name(reduction)}.chunk{chunk}"))
     for handle in handles:
         handle.wait()

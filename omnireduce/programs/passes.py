@@ -42,7 +42,7 @@ def run_fused(stage: Fused, run: Execution) -> None:
     kind = kind_of(stage)
     region, shape = run.seat.region(kind)
     wanted = [each for each in shaped if _is_needed_outside(each, stage, run)]
-    results = {each: np.empty(shape, each.type.dtype) for each in wanted}
+    results = {each: run.room(each, shape) for each in wanted}
     outside = _operands(shaped, kind, run)
     pieces = _pieces(shape, max(each.type.dtype.itemsize for each in shaped))
     scratch = {each: np.empty((pieces[0].rows if pieces else 0, *shape[1:]), each.type.dtype) for each in shaped}

@@ -57,6 +57,9 @@ class Pipeline:
         self._handles: dict[Expression, Expression] = {}
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
             raise wrong(place_of_user(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
+        for what, values, example in (("inputs", inputs, "[g, w, lr]"), ("outputs", outputs, "[w1]")):
+            if not isinstance(values, list | tuple):
+                raise wrong(place_of_user(), f"{what} is {values!r}: expected a list, such as {example}")
         _check_outputs(outputs)
         _check_inputs(name, inputs, outputs)
         written = names_of_user()
@@ -107,6 +110,8 @@ class Pipeline:
                     return node
             known = ", ".join(name for node, name in self.names.items() if not isinstance(node, Input))
             raise UsageError(f"{self.name} has no stage '{stage}'; its stages are {known}")
+        if not isinstance(stage, Expression):
+            raise UsageError(f"got {stage!r}, a {type(stage).__name__}; expected a stage of {self.name}, or its name")
         found = self._handles.get(stage, stage)
         if found not in self.users:
             raise UsageError(f"{self.name} has no such stage: {stage.text(['...'] * len(stage.operands))}")
@@ -129,11 +134,12 @@ class Pipeline:
         outputs: Sequence[Expression] | None = None,
         names: Mapping[Expression, str] | None = None,
         compounds: Sequence[Compound] | None = None,
+        program: str | None = None,
     ) -> Pipeline:
         """This program with each expression replaced as `changes` say. `outputs`: where they are replaced otherwise;
-        `names`: of new expressions."""
+        `names`: of new expressions; `program`: another name for all of it."""
         made = Pipeline.__new__(Pipeline)
-        made.name, made.output_names = self.name, self.output_names
+        made.name, made.output_names = program or self.name, self.output_names
         kept = {changes.get(node, node): name for node, name in self.names.items() if not isinstance(node, Input)}
         made._handles = {each: changes.get(now, now) for each, now in self._handles.items()}
         for each, now in changes.items():
@@ -145,6 +151,11 @@ class Pipeline:
             outputs = [changes.get(each, each) for each in self.outputs]
         made._set([each for each in inputs if isinstance(each, Input)], outputs, compounds, {**kept, **(names or {})})
         return made
+
+    @property
+    def known_values(self) -> set[str]:
+        """The names of what a run may be given: inputs, and sizes of dimensions."""
+        return {name for each, name in self.names.items() if isinstance(each, Input)}
 
     @property
     def groups(self) -> int:
@@ -265,6 +276,8 @@ def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expre
     for each in inputs:
         if not isinstance(each, Input):
             raise wrong(place, f"an input is {each!r}: expected Tensors and Variables")
+        if inputs.count(each) > 1:
+            raise wrong(place, f"{each.name} is an input twice; expected once")
         if each not in nodes:
             raise wrong(place, f"{each.name} is an input, but the outputs do not need it: leave it out")
     for used in nodes:

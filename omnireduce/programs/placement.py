@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable
+from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable, number_array
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import MatMul
 from omnireduce.programs.pointwise import Pointwise
@@ -45,22 +45,24 @@ class Seat(NamedTuple):
 
     def fitting(self, array: Array, operand: Type, result: Type) -> Array:
         """Of an operand the elements that belong to this rank's part of the result."""
-        if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced:
-            return array
-        if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
-            return array  # it is repeated along the dimension that is cut
-        if not operand.shape:
-            return array
-        axis = result.layout.axis(len(operand.shape))
-        if operand.shape[axis] != result.shape[result.layout.axis(len(result.shape))]:
-            return array
-        return self.part(array, result.layout)
+        return array if axis_to_cut(operand, result) is None else self.part(array, result.layout)
 
     def part(self, array: Array, layout: Layout) -> Array:
         """This rank's part of a whole array."""
         axis = layout.axis(array.ndim)
         start, stop = bounds(array.shape[axis], self.rank, self.ranks)
         return array[start:stop] if axis == 0 else array[..., start:stop]
+
+
+def axis_to_cut(operand: Type, result: Type) -> int | None:
+    """Along which of its dimensions a Replicated operand of a result that is cut has to be cut, too; None where all of
+    it is needed: it is repeated along the dimension that is cut, or cut already."""
+    if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced or not operand.shape:
+        return None
+    if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
+        return None
+    axis = result.layout.axis(len(operand.shape))
+    return axis if operand.shape[axis] == result.shape[result.layout.axis(len(result.shape))] else None
 
 
 def compute(node: Expression, arrays: Sequence[Array], seat: Seat) -> Array:
@@ -79,6 +81,15 @@ def sizes_in(nodes: Iterable[Expression]) -> list[Variable]:
     return list(dict.fromkeys(size for each in nodes for size in each.type.shape if isinstance(size, Variable)))
 
 
+def check_names(values: object, known: Collection[str], taker: str) -> None:
+    """Raises UsageError unless these are values by name, of those that are `known`. `taker`: what is given them."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{taker} got values as a {type(values).__name__}; expected a dict, by name")
+    for name in values:
+        if name not in known:
+            raise UsageError(f"{taker} takes no {name!r}; expected {', '.join(sorted(known))}")
+
+
 def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values: Mapping[str, Any]) -> Sizes:
     """The sizes of dimensions: what is given by name, and what follows from arrays of `inputs` that are whole. Raises
     UsageError where two of them differ, or one is not known."""
@@ -87,7 +98,7 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
     tensors = [each for each in inputs if isinstance(each, Tensor)]
     for size in sizes:
         if size.name in values:
-            found[size], said[size] = _size(values[size.name], size.name), "as given"
+            found[size], said[size] = size_value(values[size.name], size.name), "as given"
     for tensor in tensors:
         array = values.get(tensor.name)
         if not isinstance(array, np.ndarray) or array.ndim != len(tensor.type.shape):
@@ -106,7 +117,8 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
     return found
 
 
-def _size(value: object, name: str) -> int:
+def size_value(value: object, name: str) -> int:
+    """The size of a dimension, as it is given. Raises UsageError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise UsageError(f"{name} is {value!r}: expected a size, an int from 1 on")
     return int(value)
@@ -120,7 +132,7 @@ def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
     if value is None:
         raise UsageError(f"no value for {name}: expected {each.type}")
     if isinstance(each, Variable):
-        return _number(value, each.type, name)
+        return number_value(value, each.type, name)
     if not isinstance(value, np.ndarray):
         raise UsageError(f"{name} is a {type(value).__name__}; expected a numpy.ndarray, {each.type}")
     if value.dtype != each.type.dtype:
@@ -135,7 +147,8 @@ def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
     return value
 
 
-def _number(value: object, kind: Type, name: str) -> Array:
+def number_value(value: Any, kind: Type, name: str) -> Array:
+    """What is given for a Variable, as an array without dimensions. Raises UsageError for what does not fit."""
     integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     wanted = "an integer" if kind.dtype.kind in "iu" else "a number"
     fits = integer or (kind.dtype.kind not in "iub" and isinstance(value, float | np.floating))
@@ -144,6 +157,6 @@ def _number(value: object, kind: Type, name: str) -> Array:
     if not fits:
         raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; expected {wanted}: {kind.dtype}")
     try:
-        return np.asarray(kind.dtype.type(value))
+        return number_array(value, kind.dtype)
     except OverflowError:
         raise UsageError(f"{name} is {value}, which is out of the range of {kind.dtype}") from None

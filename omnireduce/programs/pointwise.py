@@ -24,10 +24,12 @@ from omnireduce.programs.expressions import (
     Region,
     Type,
     as_expression,
+    check_dtype,
     common_group,
     short,
 )
 from omnireduce.programs.layouts import POINTWISE, Layout, folded
+from omnireduce.programs.places import place_of_user, wrong
 
 COMPARISONS: dict[str, Callable[..., Any]] = {
     ">": np.greater,
@@ -141,6 +143,8 @@ class Ite(Pointwise):
     """If, then, else: each element of `one` where `condition` holds, of `other` elsewhere."""
 
     def __init__(self, condition: Expression, one: Expression | Number, other: Expression | Number) -> None:
+        if not isinstance(one, Expression) and not isinstance(other, Expression):
+            raise wrong(place_of_user(), f"{one!r} or {other!r}: expected an expression as one of them, for the type")
         super().__init__(as_expression(condition), *_with_numbers(one, other))
 
     def result_dtype(self) -> DType:
@@ -159,7 +163,7 @@ class Cast(Pointwise):
     dtype: DType
 
     def __init__(self, dtype: DType, x: Expression) -> None:
-        self.__dict__.update(dtype=np.dtype(dtype))
+        self.__dict__.update(dtype=check_dtype(dtype))
         super().__init__(as_expression(x))
 
     def result_dtype(self) -> DType:

@@ -9,8 +9,10 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.programs.expressions import Expression
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import Reduction
+from omnireduce.programs.pipeline import Pipeline
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
 
@@ -25,10 +27,12 @@ class Ranks(NamedTuple):
         """The name of a collective."""
         return f"{self.names}.{stage}"
 
-    def allreduce(self, x: Array, reduction: Reduction, stage: str) -> Array:
-        """What the ranks have of `x`, combined."""
+    def allreduce(self, x: Array, reduction: Reduction, stage: str, out: Array | None = None) -> Array:
+        """What the ranks have of `x`, combined, in `out` if that is given."""
         x = np.asarray(x, order="C")
-        return self.comm.allreduce(x, out=np.empty_like(x), op=reduction.op, name=self.named(stage))
+        return self.comm.allreduce(
+            x, out=np.empty_like(x) if out is None else out, op=reduction.op, name=self.named(stage)
+        )
 
     def allreduce_async(self, x: Array, reduction: Reduction, stage: str) -> Handle[Array]:
         """Start to combine `x` of all ranks in place. `x` is contiguous."""
@@ -57,8 +61,13 @@ class Ranks(NamedTuple):
         return self.comm.broadcast(np.array(x, order="C"), root, name=self.named(stage))
 
 
+Rooms = dict[Expression, Array]
+"""Arrays for what a run computes, by expression. A new array costs more than what is put into it, because its memory is
+not there yet: so the next run uses them again."""
+
+
 class Meeting:
-    """The communicators of the groups of ranks into which programs divide a job, each made once.
+    """What the programs of a job make once: communicators of the groups of ranks into which they divide it, and rooms.
 
     Group g of `groups` has the ranks from `g * size` on. Two ranks that send have a communicator of their own, in which
     the sender is rank 0: so what is sent goes to no other rank.
@@ -67,6 +76,7 @@ class Meeting:
     def __init__(self, comm: Communicator) -> None:
         self._formation = comm.formation
         self._made: dict[str, Communicator] = {}
+        self._rooms: weakref.WeakKeyDictionary[Pipeline, Rooms] = weakref.WeakKeyDictionary()
 
     def is_for(self, comm: Communicator) -> bool:
         """Whether the job is still the one for which these were made."""
@@ -76,6 +86,10 @@ class Meeting:
     def communicators(self) -> list[Communicator]:
         """Those that were made so far."""
         return list(self._made.values())
+
+    def rooms(self, pipeline: Pipeline) -> Rooms:
+        """Those of a program, as long as it lives."""
+        return self._rooms.setdefault(pipeline, {})
 
     def group(self, comm: Communicator, groups: int) -> Communicator:
         """That of this rank's group. All ranks of the group call this together."""

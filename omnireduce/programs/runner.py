@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import Send
 from omnireduce.programs.execution import Execution
-from omnireduce.programs.expressions import Expression, Input
+from omnireduce.programs.expressions import Expression
 from omnireduce.programs.fused_all_reduce import run_fused_all_reduce
 from omnireduce.programs.operations import Update
 from omnireduce.programs.overlapped import run_overlapped
 from omnireduce.programs.passes import run_fused
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, input_value, sizes_in
+from omnireduce.programs.placement import Seat, bound_sizes, check_names, input_value, sizes_in
 from omnireduce.programs.ranks import Ranks, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
 from omnireduce.runtime.member.communicator import Communicator
@@ -40,7 +41,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
     size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
     group, rank = divmod(comm.rank, size)
     inputs = [each for each in pipeline.inputs if each.type.group in (None, group)]
-    _check_names(pipeline, values)
+    check_names(values, pipeline.known_values, pipeline.name)
     here = [each for each in pipeline.nodes if each.type.group in (None, group) or _is_sent_to(each, group)]
     seat = Seat(rank, size, bound_sizes(sizes_in(here), inputs, values))
     meeting = meeting_of(comm)
@@ -49,13 +50,17 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
         return meeting.pair(comm, pipeline.groups, source, target)
 
     own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
-    execution = Execution(pipeline, seat, own, group, pair)
+    execution = Execution(pipeline, seat, own, group, pair, rooms=meeting.rooms(pipeline))
     for each in inputs:
         execution.put(each, input_value(each, values, seat))
     arrays = {each: execution.value(each.tensor) for each in here if isinstance(each, Update)}
     for update, array in arrays.items():
         if not array.flags.writeable:
             raise UsageError(f"{update.tensor.name} is read-only, and the program updates it: pass a copy")
+    for (one, array), (two, another) in combinations(arrays.items(), 2):
+        if np.shares_memory(array, another):
+            names = f"{one.tensor.name} and {two.tensor.name}"
+            raise UsageError(f"{names} share memory, and the program updates both: pass a copy")
     _run_stages(execution)
     execution.finish()
     _commit(arrays, {each: execution.value(each) for each in arrays})
@@ -68,13 +73,6 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
 
 def _is_sent_to(node: Expression, group: int) -> bool:
     return isinstance(node, Send) and node.to == group
-
-
-def _check_names(pipeline: Pipeline, values: Mapping[str, Any]) -> None:
-    known = {name for each, name in pipeline.names.items() if isinstance(each, Input)}
-    for name in values:
-        if name not in known:
-            raise UsageError(f"'{name}' is no input of {pipeline.name}; these are {', '.join(sorted(known))}")
 
 
 def _run_stages(run: Execution) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     assert "what was measured is not kept" in caplog.text
 
 
+def test_a_user_without_a_home_measures_each_time(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs as a user whom nothing knows."""
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError, as of an unknown user
+    with caplog.at_level(logging.WARNING, "omnireduce"):
+        assert not tuned(daemon, "sgd")[0].is_recalled
+    assert "what was measured is not kept: this user has no home folder: set XDG_CACHE_HOME" in caplog.text
+
+
 def test_a_folder_that_is_not_absolute_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """So says the specification of XDG_CACHE_HOME."""
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -186,13 +199,19 @@ def test_values_of_ones_own(daemon: Daemon) -> None:
     ("options", "message"),
     [
         ({"program": "sdg"}, "program 'sdg': expected one of sgd"),
+        ({"program": ["sgd"]}, "got list; expected a program's name, a Pipeline, or several by name"),
         ({"program": {}}, "no schedules: expected one at least"),
         ({"program": 5}, "got int; expected a program's name, a Pipeline, or several by name"),
         ({"sizes": []}, "sizes is []: expected a list"),
         ({"sizes": [0]}, "size 0: expected a number of elements"),
         ({"sizes": [{"M": 3}]}, "sizes {'M': 3}: expected those of N"),
         ({"turns": 0}, "turns is 0: expected an int from 1 on"),
-        ({"program": "model-parallel", "chunks": [1]}, "chunks 1: expected ints from 2 to 1024"),
+        ({"sizes": {"N": 3}}, "sizes is {'N': 3}: expected a list"),
+        ({"sizes": ["N"]}, "size 'N': expected a number of elements"),
+        ({"sizes": [{"N": 0}]}, "N is 0: expected a size, an int from 1 on"),
+        ({"program": "model-parallel", "chunks": [1]}, "chunks is [1]: expected a list of ints from 2 to 1024"),
+        ({"program": "model-parallel", "chunks": 4}, "chunks is 4: expected a list of ints from 2 to 1024"),
+        ({"program": "model-parallel", "chunks": []}, "chunks is []: expected a list of ints from 2 to 1024"),
     ],
 )
 def test_what_cannot_be_tuned(daemon: Daemon, options: dict[str, Any], message: str) -> None:

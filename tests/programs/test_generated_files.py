@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -150,6 +150,7 @@ def test_a_file_finds_that_it_is_wrong(tmp_path: Path) -> None:
     [
         (["0"], "expected epochs >= 1, 0 <= --first <= --last <= 40"),
         (["--size", "M=3"], "M=3: expected NAME=NUMBER, of ['T', 'K', 'H']"),
+        (["--save", "none"], "--save none: expected a folder to write to"),
         (["--first", "12", "--last", "11"], "expected epochs >= 1, 0 <= --first <= --last <= 40"),
     ],
 )
@@ -209,7 +210,7 @@ def test_random_programs_do_what_the_interpreter_says(
 
     for pipeline, module in modules:
         ranks = 4 // pipeline.groups
-        found = run_job(configured(daemon.addresses), 4, partial(run_on_rank, pipeline, module))
+        found = run_job(configured(daemon.addresses), 4, functools.partial(run_on_rank, pipeline, module))
         expected = pipeline.interpret(values_for(pipeline, ranks), ranks)
         for name, output in zip(pipeline.output_names, pipeline.outputs, strict=True):
             first = (output.type.group or 0) * ranks
@@ -275,6 +276,14 @@ def test_names_that_a_file_needs_itself(target: str, daemon: Daemon, tmp_path: P
             lambda pipeline, path: pipeline.codegen(path, numbers={"rate": 1}),
             "numbers: sgd has no Variable rate; it has lr",
         ),
+        (
+            lambda pipeline, path: pipeline.codegen(path, numbers=[0.1]),
+            "numbers is a list; expected a dict, by the names",
+        ),
+        (
+            lambda pipeline, path: pipeline.codegen(path, numbers={"lr": "fast"}),
+            "lr is 'fast', a str; expected a number: float32",
+        ),
         (lambda pipeline, path: pipeline.codegen(path.parent / "no" / "x.py"), "there is no folder"),
     ],
 )
@@ -282,6 +291,13 @@ def test_what_cannot_be_written(make: Callable[[Pipeline, Path], None], message:
     with pytest.raises(UsageError, match=re.escape(message)):
         make(schedules("sgd")["ar-c"], tmp_path / "x.py")
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_are_not_written_as_python_says_them(tmp_path: Path) -> None:
+    text = schedules("sgd")["ar-c"]
+    for number, written in ((np.float64(0.25), "float32(0.25)"), (float("nan"), "float32(np.nan)"), (2, "float32(2)")):
+        text.codegen(tmp_path / "sgd.py", numbers={"lr": number})
+        assert f'return {{"lr": {written}}}' in (tmp_path / "sgd.py").read_text()
 
 
 def halves() -> Pipeline:
@@ -299,3 +315,16 @@ def test_halves_are_added_up_in_float32(daemon: Daemon, tmp_path: Path) -> None:
     run_job(configured(daemon.addresses), 3, lambda comm: module.compare(module.Job(comm), {}, None))
     with pytest.raises(UsageError, match="values of float16, for which MPI has no type"):
         halves().codegen(tmp_path / "mpi.py", target="mpi4py")
+
+
+def test_a_long_chain_is_written_in_parts(daemon: Daemon, tmp_path: Path) -> None:
+    """Python would not nest it."""
+    size = Variable(Int32, "N")
+    g = Tensor(Float32, size, Local, "g")
+    total = AllReduce(Summation, g)
+    value = functools.reduce(lambda x, _: x * 0.5 + 1.0, range(300), total)
+    pipeline = Pipeline("chain", [g], [value]).fuse([value])
+    pipeline.codegen(tmp_path / "chain.py")
+    formatted(tmp_path)
+    module = loaded(tmp_path / "chain.py")
+    run_job(configured(daemon.addresses), 2, lambda comm: module.compare(module.Job(comm), {}, None))

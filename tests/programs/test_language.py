@@ -109,6 +109,16 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "not received": (lambda: Send(w, to=1) + far, "an operand is under way between two groups: Recv it first"),
     "not sent": (lambda: Recv(w), r"w has not been sent: expected Recv\(Send\(x, to=1\)\)"),
     "a dtype": (lambda: Tensor("float32", N, Local, "z"), "type 'float32': expected one such as Float32"),
+    "a cast to a text": (lambda: Cast("float32", w), "type 'float32': expected one such as Float32"),
+    "a cast the other way round": (lambda: Cast(w, Float32), r"type <w: float32\[N\] Replicated>: expected one such"),
+    "a cast to complex numbers": (lambda: Cast(np.dtype("c8"), w), r"type dtype\('complex64'\): expected one such"),
+    "a float out of range": (lambda: w * 1e300, r"1e\+300 is out of the range of float32"),
+    "a choice of numbers": (lambda: Ite(b, 1, 0), "1 or 0: expected an expression as one of them, for the type"),
+    "a shape that is none": (lambda: Tensor(Float32, 2.5, Local, "z"), "a dimension of z is 2.5: expected an int or"),
+    "a tensor as a shape": (lambda: Tensor(Float32, w, Local, "z"), "a dimension of z is <w: .*>: expected an int or"),
+    "inputs without a list": (lambda: Pipeline("p", w, [w + w]), r"inputs is <w: .*>: expected a list, such as \[g, w"),
+    "outputs without a list": (lambda: Pipeline("p", [w], w + w), r"outputs is <w \+ w: .*>: expected a list, such as"),
+    "an input twice": (lambda: Pipeline("p", [w, w], [w + w]), "w is an input twice; expected once"),
     "a size": (lambda: Tensor(Float32, 0, Local, "z"), "a dimension of z is 0: expected at least 1"),
     "a size of a float type": (lambda: Tensor(Float32, lr, Local, "z"), "dimension lr is float32: expected an integer"),
     "a layout": (lambda: Tensor(Float32, N, "Local", "z"), "layout 'Local': expected Local, Replicated, Sliced"),
@@ -187,9 +197,12 @@ def test_stages_are_known_by_name_and_by_expression() -> None:
         pipeline["g2"]
     with pytest.raises(UsageError, match="sgd has no such stage"):
         pipeline[AllReduce(Summation, g)]
+    with pytest.raises(UsageError, match="got 3, a int; expected a stage of sgd, or its name"):
+        pipeline.split(3)  # type: ignore[arg-type]
     assert repr(w1) == "<Update(w, w - lr * AllReduce(Summation, g)): float32[N] Replicated>"
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert text_of(np.float32(2) * x) == "2.0 * x"
     assert text_of(x + np.int64(1)) == "x + 1"
+    assert text_of(x * float("inf")) == "x * inf"

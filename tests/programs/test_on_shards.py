@@ -32,6 +32,7 @@ from omnireduce.programs import (
 from omnireduce.programs.graph import in_order
 from omnireduce.programs.layouts import bounds
 from omnireduce.programs.lowering import lowered
+from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.ready import schedules
 
 SIZE, STEPS, N = 3, 4, 100_001
@@ -232,7 +233,7 @@ def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
         long = fused(lambda g1: functools.reduce(lambda x, n: x * (g1 + n / 32), range(20), w))
         with pytest.raises(UsageError, match="wrong needs 20 numbers in one exchange; shards take 16: make"):
             long.on_shards(comm, here)
-        with pytest.raises(UsageError, match="wrong keeps no v; expected some of w, N"):
+        with pytest.raises(UsageError, match="wrong on shards takes no 'v'; expected N, w"):
             right.on_shards(comm, here | {"v": here["w"]})
         clipped = fused(lambda g1: w - g1 / Norm(g1))
         with pytest.raises(UsageError, match="wrong cannot be lazy: it has norms, or updates no tensor"):
@@ -240,14 +241,64 @@ def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
         with pytest.raises(UsageError, match="no value for w"):
             right.on_shards(comm, {"N": 1000})
         with right.on_shards(comm, here) as running:
-            with pytest.raises(UsageError, match="expected g"):
+            with pytest.raises(UsageError, match="a run of wrong takes no 'lr'; expected g"):
                 running.run({"g": np.zeros(1000, np.float32), "lr": 1.0})
+            with pytest.raises(UsageError, match="a run of wrong got values as a list; expected a dict, by name"):
+                running.run([1.0])  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="no value for g"):
                 running.run({})
             with pytest.raises(UsageError, match="the shards keep no 'v'; they keep w"):
                 running.tensor("v")
 
     run_job(configured(daemon.addresses), 1, run)
+
+
+def test_a_number_may_come_as_an_array_and_a_result_go_to_two_tensors(daemon: Daemon) -> None:
+    size = Variable(Int32, "N")
+    g, rate = Tensor(Float32, size, Local, "g"), Tensor(Float32, (), Replicated, "rate")
+    w, u = (Tensor(Float32, size, Replicated, name) for name in ("w", "u"))
+    g1 = AllReduce(Summation, g)
+    new = w - rate * g1
+    w1, u1 = Update(w, new), Update(u, new)
+    pipeline = Pipeline("two", [g, w, u, rate], [w1, u1]).split(g1).reorder([w1, u1], g1).fuse_into(["g1_rs", w1, u1])
+
+    def run(comm: Communicator) -> tuple[Array, Array]:
+        w, u = np.ones(1000, np.float32), np.zeros(1000, np.float32)
+        with pipeline.on_shards(comm, {"w": w, "u": u}) as running:
+            found = running.run({"g": np.full(1000, comm.rank, np.float32), "rate": np.array(0.5, np.float32)})
+            assert found["w1"] is w
+            assert found["u1"] is u
+            np.testing.assert_array_equal(running.tensor("u"), w)
+        return w, u
+
+    for both in run_job(configured(daemon.addresses), SIZE, run):
+        np.testing.assert_array_equal(both, np.full((2, 1000), 1 - 0.5 * sum(range(SIZE))))
+
+
+SIZED, RATE = Variable(Int32, "N"), Tensor(Float32, (), Local, "rate")
+G, W, OWN = (Tensor(Float32, SIZED, layout, name) for layout, name in ((Local, "g"), (Replicated, "w"), (Local, "own")))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([AllReduce(Summation, RATE) * 2], r"AllReduce\(Summation, rate\) is done outside of the fused all-reduce"),
+        ([Update(RATE, RATE + 1)], r"Update\(rate, rate \+ 1\) is done outside of the fused all-reduce"),
+        ([Norm(G)], r"Norm\(g\): shards add up what they have; g is not there"),
+        ([Norm(RATE)], r"Norm\(rate\): shards add up what they have; rate is not there"),
+        ([Norm(OWN)], "own is Local: shards keep one tensor, not one for each rank"),
+    ],
+)
+def test_what_differs_between_ranks_is_refused(more: list[Any], said: str) -> None:
+    """Beside a fused all-reduce that shards can run."""
+    g1 = AllReduce(Summation, G)
+    w1 = Update(W, W - g1)
+    outputs = [w1, *more]
+    used = [each for each in (G, W, RATE, OWN) if each in in_order(outputs)]
+    pipeline = Pipeline("beside", used, outputs).split(g1).reorder([w1], g1).fuse_into(["g1_rs", w1])
+    with pytest.raises(UsageError, match=said):
+        lowered(pipeline)
+    assert not runs_on_shards(pipeline)
 
 
 @pytest.mark.parametrize("of_update", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omnireduce import UsageError
 from omnireduce.dtypes import Array
 from omnireduce.programs import Pipeline
 from omnireduce.programs.ready import adam, lamb, schedules, sgd
@@ -121,3 +122,18 @@ def test_all_schedules_give_the_same_weights(make: Any) -> None:
 @pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_state_is_cut_where_parts_are_updated(name: str) -> None:
     assert [cut_state(each) for each in schedules(name).values()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"betas": 0.9}, "betas is 0.9: expected two numbers from 0 up to but not including 1"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\): expected two numbers from 0 up to but not including 1"),
+        ({"eps": "small"}, "eps is 'small': expected a number from 0 on"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan: expected a number from 0 on"),
+    ],
+)
+def test_numbers_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    for make in (adam, lamb):
+        with pytest.raises(UsageError, match=said):
+            make(**options)

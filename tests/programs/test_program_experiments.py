@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S
 
-from benchmarks.experiments import Row, in_words_of_mpich, parsed, read_rows, write_rows
+from benchmarks.experiments import Row, Run, in_words_of_mpich, parsed, read_rows, write_rows
 from benchmarks.figures import draw, speedups
 from omnireduce import UsageError
 from omnireduce.programs.ready import schedules
@@ -126,14 +126,19 @@ def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_words_of_open_mpi() -> None:
-    assert in_words_of_mpich(["-x", "A=b=c", "--hosts", "x", "-x", "PATH"]) == [
-        "-genv", "A", "b=c", "--hosts", "x", "-genvlist", "PATH",
+    assert in_words_of_mpich(["-x", "A=b=c", "--hosts", "x", "-x", "PATH", "-x", "HOME"]) == [
+        "-genv", "A", "b=c", "--hosts", "x",
     ]  # fmt: skip
 
 
 def test_lines_of_programs() -> None:
     text = "something else\n{SZ: 16, Epochs: 3, AllReduce: 0.120, Total: 0.125}\n"
-    assert list(parsed(text)) == [(16, "AllReduce", 0.12), (16, "Total", 0.125)]
+    run = Run("sgd", "ar-c", "", ())
+    assert list(parsed(text, run)) == [(16, "AllReduce", 0.12), (16, "Total", 0.125)]
+    with pytest.raises(UsageError, match=r"sgd, ar-c: expected lines such as {SZ: 1024, ...}, it printed \[1,0\]<out>"):
+        list(parsed(text.replace("{", "[1,0]<out>:{").replace("something else", ""), run))
+    with pytest.raises(UsageError, match="it printed nothing"):
+        list(parsed("", run))
 
 
 def row(schedule: str, elements: int, ms: float) -> Row:
@@ -148,6 +153,18 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("program,schedule\nadam,ar-c\n")
     with pytest.raises(UsageError, match="is no table of an experiment"):
         read_rows(tmp_path / "x.csv")
+    write_rows([], tmp_path / "x.csv")
+    with pytest.raises(UsageError, match="is no table of an experiment: it has no rows"):
+        read_rows(tmp_path / "x.csv")
+
+
+def test_a_case_that_the_first_schedule_lacks_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        Row("model-parallel", schedule, case, 2, 24, 1, 1, "Total", 0.5)
+        for schedule, case in (("mm-ar-c", "B=8"), ("mm-rs-c-ag", "B=8"), ("mm-rs-c-ag", "B=16"))
+    ]
+    assert draw(rows, tmp_path) == [tmp_path / "Figure11.pdf", tmp_path / "Figure11.svg"]
+    assert (tmp_path / "Figure11.svg").read_text().count("1.00x") == 2
 
 
 def test_figures_that_cannot_be_written(tmp_path: Path) -> None:

@@ -165,6 +165,46 @@ def test_groups_that_send_both_ways_do_not_wait_for_one_another(daemon: Daemon) 
     np.testing.assert_array_equal(other["first"], [3] * 5)
 
 
+def test_what_is_sent_once_may_be_received_twice(daemon: Daemon) -> None:
+    near, far = Tensor(Float32, N, Local, "near"), Tensor(Float32, N, Local, "far", group=1)
+    sent = Send(near, to=1)
+    first, second = Recv(sent) + far, Recv(sent) - far
+    pipeline = Pipeline("twice", [near, far], [first, second])
+
+    def run(comm: Communicator) -> dict[str, Array]:
+        array = np.full(5, comm.rank + 1, np.float32)
+        return pipeline.run(comm, {"far" if comm.rank else "near": array})
+
+    _, found = run_job(configured(daemon.addresses), 2, run)
+    np.testing.assert_array_equal(found["first"], [3] * 5)
+    np.testing.assert_array_equal(found["second"], [-1] * 5)
+
+
+def test_a_later_run_leaves_the_results_of_an_earlier_one_alone(daemon: Daemon) -> None:
+    """What a run computes lies in arrays that the next run uses again; what it returns does not."""
+    lr, u = Variable(Float32, "lr"), Tensor(Float32, N, Replicated, "u")
+    total = AllReduce(Summation, g)
+    doubled = total * 2
+    kept = doubled + lr
+    w1, u1 = Update(w, w - total), Update(u, doubled)
+    pipeline = Pipeline("later", [g, w, u, lr], [total, kept, w1, u1]).fuse([doubled, kept, w1, u1])
+
+    def run(comm: Communicator) -> None:
+        arrays = {name: np.zeros(5, np.float32) for name in ("w", "u")}
+        first, second = (
+            pipeline.run(comm, {**arrays, "g": np.full(5, step, np.float32), "lr": 0.5}) for step in (1.0, 10.0)
+        )
+        for found, step in ((first, 1), (second, 10)):
+            np.testing.assert_array_equal(found["total"], [2 * step] * 5)
+            np.testing.assert_array_equal(found["kept"], [4 * step + 0.5] * 5)
+        np.testing.assert_array_equal(arrays["w"], [-22] * 5)
+        np.testing.assert_array_equal(arrays["u"], [40] * 5)
+        longer = {name: np.zeros(7, np.float32) for name in ("g", "w", "u")}
+        np.testing.assert_array_equal(pipeline.run(comm, {**longer, "lr": 0.5})["kept"], [0.5] * 7)
+
+    run_job(configured(daemon.addresses), 2, run)
+
+
 def test_values_of_all_kinds_travel(daemon: Daemon) -> None:
     """Of 16 bits, of bool, numbers without a dimension, and parts along the last dimension that differ in size."""
     x = Tensor(Float16, (N, 7), Local, "x")
@@ -244,9 +284,12 @@ def read_only() -> Array:
     return array
 
 
-REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "missing": (lambda: ones(m=None), r"no value for m: expected float32\[N\] Replicated"),
-    "unknown": (lambda: ones(k=1), "'k' is no input of momentum; these are N, g, lr, m, w"),
+    "unknown": (lambda: ones(k=1), "momentum takes no 'k'; expected N, g, lr, m, w"),
+    "no names": (lambda: [1, 2], "momentum got values as a list; expected a dict, by name"),
+    "one array for two": (lambda: ones(w=(x := np.ones(4, np.float32)), m=x), "share memory, and the program updates"),
+    "a number out of range": (lambda: ones(lr=1e300), r"lr is 1e\+300, which is out of the range of float32"),
     "a list": (lambda: ones(g=[1.0] * 4), r"g is a list; expected a numpy.ndarray, float32\[N\] Local"),
     "another type": (lambda: ones(g=np.ones(4)), r"g is an array of float64; expected float32\[N\] Local"),
     "another size": (lambda: ones(m=np.ones(5, np.float32)), "N is 5 in m, and 4 in g: expected one size"),

@@ -16,6 +16,8 @@ from omnireduce import Communicator
 from omnireduce.dtypes import Array
 from omnireduce.programs import Pipeline, passes
 
+SEEDS = (1, 2)
+
 
 def test_rewrites_change_no_result() -> None:
     """Bit for bit, in the interpreter, with parts that differ in size. Each rewrite was legal often: else this would
@@ -54,20 +56,22 @@ def small_pieces() -> Iterator[None]:
 @given(st.data(), st.lists(programs(), min_size=4, max_size=4))
 def test_ranks_do_what_the_interpreter_says(daemon: Daemon, data: st.DataObject, pipelines: list[Pipeline]) -> None:
     """With compound stages, which the interpreter does not know, over an aggregator: four ranks, or two groups of two
-    that send to each other."""
+    that send to each other. Twice with other values: the second run uses arrays of the first one."""
     afters = [rewritten(data.draw, each)[0] for each in pipelines]
 
     def run(comm: Communicator) -> list[dict[str, Array]]:
         found = []
         for each in afters:
             ranks = comm.size // each.groups
-            found.append(each.run(comm, own_parts(inputs_for(each, 1, ranks), comm.rank % ranks)))
+            given = (own_parts(inputs_for(each, seed, ranks), comm.rank % ranks) for seed in SEEDS)
+            found += [each.run(comm, values) for values in given]
         return found
 
     outcomes = run_job(configured(daemon.addresses), 4, run)
-    for at, (before, after) in enumerate(zip(pipelines, afters, strict=True)):
+    runs = [(*pair, seed) for pair in zip(pipelines, afters, strict=True) for seed in SEEDS]
+    for at, (before, after, seed) in enumerate(runs):
         ranks = 4 // after.groups
-        expected = results_of(before, 1, ranks)
+        expected = results_of(before, seed, ranks)
         for name, output in zip(after.output_names, after.outputs, strict=True):
             first = (output.type.group or 0) * ranks
             found = joined([each[at][name] for each in outcomes[first : first + ranks]], output.type.layout)

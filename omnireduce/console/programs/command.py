@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from typing import Any
 
@@ -15,6 +17,7 @@ from omnireduce.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
 
+MOST_ELEMENTS = 1 << 30  # of a tensor
 _RUN, _TUNE = (program_of(f"omnireduce.console.programs.{name}") for name in ("rank", "tuning"))
 
 
@@ -28,7 +31,9 @@ def coconet() -> None:
 @config_options
 @click.option("--schedule", help="Such as ar-c, rs-c-ag or fuse-rs-c-ag.  [default: all that the program has]")
 @click.option("-np", "--num-proc", "np", type=click.IntRange(1, 4096), default=2, show_default=True, help="Ranks.")
-@click.option("--elements", type=click.IntRange(1, 1 << 30), default=1_000_000, show_default=True, help="Of a tensor.")
+@click.option(
+    "--elements", type=click.IntRange(1, MOST_ELEMENTS), default=1_000_000, show_default=True, help="Of a tensor."
+)
 @click.option("--steps", type=click.IntRange(1, 10_000), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the values.")
 def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: Any) -> None:
@@ -41,12 +46,12 @@ def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: A
 
     Example: omnireduce coconet run adam --schedule rs-c-ag -np 4
     """
-    from omnireduce.console.programs.trial import Wanted, check_wanted
+    from omnireduce.console.programs.trial import Wanted, check_ranks
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     wanted = Wanted(config_file=config_file, overrides=overrides, **asked)
-    check_wanted(wanted, np)
+    check_ranks(np, wanted.pipelines().values())
     sys.exit(_launch(_RUN, wanted, config, np))
 
 
@@ -66,14 +71,12 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
 
     Example: omnireduce coconet generate adam --schedule rs-c-ag --target mpi4py -o adam.py
     """
-    from omnireduce.programs.ready import schedules
+    from omnireduce.console.programs.trial import chosen
 
-    found = schedules(program)
-    if schedule not in found:
-        raise UsageError(f"--schedule {schedule}: expected one of {', '.join(found)} for {program}")
-    found[schedule].codegen(output, target=target, schedule=schedule)
-    groups = found[schedule].groups
-    click.echo(f"{output}: {program}, {schedule}; mpirun -n {2 * groups} python {output} 10")
+    [pipeline] = chosen(program, schedule).values()
+    pipeline.codegen(output, target=target, schedule=schedule)
+    run = f"mpirun -n {2 * pipeline.groups} python {shlex.quote(output)} 10"
+    click.echo(f"{output}: {program}, {schedule}; {run}")
 
 
 @coconet.command(short_help="Find the fastest way to do a program.")
@@ -93,25 +96,26 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
 
     Example: omnireduce coconet tune adam -np 2 --sizes 10_000,1_000_000
     """
+    from omnireduce.console.programs.trial import check_ranks
     from omnireduce.console.programs.tuning import Asked
+    from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
     from omnireduce.programs.tuning.candidates import candidates
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    tried = _numbers("--chunks", chunks, 2)
-    groups = max(each.pipeline.groups for each in candidates(asked["program"], tried))
-    if np % groups:
-        raise UsageError(f"-np {np}: expected a multiple of {groups}, for so many groups of ranks")
-    elements = _numbers("--sizes", sizes, 1)
+    tried = _numbers("--chunks", chunks, 2, MOST_CHUNKS)
+    check_ranks(np, [each.pipeline for each in candidates(asked["program"], tried)])
+    elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
     wanted = Asked(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **asked)
     sys.exit(_launch(_TUNE, wanted, config, np))
 
 
-def _numbers(option: str, text: str, least: int) -> list[int]:
+def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
     """Whole numbers with commas between them."""
-    found = [int(each) if each.strip().replace("_", "").isdecimal() else 0 for each in text.split(",")]
-    if any(each < least for each in found):
-        raise UsageError(f"{option} {text}: expected numbers from {least} on, such as {least},{4 * least}")
+    parts = [each.strip() for each in text.split(",")]
+    found = [int(each) if re.fullmatch(r"[0-9]+(_[0-9]+)*", each) else 0 for each in parts]
+    if not all(least <= each <= most for each in found):
+        raise UsageError(f"{option} {text}: expected numbers from {least} to {most}, such as {least},{4 * least}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs import Local, Pipeline, Tensor
-from omnireduce.programs.layouts import bounds
+from omnireduce.programs.placement import Seat
 from omnireduce.programs.ranks import meeting_of
 from omnireduce.programs.ready import schedules
 from omnireduce.programs.ready.schedules import STATE
@@ -41,17 +42,22 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     def pipelines(self) -> dict[str, Pipeline]:
         """The schedules to run. Raises UsageError for a program or a schedule that does not exist."""
-        found = schedules(self.program)
-        if self.schedule is None:
-            return found
-        if self.schedule not in found:
-            raise UsageError(f"--schedule {self.schedule}: expected one of {', '.join(found)} for {self.program}")
-        return {self.schedule: found[self.schedule]}
+        return chosen(self.program, self.schedule)
 
 
-def check_wanted(wanted: Wanted, ranks: int) -> None:
-    """Raises UsageError for what so many ranks cannot run."""
-    groups = max(each.groups for each in wanted.pipelines().values())
+def chosen(program: str, schedule: str | None) -> dict[str, Pipeline]:
+    """The schedules that a command line names; None: all. Raises UsageError for what does not exist."""
+    found = schedules(program)
+    if schedule is None:
+        return found
+    if schedule not in found:
+        raise UsageError(f"--schedule {schedule}: expected one of {', '.join(found)} for {program}")
+    return {schedule: found[schedule]}
+
+
+def check_ranks(ranks: int, pipelines: Iterable[Pipeline]) -> None:
+    """Raises UsageError where so many ranks are not so many groups of one size as one of these wants."""
+    groups = max(each.groups for each in pipelines)
     if ranks % groups:
         raise UsageError(f"-np {ranks}: expected a multiple of {groups}, for so many groups of ranks")
 
@@ -88,11 +94,7 @@ class Values:
     def part(self, tensor: Tensor, step: int, rank: int) -> Array:
         """What `rank` has of it."""
         whole, layout = self.whole(tensor, step, rank), tensor.type.layout
-        if not layout.is_sliced:
-            return whole
-        axis = layout.axis(whole.ndim)
-        start, stop = bounds(whole.shape[axis], rank, self._ranks)
-        return np.ascontiguousarray(whole.take(range(start, stop), axis=axis))
+        return np.array(Seat(rank, self._ranks, {}).part(whole, layout), order="C") if layout.is_sliced else whole
 
     def numbers(self, pipeline: Pipeline, step: int) -> dict[str, Any]:
         """The Variables of a step, and the sizes."""

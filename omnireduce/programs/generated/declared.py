@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from omnireduce.programs.communication import ReduceScatter
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, Variable
 from omnireduce.programs.generated.statements import (
     MARGIN,
@@ -12,6 +13,7 @@ from omnireduce.programs.generated.statements import (
     quoted,
     shape_text,
 )
+from omnireduce.programs.operations import ReduceTensor
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import sizes_in
 from omnireduce.programs.pointwise import Arithmetic, Cast
@@ -44,11 +46,9 @@ class Declared(Statements):
         self.words.add(type(node).__name__)
         if isinstance(node, Cast):
             return Text(f"Cast({self._type(node)}, {operands[0].text})")
-        text = node.text([each.text for each in operands])
-        reduction = text.split("(")[1].split(",")[0]
-        if hasattr(node, "reduction") and text.startswith(f"{type(node).__name__}({node.reduction!r}"):
-            self.words.add(reduction)
-        return Text(text)
+        if isinstance(node, ReduceScatter | ReduceTensor):
+            self.words.add(repr(node.reduction))
+        return Text(node.text([each.text for each in operands]))
 
     def function(self) -> list[str]:
         """The lines of a function that makes the pipeline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import Expression, Float32, Input
+from omnireduce.programs.expressions import Expression, Float32, Input, is_half
 from omnireduce.programs.generated.statements import (
     MARGIN,
     WHOLE,
@@ -12,7 +12,6 @@ from omnireduce.programs.generated.statements import (
     Statements,
     Text,
     broken,
-    is_half,
     shape_text,
     ufunc,
 )

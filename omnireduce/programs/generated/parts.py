@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import Constant, Expression, Input, Type
+from omnireduce.programs.expressions import Constant, Expression, Input, Type, is_half
 from omnireduce.programs.generated.passes import Pass
 from omnireduce.programs.generated.statements import (
     MARGIN,
@@ -17,12 +17,11 @@ from omnireduce.programs.generated.statements import (
     Text,
     axis_of,
     broken,
-    is_cut_for,
-    is_half,
     shape_text,
 )
 from omnireduce.programs.operations import MatMul, Norm, Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.placement import axis_to_cut
 from omnireduce.programs.pointwise import Dropout, Pointwise
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage
 
@@ -80,7 +79,7 @@ class Parts(Statements):
 
     def _fitting(self, node: Expression, result: Type) -> Text:
         """Of an operand what belongs to this rank's part of the result."""
-        axis, text = is_cut_for(node.type, result), self.value(node)
+        axis, text = axis_to_cut(node.type, result), self.value(node)
         return text if axis is None else Text(self._part(text.text, axis))
 
     def _part(self, text: str, axis: int) -> str:
@@ -212,7 +211,7 @@ class Parts(Statements):
     def _is_kept(self, update: Update) -> bool:
         """Whether the new value has a name of its own: for others that use it, or because no stage has it as it is."""
         value = update.value
-        is_plain = value in self.names and not isinstance(value, Input) and is_cut_for(value.type, update.type) is None
+        is_plain = value in self.names and not isinstance(value, Input) and axis_to_cut(value.type, update.type) is None
         return not is_plain or bool(self._pipeline.users[update])
 
     def _fused(self, stage: Fused) -> None:
@@ -241,7 +240,7 @@ class Parts(Statements):
         else:
             lines = broken(f"{', '.join(results)} = {made.name}({', '.join(given)})", depth)
         for each in made.results:
-            if isinstance(each, Update) and (axis := is_cut_for(each.value.type, each.type)) is not None:
+            if isinstance(each, Update) and (axis := axis_to_cut(each.value.type, each.type)) is not None:
                 lines.append(f"{MARGIN * depth}{self.names[each]} = {self._part(self.names[each], axis)}")
         self._add("Compute", shaped[-1], lines)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from omnireduce.programs.expressions import FLOATS, Bool, Constant, Expression, Input, Type, Variable
-from omnireduce.programs.generated.statements import MARGIN, Names, Statements, Text, axis_of, broken, is_half
+from omnireduce.programs.expressions import FLOATS, Bool, Constant, Expression, Input, Type, Variable, is_half
+from omnireduce.programs.generated.statements import MARGIN, Names, Statements, Text, axis_of, broken
 from omnireduce.programs.operations import Update
 from omnireduce.programs.passes import kind_of
 from omnireduce.programs.pipeline import Pipeline

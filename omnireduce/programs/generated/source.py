@@ -11,16 +11,16 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_file
-from omnireduce.programs.expressions import FLOATS, Float32, Float64, Tensor, Type, Variable
+from omnireduce.programs.expressions import FLOATS, Float32, Float64, Tensor, Type, Variable, as_expression, is_half
 from omnireduce.programs.generated.declared import Declared
 from omnireduce.programs.generated.oracle import Oracle
 from omnireduce.programs.generated.parts import Parts, Target
-from omnireduce.programs.generated.statements import MARGIN, Names, broken, is_half, quoted
+from omnireduce.programs.generated.statements import MARGIN, Names, broken, quoted
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.operations import Update
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import sizes_in
+from omnireduce.programs.placement import number_value, sizes_in
 from omnireduce.programs.pointwise import Dropout
 
 TARGETS = {"omnireduce": Target("omnireduce", True), "mpi4py": Target("mpi4py", False)}
@@ -57,10 +57,21 @@ def source(
     """The text of the file."""
     if target not in TARGETS:
         raise UsageError(f"target {target!r}: expected {' or '.join(TARGETS)}")
-    known = [each.name for each in pipeline.inputs if isinstance(each, Variable)]
-    if unknown := sorted(numbers.keys() - set(known)):
-        raise UsageError(f"numbers: {pipeline.name} has no Variable {', '.join(unknown)}; it has {', '.join(known)}")
+    _check_numbers(pipeline, numbers)
     return _File(pipeline, Path(path).name, TARGETS[target], schedule, numbers, on_shards).text()
+
+
+def _check_numbers(pipeline: Pipeline, numbers: object) -> None:
+    """Raises UsageError unless these are numbers of Variables, by name; sizes have values of their own in a file."""
+    sizes = sizes_in(pipeline.nodes)
+    known = {each.name: each for each in pipeline.inputs if isinstance(each, Variable) and each not in sizes}
+    if not isinstance(numbers, Mapping):
+        raise UsageError(f"numbers is a {type(numbers).__name__}; expected a dict, by the names of Variables")
+    if unknown := sorted(map(str, numbers.keys() - known.keys())):
+        has = ", ".join(known) or "none"
+        raise UsageError(f"numbers: {pipeline.name} has no Variable {', '.join(unknown)}; it has {has}")
+    for name, value in numbers.items():
+        number_value(value, known[name].type, name)
 
 
 class _File:
@@ -76,7 +87,7 @@ class _File:
         on_shards: bool,
     ) -> None:
         self._pipeline, self._file, self._target, self._schedule = pipeline, file, target, schedule
-        self._names = Names(pipeline.names)
+        self._names = Names(pipeline.names, pipeline.nodes)
         self._sizes = sizes_in(pipeline.nodes)
         self._given = numbers
         self._shards = on_shards and target.name == "omnireduce" and runs_on_shards(pipeline)
@@ -211,9 +222,10 @@ class _File:
         for each in self._pipeline.inputs:
             if isinstance(each, Variable) and each not in self._sizes:
                 dtype = self._names.dtype(each.type.dtype)
-                number = self._given.get(each.name)
-                default = str(RATE) if each.type.dtype in FLOATS else "step"
-                found.append(f'"{self._names[each]}": {dtype}({default if number is None else repr(number)})')
+                number = f"{dtype}({RATE if each.type.dtype in FLOATS else 'step'})"
+                if each.name in self._given:
+                    number = self._oracle.value(as_expression(self._given[each.name], each.type.dtype)).text
+                found.append(f'"{self._names[each]}": {number}')
         return "\n".join(broken(f"return {{{', '.join(found)}}}", 1))
 
     # on the shards

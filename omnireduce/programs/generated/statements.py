@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expression, Float32, Input, Type
-from omnireduce.programs.layouts import Layout
+from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expression, Float32, Input, Type, is_half
 from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
 from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout, Ite, Sqrt
 
+DEEPEST = 40  # operations in one another without a name
 WIDTH = 88  # characters of a line: the width of formatters that nobody has told another one
 MARGIN = "    "
 WHOLE = 9  # the precedence of a name or a call
@@ -35,10 +35,19 @@ class Names:
     """What the values of a program are called in a file: as in the program, but for words that Python or the file
     needs. `dtypes`: the element types that the file names."""
 
-    def __init__(self, names: Mapping[Expression, str]) -> None:
+    def __init__(self, names: Mapping[Expression, str], nodes: Iterable[Expression]) -> None:
         self.dtypes: set[str] = set()
         self._taken = {*TAKEN, *LANGUAGE}
         self._names = {node: self.new(name) for node, name in names.items()}
+        self._name_deep(nodes)
+
+    def _name_deep(self, nodes: Iterable[Expression]) -> None:
+        """Name what would stand too deep in an expression: Python nests so far only. `nodes` are in order."""
+        depths: dict[Expression, int] = {}
+        for node in nodes:
+            depths[node] = 0 if node in self else 1 + max((depths[each] for each in node.operands), default=0)
+            if depths[node] == DEEPEST:
+                self._names[node], depths[node] = self.new(f"inner{len(self._names)}"), 0
 
     def __contains__(self, node: object) -> bool:
         return node in self._names
@@ -255,11 +264,6 @@ def _split(inner: str) -> list[str]:
     return [*found, inner[start:].strip()]
 
 
-def is_half(dtype: DType) -> bool:
-    """Whether sums of this type are kept in float32."""
-    return dtype in FLOATS and dtype.itemsize == 2
-
-
 def ufunc(reduction: Reduction) -> str:
     """What combines two arrays."""
     return f"np.{reduction.ufunc.__name__}"
@@ -284,17 +288,6 @@ def tuple_text(parts: Iterable[str]) -> str:
 def axis_of(kind: Type) -> int | None:
     """Along which dimension a value is cut."""
     return None if not kind.layout.is_sliced else kind.layout.axis(len(kind.shape))
-
-
-def is_cut_for(operand: Type, result: Type) -> int | None:
-    """Along which of its dimensions a Replicated operand of a result that is cut has to be cut, too; None where all of
-    it is needed. It is the rule of `placement.Seat.fitting`, which looks at sizes."""
-    if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced or not operand.shape:
-        return None
-    if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
-        return None
-    axis = result.layout.axis(len(operand.shape))
-    return axis if operand.shape[axis] == result.shape[result.layout.axis(len(result.shape))] else None
 
 
 def quoted(text: str) -> str:

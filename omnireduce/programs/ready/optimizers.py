@@ -5,6 +5,9 @@ A program is for one tensor of N elements. LAMB's norms are of that tensor: a la
 
 from __future__ import annotations
 
+import math
+
+from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllReduce
 from omnireduce.programs.expressions import Expression, Float32, Float64, Int32, Tensor, Variable
 from omnireduce.programs.layouts import Local, Replicated
@@ -31,7 +34,9 @@ def adam(*, betas: tuple[float, float] = BETAS, eps: float = 1e-8, weight_decay:
     Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
 
     Inputs: g, w, m and v, float32 of N elements; lr; t, the number of the step, from 1 on. m and v are 0 at first.
+    Raises UsageError for numbers that cannot be.
     """
+    _check_numbers(betas, eps, weight_decay)
     size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
     g = Tensor(Float32, size, Local, "g")
     w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
@@ -49,8 +54,9 @@ def lamb(*, betas: tuple[float, float] = BETAS, eps: float = 1e-6, weight_decay:
     """LAMB: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
     algorithm 2, where phi is the identity. Where a norm is 0 the trust ratio is 1.
 
-    Inputs: those of `adam`.
+    Inputs: those of `adam`. Raises UsageError for numbers that cannot be.
     """
+    _check_numbers(betas, eps, weight_decay)
     size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
     g = Tensor(Float32, size, Local, "g")
     w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
@@ -64,6 +70,18 @@ def lamb(*, betas: tuple[float, float] = BETAS, eps: float = 1e-6, weight_decay:
     weights = w - lr * ratio * step
     w1, m1, v1 = Update(w, weights), Update(m, mean), Update(v, square)
     return Pipeline("lamb", [g, w, m, v, lr, t], [w1, m1, v1])
+
+
+def _check_numbers(betas: object, eps: object, weight_decay: object) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_is_number(x) and x < 1 for x in betas):
+        raise UsageError(f"betas is {betas!r}: expected two numbers from 0 up to but not including 1")
+    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
+        if not _is_number(value):
+            raise UsageError(f"{name} is {value!r}: expected a number from 0 on")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _bias(beta: float, t: Variable) -> Expression:

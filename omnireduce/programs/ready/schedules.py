@@ -69,7 +69,7 @@ def schedules(program: str | Pipeline) -> Schedules:
     """The schedules of a program of this package by name: "sgd", "adam", "lamb", "model-parallel" or
     "pipeline-parallel", or one that its function has made with other arguments. Raises UsageError for another one."""
     name = program.name if isinstance(program, Pipeline) else program
-    if name not in PROGRAMS:
+    if not isinstance(name, str) or name not in PROGRAMS:
         raise UsageError(f"program {name!r}: expected one of {', '.join(PROGRAMS)}")
     make, rewrite = PROGRAMS[name]
     return rewrite(program if isinstance(program, Pipeline) else make())

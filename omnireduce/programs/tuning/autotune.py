@@ -64,9 +64,9 @@ def autotune(
     ways = candidates(program, chunks, on_shards=on_shards)
     if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
         raise UsageError(f"turns is {turns!r}: expected an int from 1 on")
-    if isinstance(sizes, int | str) or not sizes:
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise UsageError(f"sizes is {sizes!r}: expected a list, such as [1000, 1_000_000]")
-    all_sizes = [sizes_of(ways[0].pipeline, _checked(each)) for each in sizes]
+    all_sizes = [sizes_of(ways[0].pipeline, each) for each in sizes]
     hosts = comm.allgather_object(socket.gethostname(), name="autotune: hosts")
     programs = [(each.label, str(each.pipeline)) for each in ways]
     question = Question(__version__, programs, [dict(each) for each in all_sizes], hosts, comm.transport)
@@ -77,12 +77,6 @@ def autotune(
     if cache and known is None and comm.rank == 0:
         remember(question, found)
     return Tuned([_choice(ways, *each) for each in zip(all_sizes, found, strict=True)], known is not None)
-
-
-def _checked(size: int | Sizes) -> int | Sizes:
-    if isinstance(size, bool) or (isinstance(size, int) and size < 1):
-        raise UsageError(f"size {size!r}: expected a number of elements, from 1 on, or sizes of dimensions by name")
-    return size
 
 
 def _measured(

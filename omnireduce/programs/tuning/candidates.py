@@ -41,6 +41,8 @@ class Candidate(NamedTuple):
 def candidates(program: Program, chunks: Sequence[int] = CHUNKS, *, on_shards: bool = True) -> list[Candidate]:
     """All ways to do `program`: the name of one that is written already, schedules by name, or a pipeline, whose
     schedules are those of its name, or follow from it. Raises UsageError for something else."""
+    if not isinstance(chunks, Sequence) or not chunks or not all(map(_is_chunks, chunks)):
+        raise UsageError(f"chunks is {chunks!r}: expected a list of ints from 2 to {MOST_CHUNKS}")
     found = []
     for name, pipeline in _schedules(program).items():
         overlapped = next((each for each in pipeline.compounds if isinstance(each, Overlapped)), None)
@@ -66,9 +68,11 @@ def _schedules(program: Program) -> Mapping[str, Pipeline]:
     return program
 
 
+def _is_chunks(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 2 <= number <= MOST_CHUNKS
+
+
 def _in_chunks(pipeline: Pipeline, overlapped: Overlapped, chunks: int) -> Pipeline:
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or not 2 <= chunks <= MOST_CHUNKS:
-        raise UsageError(f"chunks {chunks!r}: expected ints from 2 to {MOST_CHUNKS}")
     changed = [replace(each, chunks=chunks) if each is overlapped else each for each in pipeline.compounds]
     return pipeline.changed({}, compounds=changed)
 

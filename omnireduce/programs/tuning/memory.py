@@ -39,9 +39,13 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def folder() -> Path:
-    """Where answers are kept."""
+    """Where answers are kept. Raises UsageError where this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "omnireduce" / "programs"
+    try:
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        raise UsageError("this user has no home folder: set XDG_CACHE_HOME") from None
+    return cache / "omnireduce" / "programs"
 
 
 def path_of(question: Question) -> Path:
@@ -51,7 +55,10 @@ def path_of(question: Question) -> Path:
 
 def recalled(question: Question) -> list[list[float | None]] | None:
     """The answer, if it is known."""
-    path = path_of(question)
+    try:
+        path = path_of(question)
+    except UsageError:
+        return None  # `remember` says why
     try:
         answer = msgspec.json.decode(path.read_bytes(), type=Answer)
     except FileNotFoundError:

@@ -12,9 +12,9 @@ from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Variable
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.lowering import lowered
-from omnireduce.programs.on_shards import OnShards
+from omnireduce.programs.on_shards import OnShards, given_in_runs
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, sizes_in
+from omnireduce.programs.placement import Seat, size_value, sizes_in
 from omnireduce.programs.tuning.candidates import Candidate
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -24,16 +24,18 @@ ValuesMaker = Callable[[Pipeline, Communicator, Sizes], Mapping[str, Any]]
 
 
 def sizes_of(pipeline: Pipeline, asked: int | Sizes) -> Sizes:
-    """The sizes of dimensions: as given, or so that the largest tensor has about so many elements."""
-    if not isinstance(asked, int):
-        names = {each.name for each in sizes_in(pipeline.nodes)}
-        if set(asked) != names:
+    """The sizes of dimensions: as given, or so that the largest tensor has about so many elements. Raises UsageError
+    for something else."""
+    names = [each.name for each in sizes_in(pipeline.nodes)]
+    if isinstance(asked, Mapping):
+        if set(asked) != set(names):
             raise UsageError(f"sizes {dict(asked)}: expected those of {', '.join(sorted(names))}")
-        return dict(asked)
+        return {name: size_value(asked[name], name) for name in names}
+    if isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1:
+        raise UsageError(f"size {asked!r}: expected a number of elements, from 1 on, or sizes of dimensions by name")
     tensors = [each for each in pipeline.inputs if isinstance(each, Tensor)]
     most = max((sum(isinstance(x, Variable) for x in each.type.shape) for each in tensors), default=1)
-    side = max(1, round(asked ** (1 / max(1, most))))
-    return {each.name: side for each in sizes_in(pipeline.nodes)}
+    return dict.fromkeys(names, max(1, round(int(asked) ** (1 / max(1, most)))))
 
 
 def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[str, Any]:
@@ -65,14 +67,11 @@ class Trial:
     """A candidate with its values. All ranks make it, and call it alike. `number`: its own, of those that are open."""
 
     def __init__(self, candidate: Candidate, comm: Communicator, number: int, values: Mapping[str, Any]) -> None:
-        self._pipeline, self._comm, self._values = candidate.pipeline.changed({}), comm, dict(values)
-        self._pipeline.name = f"autotune-{number}"  # of the shards' groups, and of collectives
+        self._comm, self._values = comm, dict(values)
+        self._pipeline = candidate.pipeline.changed({}, program=f"autotune-{number}")  # begins collectives' names
         self._shards: OnShards | None = None
         if candidate.on_shards:
-            reduced = lowered(candidate.pipeline).reduced
-            each_run = {
-                each.name for each in candidate.pipeline.inputs if each is reduced or isinstance(each, Variable)
-            }
+            each_run = [each.name for each in given_in_runs(self._pipeline, lowered(self._pipeline))]
             kept = {name: value for name, value in self._values.items() if name not in each_run}
             self._values = {name: value for name, value in self._values.items() if name in each_run}
             self._shards = self._pipeline.on_shards(comm, kept)
