@@ -121,9 +121,10 @@ class TorchState(State):
             self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def save(self) -> None:
-        """Keep everything as it is now, on this rank."""
+        """Keep everything as it is now, on this rank, or nothing: to fetch the state of an optimizer may fail."""
+        kept = [copy.deepcopy(each.state_dict()) for each in self._stateful()]
         super().save()
-        self._kept_states = [copy.deepcopy(each.state_dict()) for each in self._stateful()]
+        self._kept_states = kept
 
     def restore(self) -> None:
         """Go back to what was kept."""

@@ -6,14 +6,18 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from elastic_ranks import Ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import ROOT, WAIT_S, Daemon
 
+import omnireduce.torch as hvd
+from omnireduce import AbortedError
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.data_parallel.session import ProcessSet
 from omnireduce.data_parallel.words import Scaling
@@ -93,6 +97,32 @@ def test_sets_of_ranks_are_made_anew_with_one_that_came_back(daemon: Daemon, sta
     for each in processes:
         until(each, "is done")
         assert each.wait() == 0, each.log
+
+
+class Aborted(torch.optim.SGD):
+    """An optimizer whose state cannot be fetched, as one on the shards once the job has failed."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise AbortedError("rank 1", "has died")
+        return super().state_dict()
+
+
+def test_a_state_that_cannot_be_kept_leaves_the_one_before_as_it_was() -> None:
+    """Of a step, its weights and its optimizer all belong to one commit."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = Aborted(model.parameters(), lr=1.0)
+    state = hvd.elastic.TorchState(model, optimizer, step=1)
+    torch.nn.init.ones_(model.weight)
+    state.step, optimizer.fails = 2, True
+    with pytest.raises(AbortedError, match="rank 1: has died"):
+        state.save()
+    optimizer.fails = False
+    state.restore()
+    assert (state.step, model.weight.item()) == (1, 0.0)
 
 
 def test_a_mean_that_is_divided_in_parts_is_one_of_the_ranks_that_there_are_now() -> None:
