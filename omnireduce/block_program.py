@@ -32,7 +32,8 @@ SCALAR_BYTES = 4  # of one scalar, a float32
 
 
 class Operation(IntEnum):
-    """What an instruction does with its target d, its operand a and the scalar s, for each element. t: the next scalar.
+    """What an instruction does with its target d, its operand a and the scalar s, for each element. t, u, v: the next
+    scalars.
 
     Some do what others could do one after the other: each instruction is one pass over the block.
     """
@@ -67,17 +68,24 @@ class Operation(IntEnum):
     LOAD_CELL = 27  # each d = the cell
     STORE_CELL = 28  # the cell = the first d
     ADD_TO_TOTAL = 29  # the total += the sum of d over the elements of the block, in float64
+    MOMENTS = 30  # d = d * s + a * t; e = e * u + a * a * v, with e the array after d
+    ROOT_STEP = 31  # d += a / ((square root of b) * s + t) * u, with b the array after a
 
 
 LAST_OPERATION = int(max(Operation))
-TWO_OPERANDS = range(Operation.COPY, Operation.SELECT + 1)
-ONE_SCALAR = (Operation.ADD_SCALED, Operation.FILL, Operation.ADD_SCALAR, Operation.SCALE)
-TWO_SCALARS = (Operation.MIX, Operation.MIX_SQUARE, Operation.ROOT)
+WITH_OPERAND = (*range(Operation.COPY, Operation.SELECT + 1), Operation.MOMENTS, Operation.ROOT_STEP)
+SCALARS = {  # how many an operation uses
+    **dict.fromkeys((Operation.ADD_SCALED, Operation.FILL, Operation.ADD_SCALAR, Operation.SCALE), 1),
+    **dict.fromkeys((Operation.MIX, Operation.MIX_SQUARE, Operation.ROOT), 2),
+    Operation.ROOT_STEP: 3,
+    Operation.MOMENTS: 4,
+}
 WORK = {  # what an operation costs, where one pass over a block counts 1
     Operation.EXPONENTIAL: 25,
     Operation.LOGARITHM: 35,
     Operation.TANH: 90,
     **dict.fromkeys((Operation.BLOCK_SUM, Operation.ADD_TO_TOTAL), 4),
+    **dict.fromkeys((Operation.MOMENTS, Operation.ROOT_STEP), 2),
 }
 WITH_CELL = (Operation.LOAD_CELL, Operation.STORE_CELL)
 
@@ -150,24 +158,31 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
         if number > LAST_OPERATION:
             return f"{where} has operation {number}; expected 0 to {LAST_OPERATION}"
         operation = Operation(number)
-        used = [
-            target,
-            *([operand] if number in TWO_OPERANDS else []),
-            *([third] if number == Operation.SELECT else []),
-        ]
+        used = _arrays_of(operation, target, operand, third)
         if max(used) >= FIRST_COLUMN + self.columns:
             return f"{where} ({operation.name}) uses operand {max(used)} of {FIRST_COLUMN + self.columns}"
         if len(set(used)) < len(used):
             return f"{where} ({operation.name}) uses an operand twice"
-        scalars = len(self.scalars) // SCALAR_BYTES
         kinds = (
-            ("scalar", ONE_SCALAR, scalars), ("scalar", TWO_SCALARS, scalars - 1),
-            ("cell", WITH_CELL, self.cells), ("total", (Operation.ADD_TO_TOTAL,), self.totals),
+            ("scalar", SCALARS.get(operation, 0), len(self.scalars) // SCALAR_BYTES),
+            ("cell", operation in WITH_CELL, self.cells), ("total", operation is Operation.ADD_TO_TOTAL, self.totals),
         )  # fmt: skip
-        for what, those, count in kinds:
-            if operation in those and third >= count:
-                return f"{where} ({operation.name}) uses {what} {third} of {count}"
+        for what, wanted, count in kinds:
+            if wanted and third + wanted > count:
+                return f"{where} ({operation.name}) uses {what} {third + wanted - 1} of {count}"
         return ""
+
+
+def _arrays_of(operation: Operation, target: int, operand: int, third: int) -> list[int]:
+    """The numbers of all arrays that an instruction names."""
+    used = [target, operand] if operation in WITH_OPERAND else [target]
+    if operation is Operation.MOMENTS:
+        used.append(target + 1)
+    elif operation is Operation.ROOT_STEP:
+        used.append(operand + 1)
+    elif operation is Operation.SELECT:
+        used.append(third)
+    return used
 
 
 def packed(*numbers: float) -> bytes:

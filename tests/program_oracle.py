@@ -71,10 +71,11 @@ class Oracle:
         for at in range(0, len(program.code), INSTRUCTION_BYTES):
             number, d, a, third = program.code[at : at + INSTRUCTION_BYTES]
             operation = Operation(number)
-            s, t = np.array([*program.numbers, 0, 0], F)[
-                [min(each, len(program.numbers)) for each in (third, third + 1)]
-            ]
-            if operation in WITH_OPERAND:
+            numbers = np.array([*program.numbers, 0], F)
+            s, t, u, v = (numbers[min(third + each, len(program.numbers))] for each in range(4))
+            if operation in (Operation.MOMENTS, Operation.ROOT_STEP):
+                _run_on_pair(operation, operands, d, a, (s, t, u, v))
+            elif operation in WITH_OPERAND:
                 operands[d] = WITH_OPERAND[operation](operands[d], operands[a], s, t)
             elif operation is Operation.SELECT:
                 operands[d] = np.where(operands[d] != 0, operands[a], operands[third])
@@ -91,3 +92,15 @@ class Oracle:
         for number in range(len(self.columns)):
             self.columns[number, block] = operands[FIRST_COLUMN + number]
         return operands[0]
+
+
+def _run_on_pair(
+    operation: Operation, operands: dict[int, Array], d: int, a: int, scalars: tuple[np.float32, ...]
+) -> None:
+    """An instruction one of whose arrays is the first of two."""
+    s, t, u, v = scalars
+    if operation is Operation.MOMENTS:
+        operands[d] = operands[d] * s + operands[a] * t
+        operands[d + 1] = operands[d + 1] * u + operands[a] * operands[a] * v
+    else:
+        operands[d] = operands[d] + operands[a] / (np.sqrt(operands[a + 1]) * s + t) * u

@@ -20,6 +20,7 @@ MINIMUM, MAXIMUM, GREATER, ADD_SCALED, MIX, MIX_SQUARE, ROOT, SELECT = (int(Oper
 FILL, ADD_SCALAR, SCALE, SQUARE, SQUARE_ROOT = (int(Operation(each)) for each in range(15, 20))
 ABSOLUTE, NEGATE, RECIPROCAL, EXPONENTIAL, LOGARITHM, TANH = (int(Operation(each)) for each in range(20, 26))
 BLOCK_SUM, LOAD_CELL, STORE_CELL, ADD_TO_TOTAL = (int(Operation(each)) for each in range(26, 30))
+MOMENTS, ROOT_STEP = (int(Operation(each)) for each in range(30, 32))
 
 
 @kernel
@@ -65,6 +66,19 @@ def _mixed(operation: int, d: Array, a: Array, s: float, t: float) -> None:
     elif operation == ROOT:
         for i in range(d.size):
             d[i] = np.sqrt(a[i]) * s + t
+
+
+@kernel
+def _moments(d: Array, e: Array, a: Array, s: float, t: float, u: float, v: float) -> None:
+    for i in range(d.size):
+        d[i] = d[i] * s + a[i] * t
+        e[i] = e[i] * u + a[i] * a[i] * v
+
+
+@kernel
+def _root_step(d: Array, a: Array, b: Array, s: float, t: float, u: float) -> None:
+    for i in range(d.size):
+        d[i] += a[i] / (np.sqrt(b[i]) * s + t) * u
 
 
 @kernel
@@ -158,6 +172,13 @@ def _operand(number: int, block: Array, registers: Array, kept: Array) -> Array:
 
 
 @inlined
+def _scalar(scalars: Array, at: int) -> float:
+    """Behind the last one anything: who has none asks, too."""
+    found: float = scalars[min(at, scalars.size - 1)]
+    return found
+
+
+@inlined
 def _run(
     code: Array,
     scalars: Array,
@@ -178,8 +199,14 @@ def _run(
         fetched += share
         operation, third = code[at, 0], code[at, 3]
         d = _operand(code[at, 1], block, registers, kept)
-        s, t = scalars[min(third, scalars.size - 1)], scalars[min(third + 1, scalars.size - 1)]
-        if operation < ADD_SCALED:
+        s, t = _scalar(scalars, third), _scalar(scalars, third + 1)
+        if operation == MOMENTS:
+            e, a = _operand(code[at, 1] + 1, block, registers, kept), _operand(code[at, 2], block, registers, kept)
+            _moments(d, e, a, s, t, _scalar(scalars, third + 2), _scalar(scalars, third + 3))
+        elif operation == ROOT_STEP:
+            a, b = _operand(code[at, 2], block, registers, kept), _operand(code[at, 2] + 1, block, registers, kept)
+            _root_step(d, a, b, s, t, _scalar(scalars, third + 2))
+        elif operation < ADD_SCALED:
             _with_operand(operation, d, _operand(code[at, 2], block, registers, kept))
         elif operation < SELECT:
             _mixed(operation, d, _operand(code[at, 2], block, registers, kept), s, t)

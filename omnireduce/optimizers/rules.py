@@ -233,21 +233,22 @@ class Adam(Rule):
     def changes_absent(self) -> bool:
         return True
 
-    def _moments(self, step: Step, code: Assembly, scale: float) -> None:
-        code.add(Operation.MIX, FIRST, SUM, self.beta1, (1 - self.beta1) * scale)
-        code.add(Operation.MIX_SQUARE, SECOND, SUM, self.beta2, (1 - self.beta2) * scale * scale)
+    def _moments(self, code: Assembly, scale: float) -> None:
+        b1, b2 = self.beta1, self.beta2
+        code.add(Operation.MOMENTS, FIRST, SUM, b1, (1 - b1) * scale, b2, (1 - b2) * scale * scale)
 
-    def _direction(self, step: Step, code: Assembly) -> float:
-        """Put the first moment over the root of the second one into SCRATCH. Returns by what it is to be scaled."""
-        correction = math.sqrt(1 - self.beta2**step.number)
-        code.add(Operation.ROOT, SCRATCH, SECOND, 1 / correction, self.eps)
-        code.add(Operation.DIVIDE_INTO, SCRATCH, FIRST)
-        return 1 / (1 - self.beta1**step.number)
+    def _corrections(self, step: Step) -> tuple[float, float]:
+        """By what the root of the second moment is to be scaled before eps is added, and by what the first moment over
+        that."""
+        return 1 / math.sqrt(1 - self.beta2**step.number), 1 / (1 - self.beta1**step.number)
+
+    def _advance(self, step: Step, code: Assembly) -> None:
+        root, rate = self._corrections(step)
+        code.add(Operation.ROOT_STEP, WEIGHTS, FIRST, root, self.eps, -self.lr * rate)
 
     def write(self, step: Step, code: Assembly) -> None:
-        self._moments(step, code, self._decayed(code, 1 / step.ranks))
-        rate = self._direction(step, code)
-        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * rate)
+        self._moments(code, self._decayed(code, 1 / step.ranks))
+        self._advance(step, code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,10 +257,8 @@ class SparseAdam(Adam):
 
     lazy: bool = True
 
-    def _direction(self, step: Step, code: Assembly) -> float:
-        code.add(Operation.ROOT, SCRATCH, SECOND, 1.0, self.eps)
-        code.add(Operation.DIVIDE_INTO, SCRATCH, FIRST)
-        return math.sqrt(1 - self.beta2**step.number) / (1 - self.beta1**step.number)
+    def _corrections(self, step: Step) -> tuple[float, float]:
+        return 1.0, math.sqrt(1 - self.beta2**step.number) / (1 - self.beta1**step.number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +270,8 @@ class AdamW(Adam):
     def write(self, step: Step, code: Assembly) -> None:
         if self.weight_decay:
             code.add(Operation.SCALE, WEIGHTS, 0, 1 - self.lr * self.weight_decay)
-        self._moments(step, code, 1 / step.ranks)
-        rate = self._direction(step, code)
-        code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * rate)
+        self._moments(code, 1 / step.ranks)
+        self._advance(step, code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +293,7 @@ class Lamb(Adam):
     def norms(self, step: Step) -> BlockProgram:
         """The program of the first exchange. Its totals are the squares of the norms of the weights and of the step."""
         code = Assembly()
-        self._moments(step, code, 1 / step.ranks)
+        self._moments(code, 1 / step.ranks)
         self._step(step, code)
         code.add(Operation.COPY, OTHER, WEIGHTS)
         for at, register in enumerate((OTHER, SCRATCH)):
@@ -304,7 +302,9 @@ class Lamb(Adam):
         return code.program(step.state, 3, 0, every_block=True, totals=2, returns=False)
 
     def _step(self, step: Step, code: Assembly) -> None:
-        rate = self._direction(step, code)
+        root, rate = self._corrections(step)
+        code.add(Operation.ROOT, SCRATCH, SECOND, root, self.eps)
+        code.add(Operation.DIVIDE_INTO, SCRATCH, FIRST)
         code.add(Operation.MIX, SCRATCH, WEIGHTS, rate, self.weight_decay)
 
     def apply(self, step: Step, weights: float, length: float) -> BlockProgram:

@@ -118,7 +118,7 @@ class Reduction:
         return 2 * self.written >= self._room
 
     def merge(self, slot: int, most: int) -> int:
-        """Reduce what the watermark allows into result slot `slot`: as much as `most` work, but at least one step.
+        """Reduce what the watermark allows into result slot `slot`: `most` work, or up to one block more.
 
         Returns the work done; 0 means that there was nothing to add.
         """
@@ -127,7 +127,8 @@ class Reduction:
         first, form = self.written, self._format
         if form.columns < form.block_size:
             return self._merge_piece(slot)
-        added = self._plan(min(len(self._parts), self._room - first, max(1, most // form.block_work)))
+        wanted = max(1, -(-most // form.block_work))  # to the end of the budget: what would be left costs a step, too
+        added = self._plan(min(len(self._parts), self._room - first, wanted))
         if added:
             out, numbers = form.rows[slot, first : first + added], self._numbers[first : first + added]
             self._combiner.combine(self._parts[:added], out, numbers)

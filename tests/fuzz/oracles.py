@@ -49,11 +49,12 @@ def program_is_proper(found: Descriptor) -> bool:
     )
     for at in range(0, len(program.code), 4):
         operation, target, operand, third = program.code[at : at + 4]
-        arrays = [target, *([operand] if operation <= 14 else []), *([third] if operation == 14 else [])]
-        scalars = {10: 1, 11: 2, 12: 2, 13: 2, 15: 1, 16: 1, 17: 1}.get(operation, 0)
+        others = {14: [operand, third], 30: [operand, target + 1], 31: [operand, operand + 1]}
+        arrays = [target, *others.get(operation, [operand] if operation < 14 else [])]
+        scalars = {10: 1, 11: 2, 12: 2, 13: 2, 15: 1, 16: 1, 17: 1, 30: 4, 31: 3}.get(operation, 0)
         proper = (
             proper
-            and operation < 30
+            and operation < 32
             and all(each < 8 + program.columns for each in arrays)
             and len(set(arrays)) == len(arrays)
             and (scalars == 0 or third + scalars <= len(program.scalars) // 4)
@@ -147,7 +148,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 18
+        hello.version == 19
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255

@@ -58,8 +58,10 @@ RAGGED = Descriptor("allgather_ragged", "", "int64", (0, 3), item_bytes=8, parts
 OBJECT = Descriptor("broadcast_object", "", "plain data", (), root=1, item_bytes=1, parts=2, packets=8)
 PARTS = Descriptor("scatter", "", "|V3", (2,), root=1, item_bytes=3, parts=2)
 MIXED = BlockProgram(
-    2, 1, 1, bytes([11, 8, 0, 0, 27, 1, 0, 0, 14, 0, 8, 1, 29, 1, 0, 0]), packed(0.5, 2.0), True, 1, False, False
-)
+    2, 2, 1,
+    bytes([11, 8, 0, 0, 27, 1, 0, 0, 14, 0, 8, 1, 29, 1, 0, 0, 30, 8, 0, 0, 31, 0, 8, 1]), packed(0.5, 2.0, 1.0, 0.25),
+    True, 1, False, False,
+)  # fmt: skip
 THROUGH = Descriptor("allreduce", "", "float32", (5, 60), "mean", 16, program=MIXED)
 CALLS = [TENSOR, ROWS, HALVES, MOVED, GATHERED, ANY, RAGGED, OBJECT, PARTS, THROUGH]
 

@@ -31,9 +31,13 @@ def programs(draw: st.DrawFn, operations: list[Operation] = EXACT, most: int = 1
     arrays = [0, 1, 2, *range(FIRST_COLUMN, FIRST_COLUMN + COLUMNS)]
     code = [(Operation.FILL, 1, 0, 0), (Operation.COPY, 2, 0, 0)]
     for _ in range(draw(st.integers(0, most))):
-        target, operand, other = draw(st.permutations(arrays))[:3]
         operation = draw(st.sampled_from(operations))
+        target, operand, other = draw(st.permutations(arrays))[:3]
         third = other if operation is Operation.SELECT else draw(st.integers(0, 1))
+        if operation in (Operation.MOMENTS, Operation.ROOT_STEP):  # one of its arrays is the first of two
+            pair, single = draw(st.sampled_from([(1, 0), (1, FIRST_COLUMN), (FIRST_COLUMN, 0), (FIRST_COLUMN, 2)]))
+            target, operand = (pair, single) if operation is Operation.MOMENTS else (single, pair)
+            third = 0
         code.append((operation, target, operand, third))
     return BlockProgram(
         state=0, columns=COLUMNS, cells=CELLS, code=b"".join(map(bytes, code)), scalars=SCALARS,
