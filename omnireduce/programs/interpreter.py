@@ -21,6 +21,7 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
 
 PerRank = list[Array]
+MOST_RANKS = 4096  # their arrays are all in this process
 
 
 def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict[str, PerRank]:
@@ -30,8 +31,9 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
     of one array for each rank of a Tensor, or one array where that is Replicated. Returns for each output one array for
     each rank: what a run returns there. What is given is not changed. Raises UsageError for values that do not fit.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < pipeline.least_ranks:
-        raise UsageError(f"ranks is {ranks!r}: expected an int from {pipeline.least_ranks} on")
+    least = pipeline.least_ranks
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not least <= ranks <= MOST_RANKS:
+        raise UsageError(f"ranks is {ranks!r}: expected an int from {least} to {MOST_RANKS}")
     check_names(values, pipeline.known_values, pipeline.name)
     given = [{each: _of_rank(values, each, rank, ranks, pipeline) for each in values} for rank in range(ranks)]
     seats = [

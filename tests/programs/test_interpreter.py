@@ -139,10 +139,10 @@ def test_values_that_do_not_fit_are_refused() -> None:
         ({"g": [ones]}, 1, "no value for k: expected int8"),
         ({"g": [ones], "k": 200}, 1, "k is 200, which is out of the range of int8"),
         ({"g": [ones], "k": 1.0}, 1, "k is 1.0, a float; expected an integer: int8"),
-        ({"g": [ones], "k": 1}, 0, "ranks is 0: expected an int from 1 on"),
+        ({"g": [ones], "k": 1}, 0, "ranks is 0: expected an int from 1 to 4096"),
     ):
         with pytest.raises(UsageError, match=message):
             pipeline.interpret(values, ranks)
     rooted = Broadcast(g, root=2)
-    with pytest.raises(UsageError, match="ranks is 2: expected an int from 3 on"):
+    with pytest.raises(UsageError, match="ranks is 2: expected an int from 3 to 4096"):
         Pipeline("p", [g], [rooted]).interpret({"g": [ones] * 2}, 2)
