@@ -234,8 +234,8 @@ class Adam(Rule):
         return True
 
     def _moments(self, code: Assembly, scale: float) -> None:
-        b1, b2 = self.beta1, self.beta2
-        code.add(Operation.MOMENTS, FIRST, SUM, b1, (1 - b1) * scale, b2, (1 - b2) * scale * scale)
+        scalars = self.beta1, (1 - self.beta1) * scale, self.beta2, (1 - self.beta2) * scale * scale
+        code.add(Operation.MOMENTS, FIRST, SUM, *scalars)
 
     def _corrections(self, step: Step) -> tuple[float, float]:
         """By what the root of the second moment is to be scaled before eps is added, and by what the first moment over
