@@ -12,6 +12,9 @@ def program_of(module: str, place: str = "", *, name: str = "") -> str:
     `name`: of the program, where `main` is a command of click.
 
     A user's own module of that name is not taken for ours, and nothing of the current folder for a module of ours.
+    Ctrl-C ends it without a traceback while it imports.
     """
-    found = f"import sys; sys.path.insert(0, sys.argv.pop({place}))"
-    return f"{found}; from {module} import main; del sys.path[0]; main({f'prog_name={name!r}' if name else ''})"
+    found = f"import signal, sys; sys.path.insert(0, sys.argv.pop({place}))"
+    quiet = "told = signal.getsignal(2); told is signal.SIG_IGN or signal.signal(2, signal.SIG_DFL)"
+    main = f"del sys.path[0]; signal.signal(2, told); main({f'prog_name={name!r}' if name else ''})"
+    return f"{found}; {quiet}; from {module} import main; {main}"

@@ -64,22 +64,44 @@ def share_of(values: Array, rank: int, size: int) -> Array:
     return values.reshape(-1)[start:stop].copy()
 
 
-def save_part(folder: str | Path, shares: Mapping[str, Array], steps: int, rank: int, size: int) -> None:
-    """Write the shares of `rank`, by `key_of`. Raises UsageError when they cannot be written."""
+def write_part(folder: str | Path, shares: Mapping[str, Array], steps: int, rank: int, size: int) -> None:
+    """Write the shares of `rank`, by `key_of`, under another name: what is in the folder stays whole until all ranks
+    have written, and `publish_part` follows. Raises UsageError when they cannot be written."""
     place, arrays = Path(folder), {STEP: np.array(steps), **shares}
-    unfinished = place / f".part-{rank}.npz"
-    try:
+    with _telling(place, rank):
         place.mkdir(parents=True, exist_ok=True)
         if others := sorted(set(_present(place)) - {size}):
             raise UsageError(
                 f"{folder} has a state in {others[0]} parts; expected an empty folder, or one of {size} parts"
             )
-        np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
-        unfinished.replace(_file(place, rank, size))
+        np.savez(_unfinished(place, rank), **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
+
+
+def publish_part(folder: str | Path, rank: int, size: int) -> None:
+    """Let what `rank` has written take the place of its part. Raises UsageError where that is not possible."""
+    place = Path(folder)
+    with _telling(place, rank):
+        _unfinished(place, rank).replace(_file(place, rank, size))
+
+
+def discard_part(folder: str | Path, rank: int) -> None:
+    """Remove what `rank` has written and will not publish."""
+    with contextlib.suppress(OSError):
+        _unfinished(Path(folder), rank).unlink()
+
+
+def _unfinished(place: Path, rank: int) -> Path:
+    return place / f".part-{rank}.npz"
+
+
+@contextlib.contextmanager
+def _telling(place: Path, rank: int) -> Iterator[None]:
+    """An error of the system becomes a UsageError, and nothing unfinished is left."""
+    try:
+        yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise UsageError(f"the state cannot be written to {folder}: {error.strerror or error}") from error
+        discard_part(place, rank)
+        raise UsageError(f"the state cannot be written to {place}: {error.strerror or error}") from error
 
 
 class SavedParts:

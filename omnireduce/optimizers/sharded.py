@@ -15,7 +15,17 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.optimizers.parts import Memory, Parameter, Part, check_tables, parameters_of, parts_of
 from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
-from omnireduce.optimizers.saved import STEP, SavedParts, Shapes, check_steps, key_of, save_part, share_of
+from omnireduce.optimizers.saved import (
+    STEP,
+    SavedParts,
+    Shapes,
+    check_steps,
+    discard_part,
+    key_of,
+    publish_part,
+    share_of,
+    write_part,
+)
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.alike import check_alike, together
 from omnireduce.runtime.member.arguments import check_root, two_that_share
@@ -281,13 +291,19 @@ class ShardedOptimizer:
     def save(self, folder: str | Path) -> None:
         """Write what the shards keep into `folder`, of which each rank writes a part; see `saved`. All ranks see it.
 
-        A rank has its part in memory, and one whole array at a time. Raises UsageError on all ranks when one cannot
-        write; otherwise what `state_dict` raises.
+        What an earlier call has written there stays until all ranks have written. A rank has its part in memory, and
+        one whole array at a time. Raises UsageError on all ranks when one cannot write; otherwise what `state_dict`
+        raises.
         """
         rank, size, shares = self.comm.rank, self.comm.size, dict[str, Array]()
         for name, what, values in self._fetched(wanted=True):
             shares[key_of(name, what)] = share_of(values, rank, size)
-        together(self.comm, f"{self._name}.saved", lambda: save_part(folder, shares, self.steps, rank, size))
+        try:
+            together(self.comm, f"{self._name}.written", lambda: write_part(folder, shares, self.steps, rank, size))
+        except BaseException:
+            discard_part(folder, rank)
+            raise
+        together(self.comm, f"{self._name}.saved", lambda: publish_part(folder, rank, size))
 
     def load(self, folder: str | Path, root: int = 0) -> None:
         """Go on from a `folder` that `save` has written, with any number of ranks, and from the weights of rank `root`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
@@ -341,4 +342,6 @@ def check_dtype(dtype: object) -> DType:
 def _check_name(name: object) -> str:
     if not isinstance(name, str) or not name.isidentifier() or len(name) > 40:
         raise wrong(place_of_user(), f"name {name!r}: expected a word of letters, digits and _, at most 40 long")
+    if (read := unicodedata.normalize("NFKC", name)) != name:
+        raise wrong(place_of_user(), f"name {name!r}: Python reads it as {read!r}; expected that")
     return name

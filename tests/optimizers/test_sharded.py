@@ -17,7 +17,7 @@ from local_cluster import Daemon, configured, run_job
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.dtypes import Array
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
-from omnireduce.optimizers.saved import SavedParts, key_of, save_part, share_of
+from omnireduce.optimizers.saved import SavedParts, key_of, publish_part, share_of, write_part
 from omnireduce.optimizers.sharded import ShardedOptimizer
 
 LAZY = [Sgd(lr=0.5, momentum=0.5, lazy=True), Adam(lazy=True), AdamW(lazy=True, weight_decay=0.1)]
@@ -110,7 +110,8 @@ def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
     values, shapes = {key_of("w", "sum"): np.ones(10, np.float32)}, {"w": {"sum": (10,)}}
 
     def save(rank: int, size: int, steps: int = 3, folder: Path = tmp_path) -> None:
-        save_part(folder, {key: share_of(x, rank, size) for key, x in values.items()}, steps, rank, size)
+        write_part(folder, {key: share_of(x, rank, size) for key, x in values.items()}, steps, rank, size)
+        publish_part(folder, rank, size)
 
     for rank in range(2):
         save(rank, 2)
@@ -152,9 +153,34 @@ def test_a_file_may_hold_anything(tmp_path: Path, part: str) -> None:
 
 def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "part-0-of-1.npz").mkdir()
+    write_part(tmp_path, {key_of("w", "sum"): np.ones(10, np.float32)}, 3, 0, 1)
     with pytest.raises(UsageError, match="cannot be written"):
-        save_part(tmp_path, {key_of("w", "sum"): np.ones(10, np.float32)}, 3, 0, 1)
+        publish_part(tmp_path, 0, 1)
     assert [each.name for each in tmp_path.iterdir()] == ["part-0-of-1.npz"]
+
+
+def test_a_save_that_fails_on_one_rank_leaves_the_one_before(daemon: Daemon, tmp_path: Path) -> None:
+    """As where the disk of one rank is full."""
+    blocked = tmp_path / ".part-1.npz"
+
+    def run(comm: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
+        with ShardedOptimizer(params(), Adam(), comm=comm) as optimizer:
+            optimizer.step(gradients(comm.rank, 0))
+            optimizer.save(tmp_path)
+            before = optimizer.state_dict(None)
+            optimizer.step(gradients(comm.rank, 1))
+            if comm.rank == 1:
+                blocked.mkdir()
+            with pytest.raises(UsageError, match="cannot be written"):
+                optimizer.save(tmp_path)
+            optimizer.load(tmp_path)
+            return before, optimizer.state_dict(None)
+
+    for before, found in run_job(configured(daemon.addresses), 2, run):
+        assert found["step"] == before["step"] == 1
+        assert all(same(before["state"][name], found["state"][name]) for name in before["state"])
+    names = ["part-0-of-2.npz", "part-1-of-2.npz"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [blocked.name, *names]
 
 
 def test_all_ranks_hear_what_one_cannot_do(daemon: Daemon, tmp_path: Path) -> None:

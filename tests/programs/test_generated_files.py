@@ -149,7 +149,8 @@ def test_a_file_finds_that_it_is_wrong(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["0"], "expected epochs >= 1, 0 <= --first <= --last <= 40"),
-        (["--size", "M=3"], "M=3: expected NAME=NUMBER, of ['T', 'K', 'H']"),
+        (["--size", "M=3"], "M=3: expected NAME=NUMBER, of ['T', 'K', 'H'], from 1 to 2**40"),
+        (["--size", f"T={10**20}"], "expected NAME=NUMBER, of ['T', 'K', 'H'], from 1 to 2**40"),
         (["--save", "none"], "--save none: expected a folder to write to"),
         (["--first", "12", "--last", "11"], "expected epochs >= 1, 0 <= --first <= --last <= 40"),
     ],

@@ -206,3 +206,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert text_of(np.float32(2) * x) == "2.0 * x"
     assert text_of(x + np.int64(1)) == "x + 1"
     assert text_of(x * float("inf")) == "x * inf"
+
+
+def test_a_name_is_as_python_reads_it() -> None:
+    """A generated file would have another one otherwise."""
+    assert Variable(Int32, "é").name == "é"
+    with pytest.raises(UsageError, match="name '\ufb01': Python reads it as 'fi'; expected that"):
+        Variable(Int32, "\ufb01")
