@@ -1,6 +1,6 @@
 """The state of an optimizer in files: each rank writes its share of every array, so no rank writes all of it.
 
-    FOLDER/part-0-of-3.npz    the first third of each array, flat, and the number of steps
+    FOLDER/part-0-of-3.npz    the first third of each array, flat, the number of steps, and the number of the save
     FOLDER/part-1-of-3.npz    ...
 
 Any number of ranks may read a folder. They share the files among themselves, and add up what they have read.
@@ -15,14 +15,15 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
-STEP = "step"
-MOST_STEPS = 1 << 62
+STEP, NUMBER = "step", "save"
+MOST_STEPS, NUMBER_BITS = 1 << 62, 62
 PART = re.compile(r"part-(\d+)-of-(\d+)\.npz")
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """By parameter and what is kept of it."""
@@ -64,24 +65,33 @@ def share_of(values: Array, rank: int, size: int) -> Array:
     return values.reshape(-1)[start:stop].copy()
 
 
-def write_part(folder: str | Path, shares: Mapping[str, Array], steps: int, rank: int, size: int) -> None:
-    """Write the shares of `rank`, by `key_of`, under another name: what is in the folder stays whole until all ranks
+class Save(NamedTuple):
+    """A save by `rank` of `size`, after `steps`. `number`: the same on all ranks, and another one for each save."""
+
+    number: int
+    steps: int
+    rank: int
+    size: int
+
+
+def write_part(folder: str | Path, save: Save, shares: Mapping[str, Array]) -> None:
+    """Write the shares of a rank, by `key_of`, under another name: what is in the folder stays whole until all ranks
     have written, and `publish_part` follows. Raises UsageError when they cannot be written."""
-    place, arrays = Path(folder), {STEP: np.array(steps), **shares}
-    with _telling(place, rank):
+    place, arrays = Path(folder), {STEP: np.array(save.steps), NUMBER: np.array(save.number), **shares}
+    with _telling(place, save.rank):
         place.mkdir(parents=True, exist_ok=True)
-        if others := sorted(set(_present(place)) - {size}):
+        if others := sorted(set(_present(place)) - {save.size}):
             raise UsageError(
-                f"{folder} has a state in {others[0]} parts; expected an empty folder, or one of {size} parts"
+                f"{folder} has a state in {others[0]} parts; expected an empty folder, or one of {save.size} parts"
             )
-        np.savez(_unfinished(place, rank), **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
+        np.savez(_unfinished(place, save.rank), **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
 
 
-def publish_part(folder: str | Path, rank: int, size: int) -> None:
-    """Let what `rank` has written take the place of its part. Raises UsageError where that is not possible."""
+def publish_part(folder: str | Path, save: Save) -> None:
+    """Let what a rank has written take the place of its part. Raises UsageError where that is not possible."""
     place = Path(folder)
-    with _telling(place, rank):
-        _unfinished(place, rank).replace(_file(place, rank, size))
+    with _telling(place, save.rank):
+        _unfinished(place, save.rank).replace(_file(place, save.rank, save.size))
 
 
 def discard_part(folder: str | Path, rank: int) -> None:
@@ -120,13 +130,16 @@ class SavedParts:
         if len(present) != 1 or not whole:
             raise UsageError(f"{folder} has no whole state; expected part-0-of-N.npz to part-(N - 1)-of-N.npz")
         self._parts = whole[0]
-        steps = {self._steps_of(part) for part in range(self._parts)}
-        if len(steps) > 1:
-            raise UsageError(f"{folder} has parts of different steps, {sorted(steps)}: the last save has not ended")
-        self.steps = steps.pop()
+        saves = {self._save_of(part) for part in range(self._parts)}
+        if len(saves) > 1:
+            steps = sorted(each for each, _ in saves)
+            raise UsageError(
+                f"{folder} has parts of {len(saves)} saves, after {steps} steps: the last one has not ended"
+            )
+        self.steps, _ = saves.pop()
 
-    def _steps_of(self, part: int) -> int:
-        """The steps of a part, whose arrays fit. Raises UsageError."""
+    def _save_of(self, part: int) -> tuple[int, int]:
+        """The steps and the save of a part, whose arrays fit. Raises UsageError."""
         file = _file(self._folder, part, self._parts)
         try:
             with np.load(file) as arrays:
@@ -135,7 +148,7 @@ class SavedParts:
                     found = arrays.get(key_of(name, what))
                     if found is None or found.shape != (stop - start,) or found.dtype != np.float32:
                         raise UsageError(f"it has no {what} of {name} with {stop - start} numbers of float32")
-                return check_steps(arrays[STEP].item())
+                return check_steps(arrays[STEP].item()), int(arrays[NUMBER].item())
         except Exception as error:  # any: a file may hold anything
             raise UsageError(f"{file} is no part of this state: {error}") from error
 

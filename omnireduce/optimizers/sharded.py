@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from omnireduce.errors import UsageError
 from omnireduce.optimizers.parts import Memory, Parameter, Part, check_tables, parameters_of, parts_of
 from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.optimizers.saved import (
+    NUMBER_BITS,
     STEP,
+    Save,
     SavedParts,
     Shapes,
     check_steps,
@@ -295,15 +298,17 @@ class ShardedOptimizer:
         one whole array at a time. Raises UsageError on all ranks when one cannot write; otherwise what `state_dict`
         raises.
         """
-        rank, size, shares = self.comm.rank, self.comm.size, dict[str, Array]()
+        shares = dict[str, Array]()
+        number = self.comm.broadcast_object(secrets.randbits(NUMBER_BITS), name=f"{self._name}.save")
         for name, what, values in self._fetched(wanted=True):
-            shares[key_of(name, what)] = share_of(values, rank, size)
+            shares[key_of(name, what)] = share_of(values, self.comm.rank, self.comm.size)
+        save = Save(number, self.steps, self.comm.rank, self.comm.size)
         try:
-            together(self.comm, f"{self._name}.written", lambda: write_part(folder, shares, self.steps, rank, size))
+            together(self.comm, f"{self._name}.written", lambda: write_part(folder, save, shares))
         except BaseException:
-            discard_part(folder, rank)
+            discard_part(folder, save.rank)
             raise
-        together(self.comm, f"{self._name}.saved", lambda: publish_part(folder, rank, size))
+        together(self.comm, f"{self._name}.saved", lambda: publish_part(folder, save))
 
     def load(self, folder: str | Path, root: int = 0) -> None:
         """Go on from a `folder` that `save` has written, with any number of ranks, and from the weights of rank `root`.

@@ -17,7 +17,7 @@ from local_cluster import Daemon, configured, run_job
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.dtypes import Array
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
-from omnireduce.optimizers.saved import SavedParts, key_of, publish_part, share_of, write_part
+from omnireduce.optimizers.saved import Save, SavedParts, key_of, publish_part, share_of, write_part
 from omnireduce.optimizers.sharded import ShardedOptimizer
 
 LAZY = [Sgd(lr=0.5, momentum=0.5, lazy=True), Adam(lazy=True), AdamW(lazy=True, weight_decay=0.1)]
@@ -109,9 +109,10 @@ def test_files_are_read_by_any_number_of_ranks(daemon: Daemon, tmp_path: Path, r
 def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
     values, shapes = {key_of("w", "sum"): np.ones(10, np.float32)}, {"w": {"sum": (10,)}}
 
-    def save(rank: int, size: int, steps: int = 3, folder: Path = tmp_path) -> None:
-        write_part(folder, {key: share_of(x, rank, size) for key, x in values.items()}, steps, rank, size)
-        publish_part(folder, rank, size)
+    def save(rank: int, size: int, *, number: int = 7, folder: Path = tmp_path) -> None:
+        made = Save(number, 3, rank, size)
+        write_part(folder, made, {key: share_of(x, rank, size) for key, x in values.items()})
+        publish_part(folder, made)
 
     for rank in range(2):
         save(rank, 2)
@@ -121,8 +122,8 @@ def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
     for other, said in (({"w": {"sum": (11,)}}, "no sum of w with 6 numbers"), ({"v": {"sum": (10,)}}, "no sum of v")):
         with pytest.raises(UsageError, match=said):
             SavedParts(tmp_path, other)
-    save(1, 2, steps=4)
-    with pytest.raises(UsageError, match=r"parts of different steps, \[3, 4\]"):
+    save(1, 2, number=8)
+    with pytest.raises(UsageError, match=r"parts of 2 saves, after \[3, 3\] steps: the last one has not ended"):
         SavedParts(tmp_path, shapes)
     (tmp_path / "part-1-of-2.npz").write_bytes(b"PK")
     with pytest.raises(UsageError, match="is no part of this state"):
@@ -153,9 +154,9 @@ def test_a_file_may_hold_anything(tmp_path: Path, part: str) -> None:
 
 def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "part-0-of-1.npz").mkdir()
-    write_part(tmp_path, {key_of("w", "sum"): np.ones(10, np.float32)}, 3, 0, 1)
+    write_part(tmp_path, Save(7, 3, 0, 1), {key_of("w", "sum"): np.ones(10, np.float32)})
     with pytest.raises(UsageError, match="cannot be written"):
-        publish_part(tmp_path, 0, 1)
+        publish_part(tmp_path, Save(7, 3, 0, 1))
     assert [each.name for each in tmp_path.iterdir()] == ["part-0-of-1.npz"]
 
 
