@@ -332,8 +332,8 @@ MUTATIONS = (
         "a step takes all there is",
         _REDUCTION,
         "one step of a job keeps a shard from all others",
-        "self._room - first, max(1, most // form.block_work)",
-        "self._room - first, max(1000, most // form.block_work)",
+        "        wanted = max(1, -(-most // form.block_work))",
+        "        wanted = max(1000, -(-most // form.block_work))",
         within=1000,
     ),
     Mutation(

@@ -37,8 +37,8 @@ MUTATIONS = (
         "mean of those that contributed",
         _REDUCE,
         "ranks whose block is zero do not count",
-        "            total[i] /= divisor\n",
-        "            total[i] /= present\n",
+        "        _divide(total, divisor)\n",
+        "        _divide(total, present)\n",
     ),
     Mutation(
         "minimum of those that contributed",
