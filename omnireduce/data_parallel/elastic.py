@@ -81,9 +81,10 @@ class State:
         """Give all ranks the state of the one that has committed most often, and keep it."""
         root = self.root()
         own = self._commits, self._values()
-        self._commits, values = session.queue().broadcast_object_async(own, root, name="state").wait()
+        commits, values = session.queue().broadcast_object_async(own, root, name="state").wait()
         self.__dict__.update(values)
         self.save()
+        self._commits = commits  # not before it is kept: to keep it may fail
 
     def root(self) -> int:
         """The rank that has committed most often; of several the first. All ranks call this."""

@@ -99,6 +99,44 @@ def test_sets_of_ranks_are_made_anew_with_one_that_came_back(daemon: Daemon, sta
         assert each.wait() == 0, each.log
 
 
+FAILS_TO_KEEP = """
+import omnireduce.torch as hvd
+from omnireduce import AbortedError
+
+class State(hvd.elastic.ObjectState):
+    fails = False
+
+    def save(self):
+        if self.fails:
+            raise AbortedError("rank 1", "has died")
+        super().save()
+
+hvd.init()
+state = State(step=0)
+if hvd.rank() == 1:
+    state.step = 7
+    state.commit()
+else:
+    state.check_host_updates()
+    state.fails = True
+try:
+    state.sync()
+except AbortedError:
+    state.fails = False
+    state.restore()
+state.sync()
+print("step", state.step, flush=True)
+hvd.shutdown()
+"""
+
+
+def test_who_could_not_keep_a_state_does_not_give_it_to_others(daemon: Daemon, stack: ExitStack) -> None:
+    ranks = Ranks(daemon, stack, 2, 2, "-c", FAILS_TO_KEEP)
+    for each in [ranks.start(rank) for rank in range(2)]:
+        assert until(each, "step") == "step 7"
+        assert each.wait() == 0, each.log
+
+
 class Aborted(torch.optim.SGD):
     """An optimizer whose state cannot be fetched, as one on the shards once the job has failed."""
 
