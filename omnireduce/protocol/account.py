@@ -75,6 +75,8 @@ class Account:
         before, ranks = self._reports.get(rank, (NOTHING, now))[0], len(self._late_s)
         if any(getattr(report, name) < getattr(before, name) for name in TOTALS):
             raise ProtocolError(f"a report that takes something back: {report} after {before}")
+        if max(report.own_blocks, report.union_blocks) > report.blocks:
+            raise ProtocolError(f"a report of more blocks than there were: {report}")
         if max([*report.late, *report.behind], default=0) >= ranks or len(report.late) != len(report.late_s):
             raise ProtocolError(f"a report about ranks that do not exist: {report}")
         self._reports[rank] = report, now
@@ -101,14 +103,14 @@ class Account:
     def total(self) -> Traffic:
         """Everything, with the bytes that were exchanged in memory."""
         found = copy(self.traffic)
-        ranks = len(self._late_s)
-        for rank, (each, _) in self._reports.items():
-            first = rank == 0
+        reports = [report for report, _ in self._reports.values()]
+        if reports:  # they are of different moments: of blocks that all ranks have, who is ahead says how many there are
+            collectives, blocks = (max(getattr(each, name) for each in reports) for name in ("collectives", "blocks"))
+            found.add(Traffic(collectives=collectives, blocks=blocks))
+        for each in reports:
             found.add(
                 Traffic(
-                    collectives=each.collectives if first else 0,
-                    blocks=each.blocks if first else 0,
-                    rank_blocks=min(each.blocks * ranks, MOST) if first else 0,
+                    rank_blocks=each.blocks,
                     own_blocks=each.own_blocks,
                     union_blocks=each.union_blocks,
                     received_bytes=each.sent_bytes,

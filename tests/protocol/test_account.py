@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import InprocCluster
+from hypothesis import given
+from hypothesis import strategies as st
 from machine_bench import BLOCKS, Bench, aggregator, message
 
+from omnireduce.errors import ProtocolError
 from omnireduce.protocol.account import Account
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.runtime.shard.status_pages import StatusPages
@@ -128,3 +131,32 @@ def test_who_has_reported_later_is_not_late() -> None:
     assert account.last_of([0, 2]) == [1, 2]
     account.report(1, Report(), 2.0)
     assert account.last_of([0, 2]) == [0, 2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=4), st.data())
+def test_reports_of_different_moments_make_no_density_above_one(collectives: list[tuple[int, int]], data: Any) -> None:
+    """Each rank has reported the first few collectives, of so many blocks, all of them its own. Of each result rank 0
+    has so many blocks, rank 1 the others."""
+    account, done = (
+        Account(range(2)),
+        [data.draw(st.integers(0, len(collectives)), label=f"rank {r}") for r in range(2)],
+    )
+    for rank, count in enumerate(done):
+        blocks = sum(all_of_it for all_of_it, _ in collectives[:count])
+        first = sum(min(part, all_of_it) for all_of_it, part in collectives[:count])
+        union = blocks - first if rank else first
+        account.report(rank, Report(collectives=count, blocks=blocks, own_blocks=blocks, union_blocks=union), 0.0)
+    found = account.total()
+    assert found.collectives == max(done)
+    assert found.density in (1.0, None)
+    assert found.union_density is None or found.union_density <= 1.0
+    if done[0] == done[1] == len(collectives):
+        assert (found.blocks, found.rank_blocks, found.union_density) == (blocks, 2 * blocks, 1.0)
+
+
+@pytest.mark.parametrize("name", ["own_blocks", "union_blocks"])
+def test_a_rank_that_reports_more_blocks_than_there_were_breaks_the_rules(name: str) -> None:
+    account = Account(range(2))
+    account.report(0, Report(blocks=3, **{name: 3}), 0.0)
+    with pytest.raises(ProtocolError, match="more blocks than there were"):
+        account.report(0, Report(blocks=4, **{name: 5}), 0.0)
