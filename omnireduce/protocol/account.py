@@ -104,7 +104,7 @@ class Account:
         """Everything, with the bytes that were exchanged in memory."""
         found = copy(self.traffic)
         reports = [report for report, _ in self._reports.values()]
-        if reports:  # they are of different moments: of blocks that all ranks have, who is ahead says how many there are
+        if reports:  # of different moments: who is ahead says how many blocks there are
             collectives, blocks = (max(getattr(each, name) for each in reports) for name in ("collectives", "blocks"))
             found.add(Traffic(collectives=collectives, blocks=blocks))
         for each in reports:

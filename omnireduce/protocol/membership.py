@@ -125,11 +125,12 @@ class Membership:
         self._announced.forget(generation)
         if over is not None and over.meeting in self._gathering and self._generation_of(over.meeting) is None:
             self._gathering[over.meeting].release(now)
+        self._free_room()
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
         self._held.pop(generation, None)
-        self._has_freed_room |= any(each.replaces == generation for each in self._gathering.values())
+        self._free_room()
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
@@ -207,6 +208,11 @@ class Membership:
         name = gathering.spec.team, meeting.job, meeting.formation
         if not gathering.namesakes:
             del self._of_name[name]
+        self._free_room()
+
+    def _free_room(self) -> None:
+        """There is more room: a formation that replaces one may have waited for it, whosever it was."""
+        self._has_freed_room |= any(each.replaces is not None for each in self._gathering.values())
 
     def _may_start(self, gathering: Gathering, now: float) -> bool:
         return gathering.complete(now) and not self._lacks_room(gathering)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -241,6 +242,43 @@ def test_a_job_whose_memory_is_not_given_back_is_refused_in_the_end() -> None:
     (answer,) = membership.expire(30.0)
     assert isinstance(answer, Answer)
     assert "waiting for its last generation to give back its memory after 30 s" in answer.message.reason
+
+
+def admitted(effects: Iterable[MembershipEffect], waiting: list[object]) -> list[int]:
+    """The generations that begin. Who is admitted or refused waits no more."""
+    begun = []
+    for effect in effects:
+        if isinstance(effect, Admit):
+            begun.append(effect.generation)
+            waiting[:] = [key for key in waiting if key not in effect.keys]
+        elif isinstance(effect, Answer) and isinstance(effect.message, Refused):
+            waiting.remove(effect.key)
+    return begun
+
+
+@settings(max_examples=150)
+@seed(5)
+@given(st.integers(1, 2), st.lists(st.tuples(st.sampled_from("hhhgfr"), st.sampled_from("ab"), st.integers(0, 7))))
+def test_a_formation_starts_as_soon_as_there_is_room(max_jobs: int, events: list[tuple[str, str, int]]) -> None:
+    """On a shard beyond the first: also if another job, or one that gathered, has left the room."""
+    membership = Membership(Limits(max_jobs, 40, 1 << 26, 30.0))
+    waiting, running, over = list[object](), list[int](), list[int]()
+    for what, job, number in events:
+        if what == "h":
+            there = {"shard": 1, "shards": 2, "smallest": 0, "formation": 1 + number % 3, "job": job}
+            waiting.append(object())
+            said = hello(0, largest=1 + number % 2, **there)
+            running += admitted(membership.hello(waiting[-1], said, 0.0), waiting)
+        elif what == "g" and waiting:
+            membership.gone(waiting.pop(number % len(waiting)), 0.0)
+        elif what == "f" and running:
+            over.append(running.pop(number % len(running)))
+            membership.finished(over[-1], 0.0)
+        elif what == "r" and over:
+            membership.released(over.pop(number % len(over)))
+        if membership.deadline == 0.0:
+            running += admitted(membership.expire(0.0), waiting)
+        assert not any(membership._may_start(each, 0.0) for each in membership._gathering.values())
 
 
 @settings(max_examples=200)
