@@ -44,12 +44,16 @@ from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
 from omnireduce.secret import Secret
 from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
+from omnireduce.wire.words import SHOWN, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others
 AT_ONCE = 64  # requests that may wait for the shards; connections accepted in one turn
 CLIENT_S = 3.0  # how long a request may take, beside the time that the shards have for their answer
 GUARDED = ("/", "/metrics")  # pages that tell of jobs
+NOT_THIS_HOST = (
+    "these pages are for this host alone, which is not called '{host}': ask for localhost, or give metrics.token_file"
+)
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _Start = Callable[[str, list[tuple[str, str]]], object]
@@ -85,7 +89,9 @@ class Monitor:
     def __call__(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         """Answer one request, as WSGI wants it."""
         pages: dict[str, _App] = {"/": self._show, "/metrics": self._metrics, "/readyz": self._ready}
-        path = environ["PATH_INFO"]
+        path, host = environ["PATH_INFO"], environ.get("HTTP_HOST", "")
+        if not self.access.answers_for(host):
+            return _page(start, "403 Forbidden", NOT_THIS_HOST.format(host=shown(host[:SHOWN])))
         if path == "/healthz":
             return self._alive(start)
         if path in ASSETS:

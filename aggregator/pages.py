@@ -9,8 +9,11 @@ import re
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from aggregator.access import beyond_loopback
+from omnireduce.config import parse_address
+from omnireduce.config.keys import is_loopback
 from omnireduce.config.security import Metrics
 from omnireduce.errors import ConfigError
 from omnireduce.secret import read_lines
@@ -28,10 +31,22 @@ _BASIC = re.compile(r"basic +(\S+) *\Z", re.IGNORECASE)
 @dataclass(frozen=True, slots=True)
 class Pages:
     """`tokens`: SHA-256 digests of the tokens, one of which a request for metrics must bring; empty: no token is
-    needed. `tls`: the TLS context of the pages; None: plain HTTP."""
+    needed. `tls`: the TLS context of the pages; None: plain HTTP. `names`: requests are answered for these names of
+    this host, beside those of loopback; None: for any name."""
 
     tokens: tuple[bytes, ...] = ()
     tls: ssl.SSLContext | None = None
+    names: frozenset[str] | None = None
+
+    def answers_for(self, host: str) -> bool:
+        """Whether to answer a request with this Host header; empty: it had none, so it is not a browser's."""
+        if self.names is None or not host:
+            return True
+        with suppress(ValueError):  # no name and no address
+            parts = urlsplit(f"//{host}")
+            name = (parts.hostname or "").rstrip(".")
+            return parts.netloc == host and "@" not in host and (is_loopback(name) or name in self.names)
+        return False
 
     def admits(self, authorization: str) -> bool:
         """Whether a request with this header may see the metrics: with a token, or any name and a token as the
@@ -51,7 +66,19 @@ def make_pages(metrics: Metrics) -> Pages:
         if not _TOKEN.match(token):
             expected = "letters, digits and . _ ~ + / - alone, as from: (umask 077; openssl rand -hex 32 > FILE)"
             raise ConfigError(f"{metrics.token_file}: got a token with other characters, expected {expected}")
-    return Pages(tuple(map(_digest, tokens)), aggregator_context(metrics, "metrics"))
+    tls = aggregator_context(metrics, "metrics")
+    return Pages(tuple(map(_digest, tokens)), tls, None if tokens or tls else _own_names(metrics.listen))
+
+
+def _own_names(listen: str) -> frozenset[str] | None:
+    """By which names pages on loopback may be asked for.
+
+    A web site can give its name the address of loopback (DNS rebinding). Then a browser of this host takes the pages
+    for the site's own, and hands them to its scripts.
+    """
+    if not listen or beyond_loopback(listen):
+        return None
+    return frozenset({parse_address(listen)[0].lower()})
 
 
 def why_open(metrics: Metrics) -> str:

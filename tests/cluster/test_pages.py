@@ -218,6 +218,60 @@ def test_clients_that_do_not_shake_hands_keep_nobody_waiting() -> None:
         assert "Traceback" not in daemon.log
 
 
+@pytest.mark.parametrize(
+    ("listen", "host", "is_answered"),
+    [
+        ("127.0.0.1:9464", "127.0.0.1:9464", True),
+        ("127.0.0.1:9464", "127.0.0.1", True),
+        ("127.0.0.1:9464", "localhost:9464", True),
+        ("127.0.0.1:9464", "LOCALHOST.", True),
+        ("127.0.0.1:9464", "127.9.9.9:1", True),
+        ("127.0.0.1:9464", "[::1]:9464", True),
+        ("[::1]:9464", "[::1]", True),
+        ("[::1]:9464", "127.0.0.1:9464", True),
+        ("localhost:9464", "localhost:9464", True),
+        ("127.0.0.1:9464", "", True),
+        ("127.0.0.1:9464", "rebound.example:9464", False),
+        ("[::1]:9464", "rebound.example", False),
+        ("localhost:9464", "localhost.rebound.example:9464", False),
+        ("127.0.0.1:9464", "127.0.0.1.rebound.example", False),
+        ("127.0.0.1:9464", "localhost@rebound.example", False),
+        ("127.0.0.1:9464", "rebound.example@localhost:x", False),
+        ("127.0.0.1:9464", "10.0.0.1:9464", False),
+        ("127.0.0.1:9464", "localhost/rebound.example", False),
+        ("127.0.0.1:9464", "[::1", False),
+        ("127.0.0.1:9464", "é\udcff", False),
+        ("0.0.0.0:9464", "node1:9464", True),
+        ("", "node1:9464", True),
+    ],
+)
+def test_pages_on_loopback_answer_for_names_of_loopback(listen: str, host: str, is_answered: bool) -> None:
+    assert make_pages(Metrics(listen=listen)).answers_for(host) == is_answered
+
+
+def test_pages_on_loopback_answer_for_the_name_at_which_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    pages = make_pages(Metrics(listen="Node1:9464"))
+    assert pages.answers_for("node1:9464")
+    assert not pages.answers_for("node2:9464")
+
+
+def test_who_has_a_token_may_use_any_name(token_file: Path) -> None:
+    metrics = Metrics(listen="127.0.0.1:9464", token_file=str(token_file))
+    assert make_pages(metrics).answers_for("proxy.example")
+
+
+def test_a_page_for_another_host_is_refused_in_one_line() -> None:
+    with serving(60.0, "127.0.0.1:1") as pages:
+        pages.monitor.access = make_pages(Metrics(listen="127.0.0.1:9464"))
+        for page in ("", "metrics", "healthz", "readyz", "live.js", "nothing"):
+            status, text, _ = ask(f"http://{pages.address}/{page}", ("Host", "rebound.example:9464"))
+            assert status == 403
+            assert "which is not called 'rebound.example:9464': ask for localhost, or give metrics.token_file" in text
+        assert pages.monitor._round is None
+        assert pages.get("healthz")[0] == 200
+
+
 def test_a_warning_where_other_hosts_can_read_them(token_file: Path) -> None:
     for listen, more, is_open in [
         ("0.0.0.0:9464", {}, True),
