@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from aggregator.processes import process_count
+from omnireduce.aggregator.processes import process_count
 from omnireduce.cli import Command, config_options
 from omnireduce.config import Config, load_config, override_config
 from omnireduce.logs import start_logs
@@ -23,7 +23,7 @@ def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None
     """
     config = _with_options(load_config(config_file, overrides=overrides), listen, shards)
     start_logs(config.log, process_count(config))
-    from aggregator.daemon import Daemon  # imports numba, which --help need not wait for
+    from omnireduce.aggregator.daemon import Daemon  # imports numba, which --help need not wait for
 
     sys.exit(Daemon(config).run())
 

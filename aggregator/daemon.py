@@ -20,14 +20,14 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from aggregator.access import count_changes, make_access
-from aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
-from aggregator.notify import notify, watchdog_s
-from aggregator.pages import make_pages, why_open
-from aggregator.reload import reloaded
-from aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
-from aggregator.signals import ignore
-from aggregator.watchdog import Pulse, Watch, look_s
+from omnireduce.aggregator.access import count_changes, make_access
+from omnireduce.aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
+from omnireduce.aggregator.notify import notify, watchdog_s
+from omnireduce.aggregator.pages import make_pages, why_open
+from omnireduce.aggregator.reload import reloaded
+from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
+from omnireduce.aggregator.signals import ignore
+from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config, parse_address
 from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
@@ -128,7 +128,7 @@ class Daemon:
         return [open_listeners(host, port + i if port else 0, kind, monitored) for i in range(settings.shards)]
 
     def _start_monitor(self, bound: Sequence[Listeners]) -> None:
-        from aggregator.monitor import open_http, run_monitor
+        from omnireduce.aggregator.monitor import open_http, run_monitor
 
         listener, address = open_http(self._config.metrics.listen)
         scheme = "http" if self._pages.tls is None else "https"

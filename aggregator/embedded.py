@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aggregator.shard import begin_shard, make_server, open_listeners
-from aggregator.signals import ignore
-from aggregator.watchdog import LOOK_S
+from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
+from omnireduce.aggregator.signals import ignore
+from omnireduce.aggregator.watchdog import LOOK_S
 from omnireduce.cli import lose_unwritable_logs
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from typing import Literal, NamedTuple
 
-from aggregator.watchdog import Watch
+from omnireduce.aggregator.watchdog import Watch
 
 RESTART_WINDOW_S = 60.0
 RESTARTS_PER_WINDOW = 5

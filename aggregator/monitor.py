@@ -29,13 +29,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from aggregator.live.page import ASSETS, LivePage, asset, head
-from aggregator.metrics import Answers, ShardCollector
-from aggregator.pages import ALL, CHALLENGES, Pages, make_pages
-from aggregator.processes import process_count
-from aggregator.reload import reload_on_hangup
-from aggregator.signals import ignore
-from aggregator.watchdog import LOOK_S, Pulse
+from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
+from omnireduce.aggregator.metrics import Answers, ShardCollector
+from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
+from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.reload import reload_on_hangup
+from omnireduce.aggregator.signals import ignore
+from omnireduce.aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.config import Config, parse_address
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from aggregator.access import beyond_loopback
+from omnireduce.aggregator.access import beyond_loopback
 from omnireduce.config import parse_address
 from omnireduce.config.keys import is_loopback
 from omnireduce.config.security import Metrics

@@ -10,12 +10,12 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aggregator.access import make_access
-from aggregator.processes import process_count
-from aggregator.reload import reload_on_hangup
-from aggregator.signals import ignore
-from aggregator.uplinks import Callers
-from aggregator.watchdog import Pulse, look_s
+from omnireduce.aggregator.access import make_access
+from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.reload import reload_on_hangup
+from omnireduce.aggregator.signals import ignore
+from omnireduce.aggregator.uplinks import Callers
+from omnireduce.aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Aggregator, Config
 from omnireduce.errors import ConfigError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own

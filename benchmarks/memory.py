@@ -24,7 +24,15 @@ from omnireduce.config import Config
 
 MIB = 1 << 20
 SLOTS = Config().protocol.slots * Config().protocol.slot_bytes / MIB  # of one rank, one way
-IMPORTS = "import sys, aggregator.cli, aggregator.daemon; print(flush=True); sys.stdin.read()"
+IMPORTS = """
+import sys
+try:
+    import omnireduce.aggregator.daemon
+except ImportError:  # an older tree
+    import aggregator.daemon
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 @dataclass(frozen=True)

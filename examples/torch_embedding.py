@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import omnireduce.torch  # noqa: F401  registers the backend
-from worker.train.corpus import load_corpus, source_files
+from omnireduce.worker.train.corpus import load_corpus, source_files
 
 WORDS, NEGATIVES, PRIME = 5000, 8, 1_000_003
 

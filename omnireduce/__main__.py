@@ -2,19 +2,11 @@
 parts.
 """
 
-import sys
-from pathlib import Path
-
-here = str(Path(__file__).resolve().parent.parent)
-sys.path.insert(0, here)  # a user's own worker.py is not taken for ours
-
-from aggregator.cli import main as aggregator  # noqa: E402  see above
-from omnireduce.bench.tuning.command import tune  # noqa: E402
-from omnireduce.console.program import main  # noqa: E402
-from omnireduce.launching.command import run  # noqa: E402
-from worker.cli import main as worker  # noqa: E402
-
-sys.path.remove(here)
+from omnireduce.aggregator.cli import main as aggregator
+from omnireduce.bench.tuning.command import tune
+from omnireduce.console.program import main
+from omnireduce.launching.command import run
+from omnireduce.worker.cli import main as worker
 
 main.add_command(aggregator, "aggregator")
 main.add_command(run, "run")

@@ -157,7 +157,7 @@ class Process:
 
 
 class Daemon(Process):
-    """`python -m aggregator`, behind `prefix`, ready. Leaving the `with` block stops it with SIGTERM and expects
+    """`omnireduce aggregator`, behind `prefix`, ready. Leaving the `with` block stops it with SIGTERM and expects
     status 0."""
 
     def __init__(
@@ -170,7 +170,17 @@ class Daemon(Process):
     ) -> None:
         self.expected_status: int | None = 0
         settings = [word for override in overrides for word in ("--set", override)]
-        command = [*prefix, sys.executable, "-m", "aggregator", "--listen", listen, "--shards", str(shards), *settings]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "omnireduce.aggregator",
+            "--listen",
+            listen,
+            "--shards",
+            str(shards),
+            *settings,
+        ]
         super().__init__(*command, **options)
         try:
             word, *self.addresses = self.line(READY_S).split()

@@ -25,7 +25,12 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTS = ("aggregator.daemon", "aggregator.cli", "worker.cli", "omnireduce.console.program")
+IMPORTS = (
+    "omnireduce.aggregator.daemon",
+    "omnireduce.aggregator.cli",
+    "omnireduce.worker.cli",
+    "omnireduce.console.program",
+)
 VERBS = "omnireduce.transport.verbs.link"  # where there is pyverbs
 MOST_BYTES = 1 << 17  # of an order
 WELL_KNOWN = 3  # standard input, output and error

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aggregator.processes import process_count
+from omnireduce.aggregator.processes import process_count
 from omnireduce.cli import reporting_errors
 from omnireduce.config import Log, load_config
 from omnireduce.errors import UsageError

@@ -20,7 +20,7 @@ from omnireduce.config import Config, Security, dump_config, load_config, overri
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 from omnireduce.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, Secret, load_secret, load_secrets
-from worker.cli import main
+from omnireduce.worker.cli import main
 
 TEXT = "correct horse battery staple"
 NONCES = bytes(32), bytes(range(32))

@@ -33,6 +33,7 @@ from tidy_checks import (
     check_no_print,
     check_no_sleep,
     check_one_compiler,
+    check_one_name,
     check_placed,
     check_positional,
     check_pure,
@@ -94,9 +95,15 @@ def test_no_test_sleeps() -> None:
     assert not found, "\n".join(found)
 
 
+def test_tests_import_each_module_by_one_name() -> None:
+    sources = [(path, text) for path, text in text_files() if path.endswith(".py")]
+    found = [message for path, source in sources for message in check_one_name(path.replace("/", "."), source)]
+    assert not found, "\n".join(found)
+
+
 def test_the_walk_sees_the_tree() -> None:
     names = {name for name, _ in modules()}
-    assert {"omnireduce.errors", "aggregator.cli", "worker.cli"} <= names
+    assert {"omnireduce.errors", "omnireduce.aggregator.cli", "omnireduce.worker.cli"} <= names
     paths = {path for path, _ in text_files()}
     assert {"Makefile", ".ci/run", "pyproject.toml", "tests/test_tidy.py", "CONTRIBUTING.md"} <= paths
 
@@ -112,7 +119,7 @@ def test_the_walk_sees_the_tree() -> None:
         ("import omnireduce.cli", (*HEAVY, "numba")),
         ("from omnireduce.__main__ import main\nmain(['--help'], standalone_mode=False)", (*HEAVY, "numba")),
         ("import omnireduce.runtime.shard.server", (*HEAVY, "omnireduce.runtime.member")),
-        ("import aggregator.shard, aggregator.monitor, aggregator.daemon", (*HEAVY, "omnireduce.runtime.member")),
+        ("from omnireduce.aggregator import shard, monitor, daemon", (*HEAVY, "omnireduce.runtime.member")),
     ],
 )
 def test_an_import_loads_no_more_than_it_needs(statement: str, names: tuple[str, ...]) -> None:
@@ -193,17 +200,23 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_direction, "omnireduce.compression.largest", "from omnireduce.programs import Program"),
         (check_direction, "omnireduce.__init__", "from omnireduce.torch import Reducer"),
         (check_direction, "omnireduce.torch.hooks", "from omnireduce.keras import Callback"),
-        (check_direction, "omnireduce.bench.data", "import worker.cli"),
+        (check_direction, "omnireduce.bench.data", "import omnireduce.worker.cli"),
         (check_direction, "omnireduce.console.status", "from omnireduce.bench.rows import Row"),
-        (check_direction, "omnireduce.__init__", "import worker.cli"),
-        (check_direction, "worker.cli", "from aggregator.daemon import Daemon"),
-        (check_direction, "aggregator.cli", "if TYPE_CHECKING:\n    import worker"),
-        (check_direction, "aggregator.monitor", "from omnireduce.runtime.member.launcher import detect_launch"),
-        (check_direction, "aggregator.monitor", "from omnireduce import allreduce"),
-        (check_direction, "worker.cli", "def f():\n    import omnireduce.runtime.shard.server"),
+        (check_direction, "omnireduce.__init__", "import omnireduce.worker.cli"),
+        (check_direction, "omnireduce.worker.cli", "from omnireduce.aggregator.daemon import Daemon"),
+        (check_direction, "omnireduce.aggregator.cli", "if TYPE_CHECKING:\n    import omnireduce.worker"),
+        (
+            check_direction,
+            "omnireduce.aggregator.monitor",
+            "from omnireduce.runtime.member.launcher import detect_launch",
+        ),
+        (check_direction, "omnireduce.aggregator.monitor", "from omnireduce import allreduce"),
+        (check_direction, "omnireduce.worker.cli", "def f():\n    import omnireduce.runtime.shard.server"),
         (check_direction, "omnireduce.runtime.asking.observe", "from omnireduce.runtime.member.numbers import whole"),
+        (check_one_name, "omnireduce.__main__", "from aggregator.cli import main"),
+        (check_one_name, "omnireduce.worker.cli", "def f():\n    import worker.train"),
         (check_one_compiler, "omnireduce.kernels.pack", "from numba import njit"),
-        (check_one_compiler, "worker.train", "import numba.typed"),
+        (check_one_compiler, "omnireduce.worker.train", "import numba.typed"),
         (check_pure, "omnireduce.protocol.worker", "import time"),
         (check_pure, "omnireduce.protocol.worker", "from os.path import join"),
         (check_pure, "omnireduce.protocol.rows", "import sys"),
@@ -219,13 +232,13 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_pure, "omnireduce.protocol.rows", "def f(x):\n    x.tofile('x')"),
         (check_pure, "omnireduce.protocol.rows", "import numpy as np\nx = np.random.default_rng()"),
         (check_pure, "omnireduce.protocol.aggregator", "def f():\n    from socket import socket"),
-        (check_lengths, "worker.cli", LONG_FUNCTION),
-        (check_lengths, "worker.cli", LONG_METHOD),
-        (check_lengths, "worker.cli", LONG_FILE),
-        (check_positional, "worker.cli", "admit_indices(a, b, c, d, e, f, g)"),
-        (check_positional, "worker.cli", "merge.admit_indices(a, b, c, *d)"),
-        (check_positional, "worker.cli", "SyntheticCase(1, 2, 3, 4, 5, 6, 7)"),
-        (check_positional, "worker.cli", "Monitor(1, 2, 3, 4, 5, 6, 7)"),
+        (check_lengths, "omnireduce.worker.cli", LONG_FUNCTION),
+        (check_lengths, "omnireduce.worker.cli", LONG_METHOD),
+        (check_lengths, "omnireduce.worker.cli", LONG_FILE),
+        (check_positional, "omnireduce.worker.cli", "admit_indices(a, b, c, d, e, f, g)"),
+        (check_positional, "omnireduce.worker.cli", "merge.admit_indices(a, b, c, *d)"),
+        (check_positional, "omnireduce.worker.cli", "SyntheticCase(1, 2, 3, 4, 5, 6, 7)"),
+        (check_positional, "omnireduce.worker.cli", "Monitor(1, 2, 3, 4, 5, 6, 7)"),
         (check_no_print, "omnireduce.bench.rows", "def f(x):\n    print(x)"),
         (check_no_sleep, "tests/test_x.py", "import time\ntime.sleep(1)"),
         (check_no_sleep, "tests/test_x.py", "from time import sleep"),
@@ -252,29 +265,38 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
             "from ..transport import shm, tcp\nfrom ..wire import x",
         ),
         (check_direction, "omnireduce.wire", "from omnireduce.errors import ProtocolError\nimport struct"),
-        (check_direction, "worker.train.run", "import omnireduce as omni\nfrom omnireduce.bench import data"),
+        (
+            check_direction,
+            "omnireduce.worker.train.run",
+            "import omnireduce as omni\nfrom omnireduce.bench import data",
+        ),
         (check_direction, "omnireduce.elastic", "from omnireduce.runtime.member.communicator import Communicator"),
         (check_direction, "omnireduce.__init__", "from omnireduce.elastic import run_elastic"),
         (check_direction, "omnireduce.torch.hooks", "import omnireduce as omni\nfrom omnireduce.compression import x"),
-        (check_direction, "worker.train.run", "from worker import cli"),
-        (check_direction, "worker.train.run", "from omnireduce.elastic import run_elastic"),
-        (check_direction, "aggregator.shard", "from omnireduce.runtime.shard import server"),
-        (check_direction, "aggregator.monitor", "from omnireduce.runtime.asking import observe"),
-        (check_direction, "omnireduce.__main__", "from aggregator.cli import main\nimport worker.cli"),
+        (check_direction, "omnireduce.worker.train.run", "from omnireduce.worker import cli"),
+        (check_direction, "omnireduce.worker.train.run", "from omnireduce.elastic import run_elastic"),
+        (check_direction, "omnireduce.aggregator.shard", "from omnireduce.runtime.shard import server"),
+        (check_direction, "omnireduce.aggregator.monitor", "from omnireduce.runtime.asking import observe"),
+        (
+            check_direction,
+            "omnireduce.__main__",
+            "from omnireduce.aggregator.cli import main\nimport omnireduce.worker.cli",
+        ),
         (
             check_direction,
             "omnireduce.runtime.shard.traced",
             "from omnireduce.runtime.tracing import links",
         ),
+        (check_one_name, "omnireduce.__main__", "from omnireduce.aggregator.cli import main\nimport aggregators"),
         (check_one_compiler, JIT, "import numba"),
         (check_pure, "omnireduce.protocol.worker", "import re\nfrom omnireduce.kernels import merge"),
         (check_pure, "omnireduce.protocol.handshake", "from omnireduce.secret import Secret\nunion.open(x)"),
         (check_pure, "omnireduce.runtime.clock", "import time\nopen('x')"),
-        (check_lengths, "worker.cli", LONG_FUNCTION.removesuffix("    pass\n")),
-        (check_positional, "worker.cli", "admit_indices(a, b, c, d, e, f, own=g)"),
-        (check_positional, "worker.cli", "admit_indices(a, b, c, *d, own=g)"),
-        (check_positional, "worker.cli", "struct.pack_into(1, 2, 3, 4, 5, 6, 7)"),
-        (check_no_print, "worker.cli", "print(1)"),
+        (check_lengths, "omnireduce.worker.cli", LONG_FUNCTION.removesuffix("    pass\n")),
+        (check_positional, "omnireduce.worker.cli", "admit_indices(a, b, c, d, e, f, own=g)"),
+        (check_positional, "omnireduce.worker.cli", "admit_indices(a, b, c, *d, own=g)"),
+        (check_positional, "omnireduce.worker.cli", "struct.pack_into(1, 2, 3, 4, 5, 6, 7)"),
+        (check_no_print, "omnireduce.worker.cli", "print(1)"),
         (check_no_sleep, "benchmarks/x.py", "time.sleep(1)"),
         (check_no_marker, "x.py", "todo = XXXL = 1"),
         (check_no_machine_path, "x.md", "GET https://example.org/home/x, team/work/x, /tmp/x, ~/work/x"),

@@ -11,7 +11,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("omnireduce", "aggregator", "worker")
+PACKAGES = {  # folders, and the names by which what is in them is imported: omnireduce/ has links to the others
+    "omnireduce": "omnireduce",
+    "aggregator": "omnireduce.aggregator",
+    "worker": "omnireduce.worker",
+}
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".service", ".sbatch"}
 TEXT_NAMES = {"Makefile", "Vagrantfile", "Containerfile", "run"}
 TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant", "deploy")
@@ -113,8 +117,10 @@ def layer_of(name: str) -> str | None:
     """
     package, _, rest = name.partition(".")
     if package != "omnireduce":
-        return package if package in PACKAGES else None
+        return None
     part, _, within = rest.partition(".")
+    if part in PACKAGES:
+        return part
     if part == "runtime" and (room := within.partition(".")[0]) in ("member", "shard", "tracing"):
         return room
     if part == "__main__":
@@ -159,6 +165,15 @@ def check_direction(module: str, source: str) -> list[str]:
         elif target in STRANGE.get(layer, ()):
             found.append(f"{module}:{line}: {layer} may not import {name}; what both sides use belongs into runtime/")
     return found
+
+
+def check_one_name(module: str, source: str) -> list[str]:
+    """By the other name, which only a checkout has, Python would load the module a second time."""
+    return [
+        f"{module}:{line}: import {PACKAGES[folder]}, not {folder}: a wheel has no package of that name"
+        for line, name in imports(module, source)
+        if (folder := name.partition(".")[0]) in PACKAGES and folder != PACKAGES[folder]
+    ]
 
 
 def check_one_compiler(module: str, source: str) -> list[str]:
@@ -253,13 +268,13 @@ def _many_parameters(node: ast.FunctionDef | ast.ClassDef) -> int:
 
 def modules() -> Iterator[tuple[str, str]]:
     """Name and text of every module of the project's packages."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text("utf-8")
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]), path.read_text("utf-8")
 
 
 def check_no_print(module: str, source: str) -> list[str]:
-    if not module.startswith("omnireduce."):
+    if layer_of(module) in ("aggregator", "worker"):  # programs
         return []
     return [
         f"{module}:{node.lineno}: a library does not print; return the text or log it"
@@ -300,6 +315,7 @@ Check = Callable[[str, str], list[str]]
 MODULE_CHECKS: tuple[Check, ...] = (
     check_placed,
     check_direction,
+    check_one_name,
     check_one_compiler,
     check_pure,
     check_lengths,

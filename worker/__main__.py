@@ -1,5 +1,8 @@
-"""`python -m worker`: those commands of `omnireduce` that are a worker's."""
+"""`python -m omnireduce.worker`, and in a checkout `python -m worker`: those commands of `omnireduce` that are a
+worker's.
+"""
 
-from worker.cli import main
+from omnireduce.worker.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

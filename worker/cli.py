@@ -12,8 +12,8 @@ from omnireduce.config import Config, load_config
 from omnireduce.console.program import density, show_config, trace
 from omnireduce.errors import OmniReduceError
 from omnireduce.logs import start_logs
-from worker.options import launch_options, numbers
-from worker.switchml.commands import allreduce_benchmark, replay
+from omnireduce.worker.options import launch_options, numbers
+from omnireduce.worker.switchml.commands import allreduce_benchmark, replay
 
 # The commands import what they run when they run: --help need not wait for it.
 
@@ -22,7 +22,7 @@ from worker.switchml.commands import allreduce_benchmark, replay
 def main() -> None:
     """Workers of the sparse all-reduce service: benchmark, training and lab.
 
-    Start N of them with: mpirun -n N python -m worker COMMAND
+    Start N of them with: mpirun -n N python -m omnireduce.worker COMMAND
     """
 
 
@@ -86,7 +86,7 @@ def lab(
     """
     config = _load(config_file, overrides)
     from omnireduce.runtime.member.launcher import detect_launch
-    from worker.lab.command import run_lab
+    from omnireduce.worker.lab.command import run_lab
 
     sizes = numbers(elements, "--elements")
     run_lab(config, detect_launch(rank=rank, size=size), sizes, rounds)
@@ -149,7 +149,7 @@ def train(
     config = _load(config_file, (*overrides, "elastic.enabled=true") if elastic else overrides)
     import omnireduce as omni
     from omnireduce.bench.mpi import finalize
-    from worker.train import (
+    from omnireduce.worker.train import (
         check_plot,
         load_local_corpus,
         named_methods,

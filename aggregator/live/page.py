@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
-from aggregator.live.history import KEPT_S, History, Rate
+from omnireduce.aggregator.live.history import KEPT_S, History, Rate
 from omnireduce.console.status_table import duration, waits_for
 from omnireduce.console.summary import Answers, summed_jobs
 from omnireduce.printing import density_text, short_count

@@ -1,4 +1,4 @@
-"""`python -m worker lab`: reductions made of messages are right, and the tables have what was asked for."""
+"""`python -m omnireduce.worker lab`: reductions made of messages are right, and the tables have what was asked for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S, Ranks
 
-from worker.lab.exercises import allreduce_by_messages, reduce_by_messages
-from worker.lab.libraries import Messages
+from omnireduce.worker.lab.exercises import allreduce_by_messages, reduce_by_messages
+from omnireduce.worker.lab.libraries import Messages
 
 
 def by_queues(rank: int, ways: dict[tuple[int, int], Any]) -> Messages:
@@ -53,7 +53,19 @@ def test_messages_make_reductions(size: int, elements: int) -> None:
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_the_tables() -> None:
-    command = [str(MPIRUN), "-n", "2", sys.executable, "-m", "worker", "lab", "--elements", "1,1000", "--rounds", "2"]
+    command = [
+        str(MPIRUN),
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "omnireduce.worker",
+        "lab",
+        "--elements",
+        "1,1000",
+        "--rounds",
+        "2",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     tables = re.split(r"(?m)^(.*), 2 ranks, milliseconds$", done.stdout)
@@ -67,7 +79,7 @@ def test_the_tables() -> None:
 
 @pytest.mark.parametrize("wrong", ["", "1,x", "0"])
 def test_sizes_that_are_none_are_refused(wrong: str) -> None:
-    command = [sys.executable, "-m", "worker", "lab", "--elements", wrong]
+    command = [sys.executable, "-m", "omnireduce.worker", "lab", "--elements", wrong]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 2
     assert f"got {wrong!r}, expected numbers like 1,1000" in done.stderr

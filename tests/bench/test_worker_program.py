@@ -1,4 +1,4 @@
-"""`python -m worker` as users run it: real processes, real files, exit statuses."""
+"""`python -m omnireduce.worker` as users run it: real processes, real files, exit statuses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 from local_cluster import MPIRUN, ROOT, Daemon, unique_job
 
 from omnireduce.config import Config, load_config
-from worker.cli import main
+from omnireduce.worker.cli import main
 
-WORKER = (sys.executable, "-m", "worker")
+WORKER = (sys.executable, "-m", "omnireduce.worker")
 needs_mpi = pytest.mark.skipif(
     not MPIRUN or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and its mpirun"
 )
@@ -236,14 +236,15 @@ def test_config_reference_loads_as_the_defaults(tmp_path: Path) -> None:
 
 
 def test_help_is_quick_because_it_imports_no_runtime() -> None:
-    code = "import sys; from worker.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = "import sys; from omnireduce.worker.cli import main; main(['--help'], standalone_mode=False)"
+    code += "; print(*sys.modules)"
     result = finished([sys.executable, "-c", code], dict(os.environ))
     text, _, modules = result.stdout.rpartition("\n")[0].rpartition("\n")
     for command in ("bench", "train", "density", "config"):
         assert f"\n  {command} " in text
     assert "..." not in text.partition("Commands:")[2]
-    assert "worker.cli" in modules.split()
-    parts = {"omnireduce.bench.command", "omnireduce.console.density.command", "worker.train"}
+    assert "omnireduce.worker.cli" in modules.split()
+    parts = {"omnireduce.bench.command", "omnireduce.console.density.command", "omnireduce.worker.train"}
     assert not {*parts, "mpi4py", "rich"} & set(modules.split())
 
 

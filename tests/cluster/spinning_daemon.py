@@ -1,13 +1,13 @@
-"""An aggregator daemon whose first shard spins in its first life: `python -m aggregator` with that fault."""
+"""An aggregator daemon whose first shard spins in its first life: `omnireduce aggregator` with that fault."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import aggregator.daemon
-from aggregator.cli import main
-from aggregator.shard import run_shard
-from aggregator.watchdog import Pulse
+from omnireduce.aggregator import daemon
+from omnireduce.aggregator.cli import main
+from omnireduce.aggregator.shard import run_shard
+from omnireduce.aggregator.watchdog import Pulse
 
 
 def turn_for_ever() -> None:
@@ -22,14 +22,14 @@ def run_or_spin(listeners: Any, config: Any, access: Any, monitor: Any, pulse: P
 
 
 first: list[str] = []
-serve = aggregator.daemon.Daemon._serve
+serve = daemon.Daemon._serve
 
 
-def serve_and_spin(self: aggregator.daemon.Daemon, bound: Any) -> int:
+def serve_and_spin(self: daemon.Daemon, bound: Any) -> int:
     first.append(bound[0].address)
     return serve(self, bound)
 
 
-aggregator.daemon.run_shard = run_or_spin  # type: ignore[attr-defined]
-aggregator.daemon.Daemon._serve = serve_and_spin  # type: ignore[method-assign]
+daemon.run_shard = run_or_spin  # type: ignore[attr-defined]
+daemon.Daemon._serve = serve_and_spin  # type: ignore[method-assign]
 main()

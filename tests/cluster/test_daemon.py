@@ -28,8 +28,8 @@ from local_cluster import (
 from raw_peer import RawPeer, await_pending
 from transports import MEMORY, called, over
 
-from aggregator.shard import _run_as_batch
 from omnireduce import Communicator, RefusedError, TransportError
+from omnireduce.aggregator.shard import _run_as_batch
 
 either = pytest.mark.parametrize("way", ["shm", MEMORY])
 
@@ -42,7 +42,7 @@ def abstract_sockets(daemon: Daemon) -> list[str]:
 
 def run_aggregator(*arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
     """Run the program to its end: status, standard output, standard error."""
-    with Process(sys.executable, "-m", "aggregator", *arguments, environ=environ) as process:
+    with Process(sys.executable, "-m", "omnireduce.aggregator", *arguments, environ=environ) as process:
         status = process.wait(READY_S)
         assert process.popen.stdout is not None
         return status, process.popen.stdout.read().decode(), process.log
@@ -59,7 +59,7 @@ def test_an_address_in_use_is_one_line_and_status_1(daemon: Daemon) -> None:
 
 def run_with(patch: str, *arguments: str) -> tuple[int, str, str]:
     """Run the program, changed by `patch`, as `run_aggregator` does."""
-    program = f"import logging, os, signal\nfrom aggregator import cli, daemon, shard\n{patch}\ncli.main()"
+    program = f"import logging, os, signal\nfrom omnireduce.aggregator import cli, daemon, shard\n{patch}\ncli.main()"
     with Process(sys.executable, "-c", program, "--listen", "127.0.0.1:0", *arguments) as process:
         status = process.wait(READY_S)
         assert process.popen.stdout is not None
@@ -228,7 +228,7 @@ def test_a_signal_ends_an_idle_daemon_and_nothing_is_left(number: int) -> None:
 
 def test_sigterm_before_ready() -> None:
     """It may come while kernels compile; the daemon ends all the same."""
-    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0"]
     with Process(*command) as process:
         assert eventually(lambda: catches(process.pid, signal.SIGTERM))
         process.signal(signal.SIGTERM)
@@ -245,7 +245,7 @@ def watch_and_send(number, handler):
         os.kill(os.getpid(), signal.SIGTERM)
 
 signal.signal = watch_and_send
-from aggregator.cli import main
+from omnireduce.aggregator.cli import main
 main(["--listen", "127.0.0.1:0"])
 """
 
@@ -346,7 +346,7 @@ def test_signals_until_the_end_of_the_process(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_before_the_daemon_takes_them(number: int) -> None:
-    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0"]
     with Process(*command, from_scratch=True) as process:
         loaded = "multiarray"  # of NumPy: by then the program's own modules are being imported
         assert eventually(lambda: loaded in Path(f"/proc/{process.pid}/maps").read_text())

@@ -18,7 +18,7 @@ def trainer(daemon: Daemon, job: str, rank: int, *arguments: str) -> Process:
     settings = [f"cluster.aggregators={json.dumps(daemon.addresses)}", f"cluster.job={job}", *SMALL]
     words = [word for setting in settings for word in ("--set", setting)]
     who = ("--rank", str(rank), "--size", "3")
-    return Process(sys.executable, "-m", "worker", "train", "--elastic", *who, *words, *arguments)
+    return Process(sys.executable, "-m", "omnireduce.worker", "train", "--elastic", *who, *words, *arguments)
 
 
 def follow(worker: Process, step: int) -> float:

@@ -88,7 +88,7 @@ def test_a_worker_and_the_error_that_ends_it(daemon: Daemon) -> None:
         f"cluster.aggregators={json.dumps(daemon.addresses)}",
         *(f"cluster.job={job}", "cluster.join_timeout_s=3", "log.format=json"),
     ]
-    command = [sys.executable, "-m", "worker", "bench", "--rank", "1", "--size", "2"]
+    command = [sys.executable, "-m", "omnireduce.worker", "bench", "--rank", "1", "--size", "2"]
     with Process(*command, *(word for each in settings for word in ("--set", each))) as worker:
         assert worker.wait(READY_S) == 1
         [waiting, failed] = [line for line in events(worker.log) if line["level"] != "info"]

@@ -12,9 +12,9 @@ import pytest
 from local_cluster import WAIT_S, Daemon, configured, start_job
 from test_metrics import LISTEN, base, get
 
-from aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
-from aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
 from omnireduce import Communicator
+from omnireduce.aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
+from omnireduce.aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.errors import TransportError
 from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic

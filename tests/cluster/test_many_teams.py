@@ -19,10 +19,10 @@ from raw_peer import RawPeer, await_pending
 from test_metrics import LISTEN, base, get, scrape
 from transports import over
 
-from aggregator.daemon import Daemon as Supervisor
-from aggregator.family import Deaths, Family
-from aggregator.reload import reload_on_hangup
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
+from omnireduce.aggregator.daemon import Daemon as Supervisor
+from omnireduce.aggregator.family import Deaths, Family
+from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import Secret, load_secret
 
@@ -210,7 +210,7 @@ def test_an_error_while_files_are_read_again_ends_no_supervisor(monkeypatch: pyt
     def fail(*arguments: object) -> None:
         raise OSError("the folder hangs")
 
-    monkeypatch.setattr("aggregator.daemon.make_access", fail)
+    monkeypatch.setattr("omnireduce.aggregator.daemon.make_access", fail)
     supervisor._reload()
     assert supervisor._access is before
     supervisor._signals.close()

@@ -34,7 +34,7 @@ from local_cluster import (
 from prometheus_client.parser import text_string_to_metric_families
 from transports import BY_SHARDS
 
-from aggregator.monitor import CONNECTIONS
+from omnireduce.aggregator.monitor import CONNECTIONS
 from omnireduce.config import parse_address
 from omnireduce.protocol.effects import ABORT_KINDS
 from omnireduce.runtime.asking.observe import ask
@@ -268,7 +268,7 @@ def test_it_is_not_ready_before_the_shards_are() -> None:
     """A first start compiles kernels for a while."""
     program = """
 import os, signal, urllib.error, urllib.request
-from aggregator import cli, daemon, monitor
+from omnireduce.aggregator import cli, daemon, monitor
 opened, really = [], monitor.open_http
 monitor.open_http = lambda address: opened.append(really(address)) or opened[0]
 def compiling(progress):
@@ -295,7 +295,15 @@ cli.main()
     ],
 )
 def test_an_address_that_cannot_be(value: str, status: int, expected: str) -> None:
-    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", "--set", f"metrics.listen={value}"]
+    command = [
+        sys.executable,
+        "-m",
+        "omnireduce.aggregator",
+        "--listen",
+        "127.0.0.1:0",
+        "--set",
+        f"metrics.listen={value}",
+    ]
     with Process(*command) as process:
         assert process.wait(READY_S) == status
         assert expected in process.log

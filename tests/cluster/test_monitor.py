@@ -15,8 +15,8 @@ import pytest
 from local_cluster import WAIT_S, configured, descriptors_below, eventually
 from test_metrics import get
 
-from aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
-from aggregator.watchdog import Pulse
+from omnireduce.aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
+from omnireduce.aggregator.watchdog import Pulse
 from omnireduce.config import parse_address
 from omnireduce.logs import A_SECOND, LimitedHandler, tagged
 from omnireduce.runtime.asking.observe import MONITOR

@@ -18,8 +18,8 @@ from local_cluster import READY_S, WAIT_S, Daemon, Process, eventually
 from test_metrics import LISTEN, base, get
 from test_monitor import serving
 
-from aggregator.monitor import CONNECTIONS
-from aggregator.pages import CHALLENGES, make_pages, why_open
+from omnireduce.aggregator.monitor import CONNECTIONS
+from omnireduce.aggregator.pages import CHALLENGES, make_pages, why_open
 from omnireduce.config import Metrics, parse_address
 from omnireduce.errors import ConfigError
 
@@ -302,7 +302,7 @@ def test_what_cannot_be_used_is_one_line_and_status_2(token_file: Path) -> None:
         (["metrics.tls_certificate=none"], "metrics.tls_certificate and metrics.tls_key go together"),
     ]:
         arguments = [word for setting in (LISTEN, *settings) for word in ("--set", setting)]
-        with Process(sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
+        with Process(sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
             assert process.wait(READY_S) == 2
             assert process.log.count("\n") == 1
             assert expected in process.log

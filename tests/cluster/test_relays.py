@@ -19,8 +19,8 @@ from local_cluster import WAIT_S, Daemon, Worker, configured, eventually, run_jo
 from oracle import reduce_by_tree
 from transports import WAYS, over
 
-from aggregator.metrics import ShardCollector
 from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError
+from omnireduce.aggregator.metrics import ShardCollector
 from omnireduce.config import Config
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.status import Below, JobStatus, Status, Traffic

@@ -227,7 +227,7 @@ def test_what_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -> None:
         ([certificate, key, f"security.tls_ca={tmp_path}/none"], "cannot be used for TLS: "),
     ]:
         arguments = [word for setting in settings for word in ("--set", setting)]
-        with Process(sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
+        with Process(sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
             assert process.wait(READY_S) == 2
             assert process.log.count("\n") == 1
             assert expected in process.log

@@ -301,7 +301,7 @@ def test_ranks_under_mpirun_have_it_from_the_environment(closed: Daemon) -> None
 
 def start(*arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str]:
     """Start the aggregator program, which ends at once: its status and what it said."""
-    with Process(sys.executable, "-m", "aggregator", *arguments, environ=environ) as process:
+    with Process(sys.executable, "-m", "omnireduce.aggregator", *arguments, environ=environ) as process:
         return process.wait(READY_S), process.log
 
 
@@ -357,7 +357,7 @@ def test_a_secret_that_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -
 
 
 def test_a_worker_program_says_what_is_missing(closed: Daemon) -> None:
-    command = [sys.executable, "-m", "worker", "bench", "--set", f"cluster.aggregators={closed.addresses}"]
+    command = [sys.executable, "-m", "omnireduce.worker", "bench", "--set", f"cluster.aggregators={closed.addresses}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=READY_S, check=False)
     assert done.returncode == 1
     assert "Error: aggregator" in done.stderr

@@ -130,7 +130,7 @@ def test_interrupt_of_the_worker_program(daemon: Daemon) -> None:
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
 
     def start(rank: int) -> Process:
-        return Process(sys.executable, "-m", "worker", "bench", "--rank", str(rank), "--size", "2", *words)
+        return Process(sys.executable, "-m", "omnireduce.worker", "bench", "--rank", str(rank), "--size", "2", *words)
 
     with start(0) as victim, start(1) as other:
         assert eventually(lambda: f"job '{job}'" in daemon.log), victim.log + other.log  # all ranks have joined

@@ -24,7 +24,7 @@ from omnireduce.printing import TABLE_WIDTH
 from omnireduce.runtime.tracing.chrome import chrome_trace
 from omnireduce.runtime.tracing.lanes import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
-from worker.cli import main
+from omnireduce.worker.cli import main
 
 Span = tuple[What, int, int, int, int]  # what, peer, detail, start, end
 MS = 1_000_000

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from local_cluster import ROOT
 
-from aggregator.metrics import ShardCollector
+from omnireduce.aggregator.metrics import ShardCollector
 from omnireduce.status import JobStatus, Late, Status, Stragglers, Traffic
 
 RULES = ROOT / "deploy" / "prometheus" / "omnireduce.rules.yml"

@@ -44,7 +44,7 @@ def test_a_daemon_that_cannot_log(full: int, form: str) -> None:
 
 
 def worker(*arguments: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "worker", *arguments]
+    command = [sys.executable, "-m", "omnireduce.worker", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, stdout=stdout, stderr=stderr, text=True, check=False, timeout=WAIT_S,
         stdin=subprocess.DEVNULL,

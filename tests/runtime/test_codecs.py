@@ -178,7 +178,7 @@ def test_blocks_that_are_too_large_for_codecs(daemon: Daemon) -> None:
 def test_an_unknown_codec_in_the_configuration_of_a_daemon() -> None:
     from local_cluster import Process
 
-    with Process(sys.executable, "-m", "aggregator", "--set", "aggregator.codecs=nowhere:Codec") as daemon:
+    with Process(sys.executable, "-m", "omnireduce.aggregator", "--set", "aggregator.codecs=nowhere:Codec") as daemon:
         assert daemon.wait() == 2
         assert "aggregator.codecs: the codec 'nowhere:Codec' cannot be loaded: ModuleNotFoundError" in daemon.log
 

@@ -20,8 +20,8 @@ from local_cluster import ROOT, WAIT_S, Daemon, configured, run_job, start_job, 
 from tensors import sparse
 from transports import BY_SHARDS, KINDS, MEMORY, over
 
-from aggregator.shard import open_listeners
 from omnireduce import AbortedError, Communicator, Config, ConfigError
+from omnireduce.aggregator.shard import open_listeners
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.member.engine import Engine
@@ -270,7 +270,15 @@ def test_a_folder_that_cannot_be_is_told_at_the_start(tmp_path: Path) -> None:
     nobody = configured(["127.0.0.1:1"], f"trace.folder={folder}")
     with pytest.raises(ConfigError, match=r"trace\.folder: got .*, expected a folder for traces.*: Not a directory"):
         Communicator(nobody, rank=0, size=1)
-    command = [sys.executable, "-m", "aggregator", "--listen", "127.0.0.1:0", "--set", f"trace.folder={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "omnireduce.aggregator",
+        "--listen",
+        "127.0.0.1:0",
+        "--set",
+        f"trace.folder={folder}",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()

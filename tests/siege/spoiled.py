@@ -1,4 +1,4 @@
-"""`python spoiled.py BUG python -m aggregator …`: the daemon with a deliberate bug, to show that a siege can fail.
+"""`spoiled.py BUG python -m omnireduce.aggregator …`: the daemon with a deliberate bug, to show that a siege can fail.
 
 Imports nothing of the product before the bug is in place.
 """

@@ -18,10 +18,10 @@ from local_cluster import MPIRUN, WAIT_S, Daemon, Ranks, configured, unique_job
 
 from omnireduce.errors import UsageError
 from omnireduce.switchml import Context
-from worker.cli import main
-from worker.switchml.layers import HEADER, Layer, read_layers, write_layers
-from worker.switchml.replay import Device, Replay, Training, _iterate
-from worker.switchml.signals import nothing
+from omnireduce.worker.cli import main
+from omnireduce.worker.switchml.layers import HEADER, Layer, read_layers, write_layers
+from omnireduce.worker.switchml.replay import Device, Replay, Training, _iterate
+from omnireduce.worker.switchml.signals import nothing
 
 NUMBER = r"#[\d.e+-]+#"
 LAYERS = [Layer(0, 1000, 2000, 3000), Layer(1, 20, 0, 1000), Layer(2, 300, 1000, 0)]
@@ -310,7 +310,7 @@ def test_a_model_that_cannot_be_recorded(record: Callable[[str], Result], name: 
 
 def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
-    code = "import sys; sys.path.insert(0, '.'); from worker.cli import main; main()"
+    code = "import sys; sys.path.insert(0, '.'); from omnireduce.worker.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "replay", "--record", "a:b", "--output", "model.csv"],
         cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False,

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, configured, unique_job
 
 from omnireduce.switchml import Context, Distribution
-from worker.cli import main
-from worker.switchml.summands import DTYPES, LENGTH, Summands
-from worker.switchml.table import Cell, trend
+from omnireduce.worker.cli import main
+from omnireduce.worker.switchml.summands import DTYPES, LENGTH, Summands
+from omnireduce.worker.switchml.table import Cell, trend
 
 NUMBER = r"#[\d.e+-]+#"
 FLAGS = {
@@ -34,7 +34,7 @@ def run(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
     launcher = [] if ranks == 1 else [str(MPIRUN), "-n", str(ranks)]
     return subprocess.run(
-        [*launcher, sys.executable, "-m", "worker", "allreduce-benchmark", *arguments],
+        [*launcher, sys.executable, "-m", "omnireduce.worker", "allreduce-benchmark", *arguments],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=4 * WAIT_S, check=False,
     )  # fmt: skip
 
@@ -156,7 +156,18 @@ def test_a_wrong_sum_ends_every_rank_with_status_1(daemon: Daemon) -> None:
     arguments = ["allreduce-benchmark", "--tensor-numel", "1000", "--num-jobs", "2", "--random", "--verify"]
     ranks = [
         Process(
-            *(sys.executable, "-m", "worker", *arguments, "--seed", str(rank), "--rank", str(rank), "--size", "2"),
+            *(
+                sys.executable,
+                "-m",
+                "omnireduce.worker",
+                *arguments,
+                "--seed",
+                str(rank),
+                "--rank",
+                str(rank),
+                "--size",
+                "2",
+            ),
             environ=environ,
         )
         for rank in range(2)
@@ -177,7 +188,7 @@ def test_a_signal_stops_the_context(daemon: Daemon, number: int, status: int) ->
     """The other rank is there, and takes no part: without the signal this would not end."""
     job = unique_job("signalled")
     environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "OMNIREDUCE_CLUSTER_JOB": job}
-    command = [sys.executable, "-m", "worker", "allreduce-benchmark", "--rank", "0", "--size", "2"]
+    command = [sys.executable, "-m", "omnireduce.worker", "allreduce-benchmark", "--rank", "0", "--size", "2"]
     with Process(*command, "--tensor-numel", "1000", environ=environ) as process:
         other = Context().start(configured(daemon.addresses, f"cluster.job={job}"), rank=1, size=2)
         assert process.line().startswith("Signal handler thread started.")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.errors import ConfigError
-from worker.train import corpus as module
-from worker.train.corpus import Corpus, Text, load_corpus, source_files
+from omnireduce.worker.train import corpus as module
+from omnireduce.worker.train.corpus import Corpus, Text, load_corpus, source_files
 
 LOREM = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda_ mu_nu xiOmicron PiRhoSigma HTTPTau " * 20
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from omnireduce.dtypes import Array
-from worker.train.corpus import Text
-from worker.train.model import SkipGram
-from worker.train.sampling import Pairs, Sampler
+from omnireduce.worker.train.corpus import Text
+from omnireduce.worker.train.model import SkipGram
+from omnireduce.worker.train.sampling import Pairs, Sampler
 
 WORDS, DIM = 12, 5
 

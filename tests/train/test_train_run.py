@@ -20,8 +20,8 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
-from worker.train import check_plot, named_methods, run_methods, run_train
-from worker.train.run import load_shared_corpus
+from omnireduce.worker.train import check_plot, named_methods, run_methods, run_train
+from omnireduce.worker.train.run import load_shared_corpus
 
 SMALL = {
     "steps": 12,
@@ -251,7 +251,7 @@ def test_a_plot_of_the_methods(daemon: Daemon, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_go_together_is_said_before_anybody_trains(arguments: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "worker", "train", *arguments]
+    command = [sys.executable, "-m", "omnireduce.worker", "train", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode in (1, 2)
     assert words in " ".join(done.stderr.split())

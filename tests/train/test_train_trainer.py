@@ -14,8 +14,16 @@ from local_cluster import WAIT_S, Ranks
 
 from omnireduce.config import Config, load_config
 from omnireduce.dtypes import Array
-from worker.train.corpus import Corpus, load_corpus
-from worker.train.trainer import BlockedRows, Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
+from omnireduce.worker.train.corpus import Corpus, load_corpus
+from omnireduce.worker.train.trainer import (
+    BlockedRows,
+    Exchange,
+    Trainer,
+    block_size,
+    held_out_pairs,
+    mean_loss,
+    no_exchange,
+)
 
 TOPICS = ["red green blue white black", "one two three four five", "cat dog cow hen pig"]
 

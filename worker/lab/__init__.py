@@ -1,1 +1,1 @@
-"""`python -m worker lab`: exercises of a first lesson in distributed training, on what is installed here."""
+"""`python -m omnireduce.worker lab`: exercises of a first lesson in distributed training, on what is installed here."""

@@ -15,8 +15,8 @@ from omnireduce.errors import UsageError
 from omnireduce.printing import make_console, short_count, short_time
 from omnireduce.runtime.member.launcher import Launch
 from omnireduce.runtime.member.world import connect
-from worker.lab.exercises import allreduce_by_messages, echo, reduce_by_messages, timed
-from worker.lab.libraries import Library, gloo, mpi, service
+from omnireduce.worker.lab.exercises import allreduce_by_messages, echo, reduce_by_messages, timed
+from omnireduce.worker.lab.libraries import Library, gloo, mpi, service
 
 Way = Callable[[Array], object]
 

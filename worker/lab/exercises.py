@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from omnireduce.dtypes import Array
-from worker.lab.libraries import Library, Messages
+from omnireduce.worker.lab.libraries import Library, Messages
 
 
 def echo(messages: Messages, rank: int, x: Array) -> None:

@@ -16,8 +16,8 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.switchml import Context, Distribution, Settings
-from worker.switchml.signals import Say, started
-from worker.switchml.summands import DTYPES, Summands, Wrong
+from omnireduce.worker.switchml.signals import Say, started
+from omnireduce.worker.switchml.summands import DTYPES, Summands, Wrong
 
 BITS = 32  # of an element
 

@@ -12,7 +12,7 @@ import click
 from omnireduce.cli import config_options, json_option
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.logs import start_logs
-from worker.options import MOST, launch_options, numbers
+from omnireduce.worker.options import MOST, launch_options, numbers
 
 if TYPE_CHECKING:
     from omnireduce.switchml import Settings
@@ -114,8 +114,8 @@ def allreduce_benchmark(
 
     The exit status is 1 if any element was wrong.
     """
-    from worker.switchml.benchmark import Asked, run_benchmark
-    from worker.switchml.table import run_table
+    from omnireduce.worker.switchml.benchmark import Asked, run_benchmark
+    from omnireduce.worker.switchml.table import run_table
 
     _refuse_gpu(device)
     counts, numels = numbers(threads, "--threads"), numbers(sizes, "--sizes")
@@ -167,8 +167,8 @@ def replay(
     if record is not None and output is not None:
         _record(record, output, asked["num_iters"], asked["num_warmup_iters"])
         return
-    from worker.switchml.layers import read_layers
-    from worker.switchml.replay import Replay, run_replay
+    from omnireduce.worker.switchml.layers import read_layers
+    from omnireduce.worker.switchml.replay import Replay, run_replay
 
     settings = _settings(config_file, overrides, rank, size)
     assert model is not None
@@ -177,8 +177,8 @@ def replay(
 
 def _record(name: str, output: str, steps: int, warmup: int) -> None:
     from omnireduce.files.output import check_writable
-    from worker.switchml.layers import write_layers
-    from worker.switchml.recording import record_layers
+    from omnireduce.worker.switchml.layers import write_layers
+    from omnireduce.worker.switchml.recording import record_layers
 
     check_writable(output)
     layers = record_layers(name, steps, warmup)

@@ -16,7 +16,7 @@ from typing import Any
 
 from omnireduce.errors import UsageError, in_a_line
 from omnireduce.loading import load_named, look_in_this_folder
-from worker.switchml.layers import Layer
+from omnireduce.worker.switchml.layers import Layer
 
 EXPECTED = "(model, input) or (model, input, loss)"
 

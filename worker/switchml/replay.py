@@ -17,10 +17,10 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.switchml import Context, Distribution, Job, Settings
-from worker.switchml.benchmark import named, verdict
-from worker.switchml.layers import Layer
-from worker.switchml.signals import Say, started
-from worker.switchml.summands import DTYPES, Summands, Wrong
+from omnireduce.worker.switchml.benchmark import named, verdict
+from omnireduce.worker.switchml.layers import Layer
+from omnireduce.worker.switchml.signals import Say, started
+from omnireduce.worker.switchml.summands import DTYPES, Summands, Wrong
 
 SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
 

@@ -12,8 +12,8 @@ from omnireduce.config import override_config
 from omnireduce.files.output import write_json
 from omnireduce.printing import make_console, short_count, times_text
 from omnireduce.switchml import Context, Distribution, Settings
-from worker.switchml.benchmark import Asked, ns_of_jobs, run_groups
-from worker.switchml.signals import SignalThread, nothing
+from omnireduce.worker.switchml.benchmark import Asked, ns_of_jobs, run_groups
+from omnireduce.worker.switchml.signals import SignalThread, nothing
 
 
 class Cell(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import make_console
 from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
-from worker.train.corpus import Corpus
-from worker.train.results import Verification, say_verdict
-from worker.train.run import configuration_digest, exchange_over, verify
-from worker.train.trainer import Trainer, block_size, held_out_pairs, mean_loss
+from omnireduce.worker.train.corpus import Corpus
+from omnireduce.worker.train.results import Verification, say_verdict
+from omnireduce.worker.train.run import configuration_digest, exchange_over, verify
+from omnireduce.worker.train.trainer import Trainer, block_size, held_out_pairs, mean_loss
 
 REPORTS = 10  # points of the loss curve
 

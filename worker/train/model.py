@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.scatter import add_rows
-from worker.train.sampling import Pairs
+from omnireduce.worker.train.sampling import Pairs
 
 _EPSILON = 1e-7  # keeps the first division of an untouched element defined
 

@@ -25,9 +25,9 @@ from omnireduce.files.output import check_writable, make_folder, write_json, wri
 from omnireduce.printing import make_console
 from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
-from worker.train.corpus import Corpus, load_corpus, source_files
-from worker.train.results import Baseline, Gradients, Timing, TrainingResult, Verification, print_result
-from worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
+from omnireduce.worker.train.corpus import Corpus, load_corpus, source_files
+from omnireduce.worker.train.results import Baseline, Gradients, Timing, TrainingResult, Verification, print_result
+from omnireduce.worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
 
 _COMMAND = "mpirun -n {} omnireduce train"
 _GRADIENT = "gradient-{}.npy"

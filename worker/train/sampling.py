@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnireduce.dtypes import Array
-from worker.train.corpus import Text
+from omnireduce.worker.train.corpus import Text
 
 _NOISE_POWER = 0.75
 

@@ -18,9 +18,9 @@ import numpy as np
 from omnireduce.config import Config
 from omnireduce.dtypes import Array, element_type
 from omnireduce.kernels.density import nonzero_blocks
-from worker.train.corpus import Corpus
-from worker.train.model import SkipGram
-from worker.train.sampling import Pairs, Sampler
+from omnireduce.worker.train.corpus import Corpus
+from omnireduce.worker.train.model import SkipGram
+from omnireduce.worker.train.sampling import Pairs, Sampler
 
 Exchange = Callable[[Array], None]
 """Replaces a gradient, in place, by its sum over all ranks."""

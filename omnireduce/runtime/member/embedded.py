@@ -42,7 +42,7 @@ from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import Secret
 
 MOMENT_S = 0.5
-PROGRAM = program_of("aggregator.embedded")
+PROGRAM = program_of("omnireduce.aggregator.embedded")
 Progress = Callable[[int, int], None]
 
 

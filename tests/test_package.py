@@ -1,0 +1,34 @@
+"""The names by which the packages are found, in a checkout and where omnireduce is installed. What a wheel and an sdist
+have is tried in fresh environments, by tools/test_package.sh.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = """
+import runpy, sys
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
+print("loaded:", *sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", ["aggregator", "omnireduce.aggregator", "worker", "omnireduce.worker"])
+def test_a_program_loads_each_module_once_whatever_it_is_called(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, name], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    usage, _, loaded = done.stdout.partition("loaded: ")
+    assert usage.startswith("Usage: ")
+    names = loaded.split()
+    assert f"omnireduce.{name.removeprefix('omnireduce.')}.cli" in names
+    assert not [each for each in names if each.startswith(("aggregator.", "worker."))]
