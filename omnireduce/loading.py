@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from omnireduce.errors import UsageError, in_a_line
+from omnireduce.files.paths import current_folder
 
 
 def load_named(name: str, said: str, expected: str) -> Any:
@@ -29,6 +31,16 @@ def load_named(name: str, said: str, expected: str) -> Any:
 
 def look_in_this_folder() -> None:
     """Let modules of the current folder be found, as `python -m` does: a program does not by itself."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    with suppress(UsageError):  # it is gone
+        here = str(current_folder())
+        if here not in sys.path:
+            sys.path.insert(0, here)
+
+
+def search_path() -> list[str]:
+    """Where this process finds modules, for another one: whole paths. In a folder that is gone nothing can be found."""
+    found = []
+    for each in sys.path:
+        with suppress(UsageError):
+            found.append(each if os.path.isabs(each) else str(current_folder() / each))
+    return found

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from omnireduce.config.security import SECRET_VARIABLE, TEAM_CHARACTERS, Security
-from omnireduce.errors import ConfigError
+from omnireduce.errors import ConfigError, UsageError
+from omnireduce.files.paths import MARK, user_path
 
 MIN_BYTES, MAX_BYTES = 16, 4096
 MOST_LINES = 4  # of one file; each line is a secret
@@ -109,19 +110,15 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> 
     ConfigError, which names `key`.
     """
     try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:  # no home directory is known
-        raise ConfigError(f"{key}: {name} cannot be read: {error}") from None
-    try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(user_path(name), "rb", opener=_without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
             if found.st_mode & 0o077:
                 _check_readers(file.fileno(), found, f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}")
             return file.read(most_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{key}: {name} cannot be read: {error.strerror}") from None
+    except (OSError, UsageError) as error:
+        raise ConfigError(f"{key}: {name} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def _check_readers(file: int, found: os.stat_result, what: str) -> None:
@@ -160,7 +157,7 @@ def _without_waiting(name: str, flags: int) -> int:
 
 
 def _lines(data: bytes, source: str, what: str) -> list[bytes]:
-    lines = [line.strip() for line in data.splitlines() if line.strip()] or [b""]
+    lines = [line.strip() for line in data.removeprefix(MARK).splitlines() if line.strip()] or [b""]
     if len(lines) > MOST_LINES:
         raise ConfigError(f"{source}: got {len(lines)} lines or more, expected 1 to {MOST_LINES}, each a {what}")
     for line in lines:

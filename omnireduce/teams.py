@@ -22,7 +22,8 @@ import msgspec
 from omnireduce.config.keys import keys_of, unknown
 from omnireduce.config.schema import URGENT
 from omnireduce.config.security import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, Security, Terms
-from omnireduce.errors import ConfigError
+from omnireduce.errors import ConfigError, UsageError
+from omnireduce.files.paths import decode_text, user_path
 from omnireduce.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets
 
 MOST_TEAMS = 1024
@@ -106,7 +107,7 @@ def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] =
     known: dict[str, Sequence[Secret]] = {"": (*general, monitor)}
     terms: dict[str, Terms] = {}
     if security.teams_folder:
-        folder = Path(os.path.expanduser(security.teams_folder))
+        folder = _folder_of(security)
         for name in _names(folder):
             if name.endswith(_SUFFIX):
                 terms[name.removesuffix(_SUFFIX)] = _read_terms(folder / name)
@@ -114,6 +115,13 @@ def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] =
                 known[name] = read_secrets(folder / name, _FOLDER, name)
     _check(known, terms, security.teams_folder)
     return Teams(known, terms)
+
+
+def _folder_of(security: Security) -> Path:
+    try:
+        return user_path(security.teams_folder)
+    except UsageError as error:
+        raise ConfigError(f"{_FOLDER}: {security.teams_folder} cannot be read: {error}") from None
 
 
 def _names(folder: Path) -> list[str]:
@@ -148,8 +156,9 @@ def _read_terms(file: Path) -> Terms:
     data = read_private(file, _FOLDER, most_bytes=TERMS_BYTES)
     if len(data) > TERMS_BYTES:
         raise ConfigError(f"{file}: got more than {TERMS_BYTES} bytes")
+    text = decode_text(data, str(file), expected="a TOML file")
     try:
-        table = tomllib.loads(data.decode())
+        table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     values: dict[str, object] = {}

@@ -96,6 +96,8 @@ IMPURE_NUMPY = {  # it reads or writes files, or draws numbers that no seed give
     "savez_compressed",
 }
 JIT = "omnireduce.kernels.jit"
+PATHS = "omnireduce.files.paths"
+OF_PATHS = ("abspath", "cwd", "expanduser", "expandvars", "getcwd")
 HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "needle")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -311,6 +313,16 @@ def dotted(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
 
 
+def check_paths(module: str, source: str) -> list[str]:
+    if module == PATHS:
+        return []
+    return [
+        f"{module}:{node.lineno}: {node.attr}: paths of users are read in one way, by {PATHS}"
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.Attribute) and node.attr in OF_PATHS
+    ]
+
+
 Check = Callable[[str, str], list[str]]
 MODULE_CHECKS: tuple[Check, ...] = (
     check_placed,
@@ -321,5 +333,6 @@ MODULE_CHECKS: tuple[Check, ...] = (
     check_lengths,
     check_positional,
     check_no_print,
+    check_paths,
 )
 FILE_CHECKS: tuple[Check, ...] = (check_no_marker, check_no_machine_path)

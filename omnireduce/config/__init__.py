@@ -8,6 +8,7 @@ from omnireduce.config.keys import parse_address
 from omnireduce.config.loading import (
     check_config,
     dump_config,
+    dump_tables,
     load_config,
     override_config,
     reference_toml,
@@ -31,6 +32,6 @@ from omnireduce.config.security import Metrics, Security
 
 __all__ = [
     "Aggregator", "Bench", "Cluster", "Config", "Elastic", "Log", "Metrics", "Protocol", "Security", "Trace", "Train",
-    "Transport", "Verbs", "check_config", "dump_config", "load_config", "override_config", "parse_address",
-    "reference_toml", "split_list", "whole_bytes",
+    "Transport", "Verbs", "check_config", "dump_config", "dump_tables", "load_config", "override_config",
+    "parse_address", "reference_toml", "split_list", "whole_bytes",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +20,8 @@ from msgspec import Meta
 
 from omnireduce.config.schema import Config
 from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.errors import ConfigError
+from omnireduce.errors import ConfigError, UsageError
+from omnireduce.files.paths import whole_path
 
 FRAMING_BYTES = 2048  # what a message needs in its slot beside one block
 WIDEST_ELEMENT_BYTES = 8
@@ -126,6 +128,7 @@ class Key:
     meaning: str
     unit: str
     allowed: str
+    path_but: tuple[str, ...] | None = None  # the value is a path, unless it is one of these words
 
     @property
     def path(self) -> str:
@@ -138,8 +141,9 @@ class Key:
         may_be_list = any(get_origin(_bare(each)) is tuple for each in get_args(hint))
         return get_origin(hint) is tuple or (may_be_list and "," in text)
 
-    def read(self, value: object) -> object:
-        """The value as its type wants it (lists become tuples); raises ConfigError if it is not allowed."""
+    def read(self, value: object, file: str | Path | None = None) -> object:
+        """The value as its type wants it: lists become tuples. Paths become whole ones: a relative one is in the folder
+        of the `file` that gives the value, or in the current one. Raises ConfigError if the value is not allowed."""
         try:
             typed: object = msgspec.convert(value, self.type)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -149,7 +153,13 @@ class Key:
             raise ConfigError(f"got {show(value)}, expected {self.allowed}") from None
         if self.path in _CHECKS:
             _CHECKS[self.path](typed)
-        return typed
+        return typed if self.path_but is None else self._whole(str(typed).strip(), file)
+
+    def _whole(self, text: str, file: str | Path | None) -> str:
+        try:
+            return text if text in (self.path_but or ()) else str(whole_path(text, file))
+        except UsageError as error:
+            raise ConfigError(f"got {show(text)}: {error}") from None
 
 
 def _bare(hint: Any) -> Any:
@@ -186,16 +196,17 @@ def _allowed(hint: Any) -> str:
 def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
     """The keys of one section, or of another file whose struct is written like that of a section."""
     for field in msgspec.structs.fields(struct):
-        meta: Meta = get_args(field.type)[-1]
-        extra = meta.extra or {}
+        metas = [each for each in get_args(field.type) if isinstance(each, Meta)]
+        extra = {name: value for each in metas for name, value in (each.extra or {}).items()}
         yield Key(
             section=section,
             name=field.name,
             type=field.type,
             default=field.default,
-            meaning=meta.description or "",
+            meaning=metas[-1].description or "",
             unit=extra.get("unit", ""),
             allowed=_allowed(field.type),
+            path_but=extra.get("path_but"),
         )
 
 

@@ -9,13 +9,13 @@ what was given and what is allowed.
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 import toml
@@ -26,6 +26,7 @@ from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, is_loopback, 
 from omnireduce.config.schema import Config
 from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import read_text, shown, user_path
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
@@ -52,11 +53,10 @@ def load_config(
     layers = _Layers()
     for name, (source, value) in defaults.items():
         layers.add(source, _key(source, name), value)
-    if path is None:
-        path = environ.get(_FILE_VARIABLE) or None
     if path is not None:
-        label = _label(path)
-        layers.add_tables(label, _read(path, label))
+        layers.add_file(path)
+    elif path := environ.get(_FILE_VARIABLE, "").strip():
+        layers.add_file(path, f"{_FILE_VARIABLE}: ")
     for name, path_of_key, value in settings_of(environ, KEYS):
         layers.add(name, KEYS[path_of_key], value)
     tell_meaningless(environ, KEYS)
@@ -97,9 +97,10 @@ class _Layers:
         self._values: dict[str, object] = {}
         self._sources: dict[str, str] = {}  # the key that was given last stands last
 
-    def add(self, source: str, key: Key, value: object) -> None:
+    def add(self, source: str, key: Key, value: object, file: str | Path | None = None) -> None:
+        """Check a value, which `file` gives, if that is named."""
         try:
-            self._values[key.path] = key.read(value)
+            self._values[key.path] = key.read(value, file)
         except ConfigError as error:
             raise ConfigError(f"{source}: {key.path}: {error}") from None
         self._sources.pop(key.path, None)
@@ -122,14 +123,23 @@ class _Layers:
                 hint = "; leave out the brackets, or put each text in quotes" if unquoted else ""
                 raise ConfigError(f"{error}{hint}") from None
 
-    def add_tables(self, source: str, tables: Mapping[str, object]) -> None:
+    def add_tables(self, source: str, tables: Mapping[str, object], file: str | Path | None = None) -> None:
         for section, table in tables.items():
             if section not in SECTIONS:
                 raise _unknown_section(source, section)
             if not isinstance(table, dict):
                 raise ConfigError(f"{source}: {section}: got {show(table)}, expected a table [{section}]")
             for name, value in table.items():
-                self.add(source, _key(source, f"{section}.{name}"), value)
+                self.add(source, _key(source, f"{section}.{name}"), value, file)
+
+    def add_file(self, path: str | Path, named_by: str = "") -> None:
+        source = shown(path)
+        text = read_text(path, f"{named_by}{source}", expected="a TOML file")
+        try:
+            tables = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{source}: not valid TOML: {shown(str(error))}") from None
+        self.add_tables(source, tables, user_path(path))
 
     def build(self) -> Config:
         tables: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
@@ -154,19 +164,19 @@ def _key(source: str, path: str) -> Key:
     section, _, name = path.partition(".")
     if section not in SECTIONS:
         raise _unknown_section(source, section)
-    raise ConfigError(f"{source}: {_label(path)}: unknown key, {unknown(name, names_in(section))}")
+    raise ConfigError(f"{source}: {shown(path)}: unknown key, {unknown(name, names_in(section))}")
 
 
 def _unknown_section(source: str, section: str) -> ConfigError:
-    return ConfigError(f"{source}: {_label(section)}: unknown section, {unknown(section, SECTIONS)}")
+    return ConfigError(f"{source}: {shown(section)}: unknown section, {unknown(section, SECTIONS)}")
 
 
 def _key_of_variable(variable: str) -> Key:
     """The key that an environment variable sets: `OMNIREDUCE_PROTOCOL_BLOCK_SIZE` is protocol.block_size."""
-    key = _key(_label(variable), variable.removeprefix(_PREFIX).lower().replace("_", ".", 1))
+    key = _key(shown(variable), variable.removeprefix(_PREFIX).lower().replace("_", ".", 1))
     expected = f"{_PREFIX}{key.section}_{key.name}".upper()
     if variable != expected:
-        raise ConfigError(f"{_label(variable)}: unknown variable, did you mean {expected}?")
+        raise ConfigError(f"{shown(variable)}: unknown variable, did you mean {expected}?")
     return key
 
 
@@ -179,31 +189,23 @@ def _parse(text: str) -> object:
     return document["value"] if set(document) == {"value"} else text
 
 
-def _read(path: str | Path, label: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{label}: no such file, expected a TOML file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{label}: is a directory, expected a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"{label}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{label}: not valid TOML: not UTF-8 (at byte {error.start})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{label}: not valid TOML: {_label(str(error))}") from None
-
-
-def _label(text: str | Path) -> str:
-    """A file or key name for a message: as it is, or escaped where it would not stay on one line."""
-    text = str(text)
-    return text if text and text.isprintable() else repr(text)
-
-
 class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the stubs only
     def dump_list(self, v: Iterable[object]) -> str:
         return "[" + ", ".join(str(self.dump_value(item)) for item in v) + "]"
+
+    def dump_value(self, v: object) -> str:
+        """The library's own way to write a text is wrong for some with a backslash."""
+        return _quoted(v) if isinstance(v, str) else str(super().dump_value(v))
+
+
+def _quoted(text: str) -> str:
+    """A text as a basic string of TOML. Those of JSON are such, but for one character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def dump_tables(tables: Mapping[str, object]) -> str:
+    """Sections and their values as TOML."""
+    return toml.dumps(tables, encoder=_Encoder())
 
 
 def split_list(values: str | Iterable[str]) -> list[str]:
@@ -214,7 +216,7 @@ def split_list(values: str | Iterable[str]) -> list[str]:
 
 def dump_config(config: Config) -> str:
     """The whole configuration as TOML; loading it gives an equal one."""
-    return toml.dumps(msgspec.to_builtins(config), encoder=_Encoder())
+    return dump_tables(msgspec.to_builtins(config))
 
 
 def whole_bytes(config: Config) -> int:
@@ -236,6 +238,9 @@ _REFERENCE_HEAD = """\
 # Without --config, OMNIREDUCE_CONFIG names the file. A variable OMNIREDUCE_<SECTION>_<KEY> replaces one value
 # (OMNIREDUCE_PROTOCOL_BLOCK_SIZE=512), and --set section.key=VALUE wins (--set protocol.block_size=512). There a list
 # has commas between its values (OMNIREDUCE_CLUSTER_AGGREGATORS=node1:7400,node2:7400).
+#
+# "~" in a path is a home folder. A relative path in a file is relative to the folder of that file, in a variable or
+# after --set to the current folder.
 """
 
 

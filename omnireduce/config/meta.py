@@ -7,16 +7,23 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 
-def meta(meaning: str, unit: str = "", *, allowed: str = "", **limits: Any) -> Meta:
-    """What a key means, its unit and its limits. `allowed` says in words what is allowed, where the limits do not."""
-    return Meta(description=meaning, extra={"unit": unit, "allowed": allowed}, **limits)
+def meta(
+    meaning: str, unit: str = "", *, allowed: str = "", path_but: tuple[str, ...] | None = None, **limits: Any
+) -> Meta:
+    """What a key means, its unit and its limits. `allowed` says in words what is allowed, where the limits do not.
+    `path_but`: the value is a path, unless it is one of these words."""
+    extra = {"unit": unit, "allowed": allowed} | ({} if path_but is None else {"path_but": path_but})
+    return Meta(description=meaning, extra=extra, **limits)
 
 
 ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
 FilePath = Annotated[
     str,
     Meta(
-        pattern=r"^[^\x00-\x1f\x7f-\xa0\xad\ud800-\udfff\"\\]{0,4096}\Z",
-        extra={"allowed": 'a path without control characters, quotes and backslashes; "" for none'},
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,4096}\Z",
+        extra={
+            "allowed": 'a path without control characters; "" for none',
+            "path_but": ("",),
+        },
     ),
 ]

@@ -336,6 +336,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             'folder for the traces, which `omnireduce trace` reads; "" is off. For diagnosis only: every job of '
             "a daemon leaves files",
             allowed='the path of a folder, or ""',
+            path_but=("",),
             pattern=r"^[^\x00]*\Z",
         ),
     ] = ""
@@ -350,6 +351,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Each of them leaves its part in trace.folder or, if that is not set, in the folder FILE.parts beside it; "
             '"DYNAMIC" is "", and leaves it to `start_timeline`; "" is off',
             allowed='the path of a file, "DYNAMIC" or ""',
+            path_but=("", "DYNAMIC"),
             pattern=r"^[^\x00]*\Z",
         ),
     ] = ""
@@ -363,6 +365,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "folder where every rank leaves a table of its collectives when it ends, omnireduce_profile.RANK; "
             '"1" is the current folder; "" and "0" are off (variable: OMNIREDUCE_PROFILE)',
             allowed='the path of a folder, "1", "0" or ""',
+            path_but=("", "0", "1"),
             pattern=r"^[^\x00]*\Z",
         ),
     ] = ""

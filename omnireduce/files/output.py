@@ -13,11 +13,12 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.files.paths import user_path
 
 
 def check_writable(path: str | Path) -> None:
     """Raise UsageError now if `path` could not be written later. Leaves the file as it is."""
-    path = Path(path)
+    path = user_path(path)
     if path.is_dir():
         raise UsageError(f"{path}: is a directory, expected a file name")
     if not path.parent.is_dir():
@@ -34,7 +35,7 @@ def _is_special(path: Path) -> bool:
 
 def make_folder(path: str | Path) -> Path:
     """Make the folder and those above it if they are not there; raise UsageError if files cannot be written to it."""
-    path = Path(path)
+    path = user_path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -71,7 +72,7 @@ def write_npy(array: Array, path: str | Path) -> None:
 def _replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A new file that becomes `path` when the block ends without an exception, and vanishes otherwise. A device or a
     pipe is written itself."""
-    path = Path(path)
+    path = user_path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if _is_special(path):

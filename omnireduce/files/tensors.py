@@ -20,6 +20,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
+from omnireduce.files.paths import user_path
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SAFETENSORS_DTYPES: dict[str, Any] = {
@@ -59,7 +60,7 @@ def read_tensors(path: str | Path, name: str | None = None) -> Iterator[Tensor]:
 
     Raises FileError, possibly after some arrays.
     """
-    path = Path(path)
+    path = user_path(path)
     readers = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
     reader = readers.get(path.suffix.lower())
     if reader is None:

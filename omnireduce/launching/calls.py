@@ -6,7 +6,6 @@ what comes of it to a pipe of its own (`called`). Both ends are processes that t
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from omnireduce.launching.keywords import read_keywords
 from omnireduce.launching.launch import connect, names_of_hosts, prefixed, start_ranks
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Stream
+from omnireduce.loading import search_path
 
 R = TypeVar("R")
 PROGRAM = program_of("omnireduce.launching.called")
@@ -88,7 +88,7 @@ def pack_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:  # what a user's own object raises
         raise UsageError(f"the function or its arguments cannot be sent to ranks: {error}") from error
-    return pickle.dumps(([os.path.abspath(each) for each in sys.path], call))
+    return pickle.dumps((search_path(), call))
 
 
 def results_of(job: Job) -> list[Any]:

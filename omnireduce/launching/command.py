@@ -14,17 +14,20 @@ from click.core import ParameterSource
 from omnireduce.cli import Command, config_options
 from omnireduce.config import load_config
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import user_path, whole_path
 from omnireduce.launching.elastic import cooldown, elastic_options, ranks_of_elastic
 from omnireduce.launching.flags import horovod_options, variables_of
 from omnireduce.launching.hosts import Host, parse_hosts, read_hostfile
 from omnireduce.launching.plan import Asked
 from omnireduce.launching.yaml_file import read_yaml
 from omnireduce.logs import start_logs
+from omnireduce.runtime.tracing.trace import DYNAMIC
 from omnireduce.version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHERS = ("local", "ssh", "mpirun", "srun", "torchrun")
 _WHO = ("launcher", "mpi", "gloo")  # say who starts ranks
+_PATHS = ("hostfile", "ssh_identity_file", "output_filename", "host_discovery_script", "timeline_filename")
 _TOP = {  # may stand at the top of a YAML file
     *("np", "hosts", "hostfile", "aggregators", "launcher", "verbose", "output-filename", "start-timeout"),
     *("network-interfaces", "ssh-port", "ssh-identity-file", "prefix-output-with-timestamp", "grace-period"),
@@ -140,6 +143,8 @@ def _read_file(asked: dict[str, Any]) -> None:
             continue
         try:
             asked[name] = types[name].convert(value, None, context)
+            if name in _PATHS and asked[name] != DYNAMIC:
+                asked[name] = str(whole_path(asked[name], user_path(path)))
         except click.BadParameter as error:
             raise ConfigError(f"--config-file {path}: {name}: {error.message}") from None
 
@@ -159,7 +164,7 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0)
     config = load_config(asked["config_file"], overrides=overrides, environ=environ)
     environ |= dict(_variable(override) for override in overrides)
     if asked["config_file"] is not None:
-        environ["OMNIREDUCE_CONFIG"] = os.path.abspath(asked["config_file"])
+        environ["OMNIREDUCE_CONFIG"] = str(whole_path(asked["config_file"]))
     return Asked(
         words=command,
         ranks=ranks,
@@ -177,7 +182,7 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0)
         verbose=asked["verbose"],
         mpi_args=shlex.split(asked["mpi_args"]),
         smallest=smallest,
-        discovery_script=asked["host_discovery_script"] or "",
+        discovery_script=_script(asked["host_discovery_script"] or ""),
         slots_per_host=asked["slots_per_host"] or 1,
         reset_limit=asked["reset_limit"],
         elastic_timeout_s=asked["elastic_timeout"],
@@ -215,10 +220,17 @@ def _ssh(asked: Mapping[str, Any]) -> str:
     if asked["ssh_port"]:
         words += ["-p", str(asked["ssh_port"])]
     if asked["ssh_identity_file"]:
-        if not os.path.exists(asked["ssh_identity_file"]):
-            raise ConfigError(f"--ssh-identity-file {asked['ssh_identity_file']}: no such file")
-        words += ["-i", os.path.abspath(asked["ssh_identity_file"])]
+        key = whole_path(asked["ssh_identity_file"])
+        if not key.exists():
+            raise ConfigError(f"--ssh-identity-file {key}: no such file")
+        words += ["-i", str(key)]
     return shlex.join(words)
+
+
+def _script(name: str) -> str:
+    """The script that prints hosts: a path or, if that is no file, the name of a program."""
+    path = user_path(name)
+    return str(whole_path(path)) if name and (os.sep in name or path.exists()) else name
 
 
 def _passed(given: Sequence[str]) -> dict[str, str]:

@@ -8,7 +8,6 @@ Source of the names: `horovodrun --help` of Horovod 0.28.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import whole_path
 from omnireduce.runtime.tracing.trace import DYNAMIC
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +35,7 @@ def _switch(value: bool) -> str:
 
 
 def _whole_path(value: str) -> str:
-    return value if value == DYNAMIC else os.path.abspath(value)
+    return value if value == DYNAMIC else str(whole_path(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import read_text, shown
 
 MOST_SLOTS = 32_000
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@-]{0,252}[A-Za-z0-9_])?")
@@ -49,12 +50,8 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
 def read_hostfile(path: str | Path) -> list[Host]:
     """The hosts of a file with a host on each line: `node1 slots=4`, `node1:4` or `node1`. What follows `#` is a
     comment. Raises ConfigError, which names the line."""
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: {getattr(error, 'strerror', None) or 'no text'}") from None
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    text, found = read_text(path, f"--hostfile {shown(path)}", expected="a list of hosts"), []
+    for number, line in enumerate(text.split("\n"), 1):
         if words := line.partition("#")[0].split():
             found.append(_line(words, f"--hostfile {path}, line {number}"))
     if not found:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import user_path
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.logs import tagged
 
@@ -93,7 +94,7 @@ class Prefixed:
         self._losses = Losses()
         digits = len(str(max(0, ranks - 1)))
         for rank in range(ranks if folder is not None else 0):
-            self._open(Path(folder or ""), rank, digits)
+            self._open(user_path(folder or ""), rank, digits)
 
     def _open(self, folder: Path, rank: int, digits: int) -> None:
         place = folder / f"rank.{rank:0{digits}}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import current_folder
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.connection import Connection
 from omnireduce.launching.environment import (
@@ -133,6 +134,7 @@ class Plan:
         self.asked, self.job, self._is_wide = asked, draw_job(), is_wide or len(names) > 1
         self.shards = shards_to_start(asked, len(names))
         self.address = address_of_first([*names, ANYWHERE] if is_wide else names, asked.interface)
+        self._folder = os.fsencode(current_folder())
         self.environ = environ_of_ranks(asked.environ or os.environ)
         # where the job's own aggregators are, for ranks
         self.service = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if asked.aggregators == EMBEDDED else {}
@@ -171,7 +173,7 @@ class Plan:
             number,
             [os.fsencode(word) for word in words],
             as_bytes(environ_of_other_host(environ) if remote else environ),
-            os.fsencode(os.getcwd()),
+            self._folder,
             inherits=remote,
             given=self.asked.given if number >= 0 else b"",
             with_result=bool(self.asked.given) and number >= 0,

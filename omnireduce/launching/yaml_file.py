@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import read_text
 from omnireduce.launching.flags import MAPPED, REFUSED, Refused
 
-MOST_BYTES = 1 << 20
 _SECTIONS = ("params", "autotune", "timeline", "stall_check", "library_options", "logging")
 _MAPPED = {each.section: each.name for each in MAPPED if each.section}
 _REFUSED = {each.section: each for each in REFUSED if each.section}
@@ -65,12 +64,7 @@ def _load(path: str, source: str) -> Mapping[str, Any]:
         import yaml
     except ImportError:
         raise ConfigError(f"{source}: needs PyYAML: pip install 'omnireduce[launch]'") from None
-    try:
-        text = Path(path).read_bytes()[: MOST_BYTES + 1]
-    except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}") from None
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"{source}: got more than {MOST_BYTES} bytes")
+    text = read_text(path, source, expected="a YAML file")
     try:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

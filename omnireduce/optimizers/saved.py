@@ -21,6 +21,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.files.paths import user_path
 
 STEP, NUMBER = "step", "save"
 MOST_STEPS, NUMBER_BITS = 1 << 62, 62
@@ -77,7 +78,7 @@ class Save(NamedTuple):
 def write_part(folder: str | Path, save: Save, shares: Mapping[str, Array]) -> None:
     """Write the shares of a rank, by `key_of`, under another name: what is in the folder stays whole until all ranks
     have written, and `publish_part` follows. Raises UsageError when they cannot be written."""
-    place, arrays = Path(folder), {STEP: np.array(save.steps), NUMBER: np.array(save.number), **shares}
+    place, arrays = user_path(folder), {STEP: np.array(save.steps), NUMBER: np.array(save.number), **shares}
     with _telling(place, save.rank):
         place.mkdir(parents=True, exist_ok=True)
         if others := sorted(set(_present(place)) - {save.size}):
@@ -89,7 +90,7 @@ def write_part(folder: str | Path, save: Save, shares: Mapping[str, Array]) -> N
 
 def publish_part(folder: str | Path, save: Save) -> None:
     """Let what a rank has written take the place of its part. Raises UsageError where that is not possible."""
-    place = Path(folder)
+    place = user_path(folder)
     with _telling(place, save.rank):
         _unfinished(place, save.rank).replace(_file(place, save.rank, save.size))
 
@@ -97,7 +98,7 @@ def publish_part(folder: str | Path, save: Save) -> None:
 def discard_part(folder: str | Path, rank: int) -> None:
     """Remove what `rank` has written and will not publish."""
     with contextlib.suppress(OSError):
-        _unfinished(Path(folder), rank).unlink()
+        _unfinished(user_path(folder), rank).unlink()
 
 
 def _unfinished(place: Path, rank: int) -> Path:
@@ -121,7 +122,7 @@ class SavedParts:
     """
 
     def __init__(self, folder: str | Path, shapes: Shapes) -> None:
-        self._folder, self._shapes = Path(folder), shapes
+        self._folder, self._shapes = user_path(folder), shapes
         try:
             present = _present(self._folder)
         except OSError as error:

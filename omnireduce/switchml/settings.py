@@ -17,6 +17,7 @@ from typing import NamedTuple
 from omnireduce.config import Config, load_config
 from omnireduce.config.keys import show, unknown
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import read_text
 from omnireduce.runtime.member.launcher import detect_launch
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks
@@ -159,13 +160,8 @@ def _number(given: Mapping[str, _Given], name: str) -> int:
 
 def _read(path: str) -> dict[str, _Given]:
     """The keys of a file, each with its section in front. Raises ConfigError."""
-    try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{path}: cannot be read: {why}") from None
     section, given = "", dict[str, _Given]()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, expected="a file such as switchml.cfg").split("\n"), 1):
         text, where = re.split("[#;]", line)[0].strip(), f"{path}:{number}"
         if text.startswith("[") and text.endswith("]"):
             section = text[1:-1].strip()

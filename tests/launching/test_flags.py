@@ -42,7 +42,7 @@ def complaint(*words: str) -> str:
         (["-np", "2", "-H", "a b", "true"], "-H: got 'a b', expected HOST:SLOTS"),
         (["-np", "3", "-H", "localhost:2", "true"], "-np 3: the hosts localhost:2 have 2 slots: give more"),
         (["-np", "1", "-H", "a", "-hostfile", "b", "true"], "--hosts and --hostfile: expected one of them"),
-        (["-np", "1", "-hostfile", "/none", "true"], "--hostfile /none: No such file or directory"),
+        (["-np", "1", "-hostfile", "/none", "true"], "--hostfile /none: no such file"),
         (["-np", "1", "-H", "other", "--launcher", "local", "true"], "--launcher local, and -H names other"),
         (["-np", "1", "-H", "other", "--ssh", "no-such-ssh", "true"], "ssh: 'no-such-ssh' is not there"),
         (["-np", "1", "-H", "other", "-i", "/none", "true"], "--ssh-identity-file /none: no such file"),
@@ -59,7 +59,7 @@ def complaint(*words: str) -> str:
         (["--min-np", "1", "--mpi", "true"], "--min-np: an elastic job is started by this program"),
         (["--host-discovery-script", "x", "true"], "--host-discovery-script: how many ranks?"),
         (["--min-np", "1", "--host-discovery-script", "/none", "true"], "--host-discovery-script /none: No such file"),
-        (["-np", "1", "--config-file", "/none", "true"], "--config-file /none: No such file or directory"),
+        (["-np", "1", "--config-file", "/none", "true"], "--config-file /none: no such file"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None:

@@ -17,7 +17,7 @@ GIVEN = {  # variable: its text, and the value of its key
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("120", 120),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("900", 900),
     "HOROVOD_STALL_CHECK_DISABLE": ("1", 0),
-    "HOROVOD_TIMELINE": ("gpu.json", "gpu.json"),
+    "HOROVOD_TIMELINE": ("/gpu.json", "/gpu.json"),
     "HOROVOD_TIMELINE_MARK_CYCLES": ("1", True),
     "HOROVOD_LOG_LEVEL": ("TRACE", "debug"),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": ("45", 45),

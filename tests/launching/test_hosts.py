@@ -49,7 +49,7 @@ def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, text: str, message:
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_hostfile(path)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         read_hostfile(tmp_path / "none")
 
 

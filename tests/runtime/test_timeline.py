@@ -234,10 +234,10 @@ def test_a_path_that_cannot_be_is_one_error_at_the_start(
 
 
 def test_horovods_variables() -> None:
-    settings = load_config(environ={"HOROVOD_TIMELINE": "f.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}).trace
-    assert (settings.timeline, settings.timeline_cycles) == ("f.json", True)
-    settings = load_config(environ={"HOROVOD_TIMELINE": "f.json", "OMNIREDUCE_TRACE_TIMELINE": "own.json"}).trace
-    assert (settings.timeline, settings.timeline_cycles) == ("own.json", False)
+    settings = load_config(environ={"HOROVOD_TIMELINE": "/f.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}).trace
+    assert (settings.timeline, settings.timeline_cycles) == ("/f.json", True)
+    settings = load_config(environ={"HOROVOD_TIMELINE": "/f.json", "OMNIREDUCE_TRACE_TIMELINE": "/own.json"}).trace
+    assert (settings.timeline, settings.timeline_cycles) == ("/own.json", False)
 
 
 def test_the_command_makes_the_timeline_anew(daemon: Daemon, tmp_path: Path) -> None:

@@ -122,10 +122,10 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, message
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.cfg: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.cfg: no such file"):
         load_settings(tmp_path / "none.cfg", environ={})
-    (tmp_path / "a.cfg").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"a\.cfg: cannot be read: not UTF-8"):
+    (tmp_path / "a.cfg").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"a\.cfg: not UTF-8"):
         load_settings(tmp_path / "a.cfg", environ={})
 
 

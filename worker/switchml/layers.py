@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from omnireduce.errors import UsageError
 from omnireduce.files.output import write_file
+from omnireduce.files.paths import read_text
 
 LARGEST = 2**40
 
@@ -33,12 +34,11 @@ HEADER = ", ".join(Layer._fields)
 
 def read_layers(path: str | Path) -> list[Layer]:
     """The layers in a file. Raises UsageError with the number of the line that is wrong."""
+    text = read_text(path, expected="a CSV file", error=UsageError)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file, skipinitialspace=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: cannot be read: {why}") from None
+        rows = list(csv.reader(text.split("\n"), skipinitialspace=True))
+    except csv.Error as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
     layers = list[Layer]()
     for number, row in enumerate(rows, 1):
         cells = [cell.strip() for cell in row]

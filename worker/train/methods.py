@@ -16,6 +16,7 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
+from omnireduce.files.paths import user_path
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.printing import make_console, short_count, short_time
 from omnireduce.progress import PlainProgress
@@ -86,7 +87,7 @@ def run_methods(
         if json_path is not None:
             write_json(msgspec.json.encode(results), json_path)
         if plot_path is not None:
-            _draw(results, Path(plot_path))
+            _draw(results, user_path(plot_path))
     return 0 if all(each.ranks_identical for each in results) else 1
 
 

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import toml
 from rich.console import Console
 from rich.table import Table
 
 from omnireduce.bench.tuning.space import PARAMETERS, Space, Value, value_of
-from omnireduce.config import Config, load_config
+from omnireduce.config import Config, dump_tables, load_config
 from omnireduce.config.keys import KEYS
 from omnireduce.errors import ConfigError
 from omnireduce.files.output import write_file
+from omnireduce.files.paths import user_path
 
 HEADER = ("sample", "state", *(each.key for each in PARAMETERS), "score", "default_score", "ratio")
 COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"
@@ -51,7 +51,7 @@ def opened_log(path: str | None) -> Iterator[Log]:
         yield Log(None)
         return
     try:
-        file = Path(path).open("w", newline="", encoding="utf-8")  # noqa: SIM115  closed below
+        file = user_path(path).open("w", newline="", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--log {path}: {error.strerror}") from None
     with file:
@@ -94,5 +94,5 @@ def write_tuned(path: str, given: Config, best: Config, free: Mapping[str, objec
         elif value == key.default:
             continue
         tables.setdefault(key.section, {})[key.name] = list(value) if isinstance(value, tuple) else value
-    write_file(f"# {found}\n{toml.dumps(tables)}".encode(), path)
+    write_file(f"# {found}\n{dump_tables(tables)}".encode(), path)
     load_config(Path(path), environ={})

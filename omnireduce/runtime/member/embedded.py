@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from omnireduce.config import Config, Security
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
 from omnireduce.interpreters import TREE, program_of
+from omnireduce.loading import search_path
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.runtime.embedding import (
     LONGEST,
@@ -217,7 +218,7 @@ class Child:
         own = [config.protocol.codec] if config.protocol.has_own else []
         codecs = dict.fromkeys([*config.aggregator.codecs, *own])
         # Where this rank finds the modules of its codecs, the aggregator must find them, too.
-        where = {"PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)} if codecs else {}
+        where = {"PYTHONPATH": os.pathsep.join(search_path())} if codecs else {}
         try:
             with theirs:
                 self._process = subprocess.Popen(

@@ -12,6 +12,7 @@ from pathlib import Path
 from omnireduce.config import Trace
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, make_folder, write_file
+from omnireduce.files.paths import whole_path
 from omnireduce.logs import BoundLog
 from omnireduce.runtime.member.channel import Channel
 from omnireduce.runtime.member.observed import Moved, Observer
@@ -32,7 +33,8 @@ class Pictures:
 
     def __init__(self, settings: Trace, job: str, log: BoundLog) -> None:
         self._settings, self._job, self._log = settings, job, log
-        self._profile = Profile() if profile_folder(settings) else None
+        self._profile_folder = profile_folder(settings)
+        self._profile = Profile() if self._profile_folder else None
         self.timeline: NoTimeline = OFF
         self._rank = self._size = 0
         self._channels: Sequence[Channel] = ()
@@ -73,9 +75,10 @@ class Pictures:
             raise UsageError(f"the timeline {self._output} is being recorded; call stop_timeline first")
         if not self._channels:
             raise UsageError("this rank is in no job now; a timeline begins once it has joined one")
+        path = whole_path(path)  # a script may change its folder meanwhile
         check_writable(path)
         try:
-            self._start(Path(path), mark_cycles)
+            self._start(path, mark_cycles)
         except OSError as error:
             raise UsageError(f"{path}: no timeline: {error.strerror or error}") from None
         for follower in list(self._followers):
@@ -170,7 +173,7 @@ class Pictures:
             self._log.warning("the timeline cannot be written: %s", error)
 
     def _write_profile(self, profile: Profile) -> None:
-        folder = profile_folder(self._settings)
+        folder = self._profile_folder
         own = _jobs.setdefault(folder, self._job) == self._job
         path = Path(folder) / f"{PROFILE}.{'' if own else f'{self._job}.'}{self._rank}"
         try:

@@ -11,6 +11,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.files.paths import user_path
 from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, What, read_trace
 
 Pairs = tuple[Array, Array]  # when each left its sender, and when its receiver had it
@@ -59,7 +60,7 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
 def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
     """All traces in `folder`, also those that are still recorded, and those that a killed process has recorded. Raises
     UsageError for a file that cannot be read."""
-    paths = {path.with_suffix(""): path for ending in (SUFFIX, LIVE) for path in Path(folder).glob(f"*{ending}")}
+    paths = {path.with_suffix(""): path for ending in (SUFFIX, LIVE) for path in user_path(folder).glob(f"*{ending}")}
     found = []
     for _, path in sorted(paths.items()):
         try:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omnireduce.errors import UsageError
+from omnireduce.files.paths import user_path
 from omnireduce.runtime.tracing.timeline import EXCHANGE, INNER, PART_SUFFIX, Line
 from omnireduce.runtime.tracing.trace import MORE_NS, Origin
 
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 def read_parts(folder: str | Path) -> list[Part]:
     """All parts in `folder`. What is no part, or was taken away meanwhile, is left out."""
     found = []
-    for path in sorted(Path(folder).glob(f"*{PART_SUFFIX}")):
+    for path in sorted(user_path(folder).glob(f"*{PART_SUFFIX}")):
         with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
             found.append(_read_part(path))
     return found

@@ -26,6 +26,7 @@ from omnireduce.config import Trace
 from omnireduce.dtypes import Array
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.files.output import check_writable
+from omnireduce.files.paths import whole_path
 
 log = logging.getLogger("omnireduce")
 now = time.monotonic_ns
@@ -125,8 +126,10 @@ def check_trace(settings: Trace) -> None:
 
 
 def profile_folder(settings: Trace) -> str:
-    """Where profiles go; empty: there are none."""
-    return {"0": "", "1": "."}.get(settings.profile, settings.profile)
+    """Where profiles go; empty: there are none. Raises UsageError where "the current folder" is none."""
+    if settings.profile in ("", "0"):
+        return ""
+    return str(whole_path("." if settings.profile == "1" else settings.profile))
 
 
 def _check_folder(key: str, name: str) -> None:

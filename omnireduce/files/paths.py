@@ -1,0 +1,97 @@
+"""What users mean by a path, and the text files that they write: read in one way, whatever names them.
+
+`~` is a home folder. A path that a file names is relative to the folder of that file, any other path to the current
+folder. Text is UTF-8, with or without a byte order mark. Its lines may end as on Linux or as on Windows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from pathlib import Path
+
+from omnireduce.errors import ConfigError, OmniReduceError, UsageError
+
+MOST_BYTES = 1 << 20  # of a text file
+MARK = codecs.BOM_UTF8
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def user_path(path: str | Path, beside: str | Path | None = None) -> Path:
+    """The path that a user means. `~` and `~NAME` are home folders, and white space around a text does not count. A
+    relative path is in the folder of the file `beside`, which names it, or stays as it is.
+
+    Raises UsageError where no home folder is known, and for a relative path where the current folder is gone.
+    """
+    named = Path(path.strip() if isinstance(path, str) else path)
+    try:
+        found = named.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{shown(named)}: no home folder {shown(named.parts[0])} is known") from None
+    if beside is not None and os.path.isfile(beside):  # a pipe, for example, is in no folder that a user would mean
+        return Path(beside).parent / found
+    if not found.is_absolute():
+        current_folder()  # there must be one
+    return found
+
+
+def whole_path(path: str | Path, beside: str | Path | None = None) -> Path:
+    """The same as an absolute path, for what is used later or by another process.
+
+    Raises what `user_path` raises.
+    """
+    found = user_path(path, beside)
+    return found if found.is_absolute() else current_folder() / found
+
+
+def current_folder() -> Path:
+    """The folder in which this process is. Raises UsageError where it is gone."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder is gone: change to one that is there, or give absolute paths") from None
+
+
+def read_text(
+    path: str | Path,
+    source: str = "",
+    *,
+    expected: str = "a text file",
+    most_bytes: int = MOST_BYTES,
+    error: type[OmniReduceError] = ConfigError,
+) -> str:
+    """The text of a user's file, with line feeds alone at the ends of lines. Messages call the file `source`, and say
+    what was `expected`. Raises `error` for a file that cannot be read, is no UTF-8, or is longer than `most_bytes`."""
+    source = source or shown(path)
+    try:
+        with open(user_path(path), "rb") as file:
+            data = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise error(f"{source}: no such file, expected {expected}") from None
+    except IsADirectoryError:
+        raise error(f"{source}: is a directory, expected {expected}") from None
+    except (OSError, UsageError, ValueError) as why:  # ValueError: a NUL in its name
+        raise error(f"{source}: cannot be read: {getattr(why, 'strerror', None) or why}") from None
+    if len(data) > most_bytes:
+        raise error(f"{source}: got more than {most_bytes} bytes, expected {expected}")
+    return decode_text(data, source, expected=expected, error=error)
+
+
+def decode_text(
+    data: bytes, source: str, *, expected: str = "a text file", error: type[OmniReduceError] = ConfigError
+) -> str:
+    """The text in bytes that have been read elsewhere: see `read_text`."""
+    if data.startswith(_UTF_16):
+        raise error(f"{source}: is UTF-16, expected {expected} in UTF-8")
+    try:
+        text = data.removeprefix(MARK).decode()
+    except UnicodeDecodeError as why:
+        raise error(f"{source}: not UTF-8 (at byte {why.start}), expected {expected}") from None
+    return re.sub("\r\n?", "\n", text)
+
+
+def shown(path: str | Path) -> str:
+    """A path for a message: as it is, or escaped where it would not stay on one line."""
+    text = str(path)
+    return text if text and text.isprintable() else repr(text)

@@ -1,0 +1,230 @@
+"""Paths and text files of users mean the same, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnireduce import ConfigError, OmniReduceError, UsageError
+from omnireduce.bench.recorded import find_arrays
+from omnireduce.bench.tuning.report import opened_log
+from omnireduce.config import Security, Trace, check_config, load_config
+from omnireduce.config.schema import Config
+from omnireduce.files.output import check_writable, make_folder, write_file
+from omnireduce.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
+from omnireduce.files.tensors import read_tensors
+from omnireduce.launching.command import read_words
+from omnireduce.launching.hosts import Host, read_hostfile
+from omnireduce.launching.messages import STDOUT
+from omnireduce.launching.output import Prefixed, Stream
+from omnireduce.launching.yaml_file import read_yaml
+from omnireduce.loading import search_path
+from omnireduce.optimizers.saved import Save, SavedParts, publish_part, write_part
+from omnireduce.programs.ready.schedules import schedules
+from omnireduce.secret import Secret, load_secrets
+from omnireduce.switchml.settings import load_settings
+from omnireduce.teams import load_teams
+from omnireduce.worker.switchml.layers import read_layers
+
+WORD = "a-secret-of-16-bytes"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder. The current folder is another one, and is empty."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home, elsewhere):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    return home
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The current folder is gone."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    yield
+    os.chdir(tmp_path)
+
+
+def test_a_path_of_a_user(home: Path) -> None:
+    file = home / "a.toml"
+    file.touch()
+    assert user_path("~/x") == user_path(Path("~/x")) == user_path(" ~/x\r\n") == whole_path("~/x", file) == home / "x"
+    assert user_path("~root") == Path("~root").expanduser()
+    assert user_path("/a b/c") == whole_path("/a b/c", file) == Path("/a b/c")
+    assert user_path("x y") == Path("x y")
+    assert whole_path("../y") == Path.cwd() / "../y"  # as it is: a folder may be a link
+    assert user_path("x", file) == whole_path("x", file) == home / "x"
+    assert user_path("x", "/dev/null") == Path("x")  # it names a path, but is in no folder that anybody means
+    with pytest.raises(UsageError, match=r"^~nobody-of-this-name/x: no home folder ~nobody-of-this-name is known$"):
+        user_path("~nobody-of-this-name/x")
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"))))
+def test_lines_of_other_systems_are_the_same_text(lines: list[str]) -> None:
+    text = "\n".join(lines)
+    for end in ("\n", "\r\n", "\r"):
+        for encoding in ("utf-8", "utf-8-sig"):
+            data = end.join(lines).encode(encoding)
+            assert decode_text(data, "") == text.removeprefix("\ufeff" if encoding == "utf-8" else "")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "no such file, expected a list of words"),
+        (b"\xff", "not UTF-8 (at byte 0), expected a list of words"),
+        ("words".encode("utf-16"), "is UTF-16, expected a list of words in UTF-8"),
+        (b"x" * (MOST_BYTES + 1), f"got more than {MOST_BYTES} bytes, expected a list of words"),
+    ],
+)
+@pytest.mark.parametrize("error", [ConfigError, UsageError])
+def test_a_file_that_is_no_text(home: Path, data: bytes | None, message: str, error: type[OmniReduceError]) -> None:
+    if data is not None:
+        (home / "f").write_bytes(data)
+    with pytest.raises(error) as caught:
+        read_text("~/f", "--words ~/f", expected="a list of words", error=error)
+    assert str(caught.value) == f"--words ~/f: {message}"
+
+
+def _secret(path: str) -> object:
+    os.chmod(os.path.expanduser(path), 0o600)
+    return load_secrets(check_config(Config(security=Security(secret_file=path))).security, {})
+
+
+TEXTS: dict[str, tuple[str, Callable[[str], object], object]] = {
+    "--config": ("[protocol]\nslots = 8\n", lambda path: load_config(path, environ={}).protocol.slots, 8),
+    "OMNIREDUCE_CONFIG": (
+        "[protocol]\nslots = 8\n",
+        lambda path: load_config(environ={"OMNIREDUCE_CONFIG": path}).protocol.slots,
+        8,
+    ),
+    "secret_file": (f"{WORD}\n", _secret, [Secret(WORD.encode())]),
+    "--hostfile": ("node1 slots=2\n\n", read_hostfile, [Host("node1", 2)]),
+    "--config-file": ("verbose: true\n", lambda path: read_yaml(path, ("verbose",)), {"verbose": True}),
+    "switchml.cfg": (
+        "[general]\npacket_numel = 64\n",
+        lambda path: load_settings(f"{path}.cfg", environ={}).config.protocol.block_size,
+        64,
+    ),
+    "layers": ("0, 5, 6, 7\n", lambda path: tuple(read_layers(path)[0]), (0, 5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_text_files_of_users_are_read_in_one_way(home: Path, what: str) -> None:
+    """In the home folder, and as an editor of another system writes them."""
+    text, read, expected = TEXTS[what]
+    for name in ("f", "f.cfg"):
+        (home / name).write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read("~/f") == expected
+
+
+def test_teams_and_their_terms(home: Path) -> None:
+    (home / "teams").mkdir(0o700)
+    for name, text in (("vision", f"{WORD}\n"), ("vision.toml", 'jobs = ["v.*"]\n')):
+        (home / "teams" / name).write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+        (home / "teams" / name).chmod(0o600)
+    security = load_config(overrides=["security.teams_folder=~/teams"], environ={}).security
+    teams = load_teams(security, Secret(b"monitor"), {})
+    assert teams is not None
+    assert ("vision", Secret(WORD.encode())) in teams.known
+    assert teams.of("vision").may_use("v.1")
+
+
+def _saved(path: str) -> None:
+    save = Save(1, 2, 0, 1)
+    write_part(path, save, {})
+    publish_part(path, save)
+    assert SavedParts(path, {}).steps == 2
+
+
+def _logged(path: str) -> None:
+    with opened_log(path):
+        pass
+
+
+WRITERS: dict[str, Callable[[str], object]] = {
+    "a file": lambda path: write_file(b"", path),
+    "a folder": make_folder,
+    "--output-filename": lambda path: Prefixed({STDOUT: Stream(str)}, folder=path, ranks=1).close(),
+    "the state of an optimizer": _saved,
+    "--log": _logged,
+    "a program as a file": lambda path: schedules("adam")["rs-c-ag"].codegen(path, target="mpi4py", schedule="rs-c-ag"),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_is_written_is_in_the_home_folder(home: Path, what: str) -> None:
+    WRITERS[what]("~/out")
+    assert (home / "out").exists()
+    assert not os.listdir()
+
+
+def test_arrays_are_found_in_the_home_folder(home: Path) -> None:
+    for rank in range(2):
+        np.save(home / f"g-{rank}.npy", np.zeros(3))
+    assert [each.shape for each in read_tensors("~/g-0.npy")] == [(3,)]
+    assert [each.shape for each in find_arrays("~/g-{rank}.npy", 2)] == [(3,)]
+
+
+def test_paths_in_a_configuration_are_those_of_its_file(home: Path) -> None:
+    """Those of variables and overrides are in the current folder; all are whole, for a script may leave that."""
+    (home / "c.toml").write_text(
+        '[trace]\nfolder = "t"\nprofile = "1"\n[security]\nsecret_file = " ~/s "\ntls_ca = ""\n'
+    )
+    found = load_config("~/c.toml", overrides=["security.tls_key=k"], environ={"HOROVOD_TIMELINE": "DYNAMIC"})
+    assert (found.trace.folder, found.security.secret_file) == (str(home / "t"), str(home / "s"))
+    assert (found.security.tls_key, found.security.tls_ca) == (str(Path.cwd() / "k"), "")
+    assert (found.trace.profile, found.trace.timeline) == ("1", "DYNAMIC")
+    assert check_config(Config(trace=Trace(folder="t"))).trace.folder == str(Path.cwd() / "t")
+    assert load_config(environ={"HOROVOD_TIMELINE": "~/t.json"}).trace.timeline == str(home / "t.json")
+
+
+def test_paths_of_a_launch(home: Path) -> None:
+    for name, text in (("hosts", "node1 slots=2\r\n"), ("key", ""), ("find.sh", ""), ("c.toml", "")):
+        (home / name).write_text(text)
+    (home / "launch.yaml").write_text("hostfile: hosts\noutput-filename: out\nssh-identity-file: key\n")
+    asked = read_words(["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"])
+    assert asked.hosts == [Host("node1", 2)]
+    assert (asked.output_folder, asked.ssh) == (str(home / "out"), f"ssh -i {home / 'key'}")
+    assert asked.environ["OMNIREDUCE_CONFIG"] == str(home / "c.toml")
+    assert asked.environ["HOROVOD_TIMELINE"] == str(home / "t")
+    for name, script in (
+        ("~/find.sh", home / "find.sh"),
+        ("./find.sh", Path.cwd() / "find.sh"),
+        ("find.sh", "find.sh"),
+    ):
+        words = ["--min-np", "1", "--host-discovery-script", name, "true"]
+        assert read_words(words).discovery_script == str(script)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_current_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+    """What needs it says so; what does not need it works."""
+    gone = "the current folder is gone: change to one that is there, or give absolute paths"
+    calls: list[Callable[[], object]] = [
+        current_folder,
+        lambda: whole_path("x"),
+        lambda: check_writable("x"),
+        lambda: read_text("x"),
+        lambda: load_config(overrides=["trace.folder=x"], environ={}),
+        lambda: list(read_tensors("x.npy")),
+    ]
+    for call in calls:
+        with pytest.raises(OmniReduceError, match=gone):
+            call()
+    (tmp_path / "c.toml").write_text('[trace]\nfolder = "t"\n')
+    assert load_config(tmp_path / "c.toml", environ={}).trace.folder == str(tmp_path / "t")
+    assert all(map(os.path.isabs, search_path()))
