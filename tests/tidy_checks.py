@@ -64,6 +64,7 @@ BASE = {
     "printing",
     "processors",
     "progress",
+    "rounding",
     "secret",
     "status",
     "teams",

@@ -45,7 +45,6 @@ from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, S
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.compression import Compression
-from omnireduce.torch.gloo import DEVICES
 from omnireduce.torch.grace import grace_hook
 from omnireduce.torch.handles import barrier, join, poll, synchronize
 from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
@@ -84,6 +83,7 @@ from omnireduce.torch.states import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from omnireduce.torch.tensors import DEVICES
 
 tell_torch()
 if BACKEND not in dist.Backend.backend_list:

@@ -1,50 +1,75 @@
-"""The forms in which torch calls the collectives of a group: with options, or with their words one by one."""
+"""The forms in which torch calls the collectives of a group: with options, or with their words one by one; with lists
+of tensors, or with one tensor."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
+from omnireduce.errors import UsageError
+
+T = TypeVar("T")
 Method = Callable[..., Any]
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # of options, by the words for them
 
 
-def made(kind: type, **fields: Any) -> Any:
-    """Options of torch; what is None stays as torch has it."""
+def only(given: Sequence[T]) -> T:
+    """The element of a list of one: torch has lists where a process once had several GPUs. Raises UsageError."""
+    if len(given) != 1:
+        raise UsageError(f"{len(given)} of them came in a list; expected one")
+    return given[0]
+
+
+def options_of(kind: type, words: Sequence[str], args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """The options of this kind among the arguments of a call; else what its `words`, in this order, say."""
+    found = named.get("opts", args[0] if args else None)
+    if isinstance(found, kind):
+        return found
     options = kind()
-    for name, value in fields.items():
+    for word, value in {**dict(zip(words, args, strict=False)), **named}.items():
         if value is not None:
-            setattr(options, name, value)
+            setattr(options, _FIELDS[word], value)
     return options
 
 
-def all_forms(kind: type, words: Callable[..., Any]) -> Callable[[Method], Method]:
+def forms(kind: type, *words: str) -> Callable[[Method], Method]:
     """Lets a method `(self, tensors, opts)`, whose options are of `kind`, take one tensor for a list of one, too, and
-    in place of the options whatever `words` makes them of."""
+    `words` in place of the options."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(self: Any, tensors: list[Tensor] | Tensor, *args: Any, **named: Any) -> Any:
-            opts = named["opts"] if "opts" in named else args[0] if args and isinstance(args[0], kind) else None
             listed = [tensors] if isinstance(tensors, Tensor) else tensors
-            return method(self, listed, words(*args, **named) if opts is None else opts)
+            return method(self, listed, options_of(kind, words, args, named))
 
         return call
 
     return decorate
 
 
-allreduce_forms = all_forms(
-    dist.AllreduceOptions, lambda op=None, timeout=None: made(dist.AllreduceOptions, reduceOp=op, timeout=timeout)
-)
-coalesced_forms = all_forms(dist.AllreduceCoalescedOptions, lambda: made(dist.AllreduceCoalescedOptions))
-reduce_forms = all_forms(
-    dist.ReduceOptions,
-    lambda root=None, op=None, timeout=None: made(dist.ReduceOptions, rootRank=root, reduceOp=op, timeout=timeout),
-)
-broadcast_forms = all_forms(
-    dist.BroadcastOptions, lambda root=None, timeout=None: made(dist.BroadcastOptions, rootRank=root, timeout=timeout)
-)
+def forms_of_two(kind: type, *words: str) -> Callable[[Method], Method]:
+    """The same for a method `(self, outs, tensors, opts)`. Where one of the two is a tensor, both become lists of
+    one."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, outs: Any, tensors: Any, *args: Any, **named: Any) -> Any:
+            opts = options_of(kind, words, args, named)
+            if isinstance(outs, Tensor) or isinstance(tensors, Tensor):
+                outs, tensors = [outs], [tensors]
+            return method(self, outs, tensors, opts)
+
+        return call
+
+    return decorate
+
+
+allreduce_forms = forms(c10d.AllreduceOptions, "op", "timeout")
+coalesced_forms = forms(c10d.AllreduceCoalescedOptions)
+reduce_forms = forms(c10d.ReduceOptions, "root", "op", "timeout")
+broadcast_forms = forms(c10d.BroadcastOptions, "root", "timeout")
+reduce_scatter_forms = forms_of_two(c10d.ReduceScatterOptions, "op", "timeout")

@@ -18,10 +18,9 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from omnireduce.runtime.member.calls import once
-from omnireduce.torch.tensors import gpus_of, put_back, room_for, staged
+from omnireduce.torch.tensors import DEVICES, flat_bytes, gpus_of, put_back, room_for, staged
 from omnireduce.torch.work import NO_LIMIT
 
-DEVICES = ["cpu", "cuda"]
 READ_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # they read their first argument
 
 
@@ -48,6 +47,17 @@ def call_gloo(group: dist.ProcessGroup, name: str, *args: Any, **kwargs: Any) ->
     first = _with_copies(args[:1], make)
     work = call(*first, *_with_copies(args[1:], staged), **kwargs)
     return StagedWork(work, [], []) if name == "send" else StagedWork(work, _tensors(args[:1]), _tensors(first))
+
+
+def combine_bits(
+    group: dist.ProcessGroup, copies: Sequence[Tensor], opts: Any, results: Sequence[Tensor], targets: Sequence[Tensor]
+) -> dist._Work:
+    """Combine staged tensors of all ranks in place, bit by bit, and put `results`, which are parts of them, into
+    `targets`."""
+    plain = dist.AllreduceCoalescedOptions()
+    plain.reduceOp, plain.timeout = opts.reduceOp, opts.timeout
+    work = group.allreduce_coalesced([flat_bytes(each) for each in copies], plain)  # of bytes: gloo lacks some types
+    return StagedWork(work, targets, results)
 
 
 def _has_to_be_staged(value: object) -> bool:

@@ -13,16 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnireduce.descriptor import Op, RowOp
+from omnireduce.errors import OmniReduceError, UsageError
+from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.torch.completion import Completion
-from omnireduce.torch.forms import allreduce_forms, broadcast_forms, coalesced_forms, made, reduce_forms
-from omnireduce.torch.gloo import call_gloo, gloo_group
+from omnireduce.torch.forms import (
+    allreduce_forms,
+    broadcast_forms,
+    coalesced_forms,
+    only,
+    options_of,
+    reduce_forms,
+    reduce_scatter_forms,
+)
+from omnireduce.torch.gloo import call_gloo, combine_bits, gloo_group
 from omnireduce.torch.job import Job
-from omnireduce.torch.rows import replace, rows_of, stream_of, width_of
-from omnireduce.torch.tensors import array_of, bytes_of, gpus_of, op_of, put_back, staged
-from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork
+from omnireduce.torch.reduce_ops import Reduction, reduction_of
+from omnireduce.torch.rows import replace, rows_of, stream_of
+from omnireduce.torch.tensors import array_of, bytes_of, copied, gpus_of, put_back, staged
+from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork, told_to_torch
 
 BACKEND = "omnireduce"
 COMPILER = "torch._dynamo"  # the module, once torch has loaded it
@@ -106,55 +116,104 @@ class ProcessGroup(dist.ProcessGroup):
 
     @allreduce_forms
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        [tensor] = tensors
-        op = op_of(opts.reduceOp, tensor.dtype)
-        if op is not None and not tensor.is_sparse:
-            return self._allreduce(tensors, op, opts)
-        if (op == "sum" or op == "mean") and width_of(tensor):
-            return self._allreduce_rows(tensor, op, opts)
-        return call_gloo(self._gloo, "allreduce", tensors, opts)
+        tensor = only(tensors)
+        how = reduction_of(opts.reduceOp, tensors)
+        if tensor.is_sparse:
+            return self._allreduce_rows(tensor, how, opts)
+        copies = [staged(tensor)]
+        return self._combine(copies, how, opts, copies, tensors)
 
     @coalesced_forms
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        op = op_of(opts.reduceOp, tensors[0].dtype) if tensors else None
-        if op is None or any(tensor.is_sparse or tensor.dtype != tensors[0].dtype for tensor in tensors):
-            return call_gloo(self._gloo, "allreduce_coalesced", tensors, opts)
-        return self._allreduce(tensors, op, opts)
-
-    def _allreduce(self, tensors: list[Tensor], op: Op, opts: Any) -> dist._Work:
-        copies = [staged(tensor) for tensor in tensors]
-        arrays = [array_of(copy) for copy in copies]
-        x = arrays[0] if len(arrays) == 1 else arrays
-        request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": op})
-        return self._start(request, tensors, opts, lambda _: put_back(tensors, copies))
-
-    def _allreduce_rows(self, tensor: Tensor, op: RowOp, opts: Any) -> dist._Work:
-        request = Request(Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": op})
-        stream = stream_of(tensor)
-        return self._start(request, [tensor], opts, lambda rows: replace(tensor, rows, stream))
+        how = reduction_of(opts.reduceOp, tensors)
+        if tensors[0].is_sparse:
+            raise UsageError(f"{len(tensors)} sparse tensors came together; expected one at a time")
+        copies = [staged(each) for each in tensors]
+        return self._combine(copies, how, opts, copies, tensors)
 
     @reduce_forms
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        [tensor] = tensors
-        op = op_of(opts.reduceOp, tensor.dtype)
-        if op is None or tensor.is_sparse:
-            return call_gloo(self._gloo, "reduce", tensors, opts)
-        copies, root = [staged(tensor)], opts.rootRank
-        request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": op})
-        return self._start(
-            request, tensors, opts, lambda _: put_back(tensors, copies) if self._rank == root else tensors
+        tensor = only(tensors)
+        how, root = reduction_of(opts.reduceOp, tensors), opts.rootRank
+        if tensor.is_sparse:
+            raise UsageError("a sparse tensor came; expected a dense one, or an all_reduce")
+        is_root = self._rank == root
+        copies = [staged(tensor) if is_root or how.op else copied(tensor)]
+        results, targets = (copies, tensors) if is_root else ([], [])
+        if how.op is None:
+            return self._combine(copies, how, opts, results, targets)
+        request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": how.op})
+        return self._start(request, targets, opts, self._finish(how, results, targets))
+
+    @reduce_scatter_forms
+    def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> dist._Work:
+        out, given = only(outs), only(parts)
+        if len(given) != self._size or given[self._rank].shape != out.shape:
+            shapes = [list(each.shape) for each in given]
+            raise UsageError(
+                f"tensors of {shapes} came for a result of {list(out.shape)}; expected one for each of the "
+                f"{self._size} ranks, and that of this rank of the shape of the result"
+            )
+        copies = [copied(each) for each in given]
+        how = reduction_of(opts.reduceOp, [out, *copies])
+        return self._combine(copies, how, opts, [copies[self._rank]], outs)
+
+    @reduce_scatter_forms
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any) -> dist._Work:
+        for out, tensor in zip(outs, tensors, strict=True):
+            if tensor.numel() != out.numel() * self._size:
+                raise UsageError(
+                    f"a tensor of {list(tensor.shape)} came for a result of {list(out.shape)}; expected {self._size} "
+                    "times as many elements"
+                )
+        copies = [copied(each) for each in tensors]
+        own = [copy.view(self._size, *out.shape)[self._rank] for copy, out in zip(copies, outs, strict=True)]
+        return self._combine(copies, reduction_of(opts.reduceOp, [*outs, *copies]), opts, own, outs)
+
+    def _combine(
+        self, copies: list[Tensor], how: Reduction, opts: Any, results: list[Tensor], targets: list[Tensor]
+    ) -> dist._Work:
+        """Combine staged tensors of all ranks in place, and put `results`, which are parts of them, into `targets`."""
+        if how.op is None:
+            return combine_bits(self._gloo, copies, opts, results, targets)
+        arrays = [array_of(copy) for copy in copies]
+        x = arrays[0] if len(arrays) == 1 else arrays
+        request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": how.op})
+        return self._start(request, targets, opts, self._finish(how, results, targets))
+
+    def _finish(
+        self, how: Reduction, results: list[Tensor], targets: list[Tensor]
+    ) -> Callable[[Any], Sequence[Tensor]]:
+        def finish(_: Any) -> Sequence[Tensor]:
+            for each in results:
+                how.divided(array_of(each), self._size)
+            return put_back(targets, results)
+
+        return finish
+
+    def _allreduce_rows(self, tensor: Tensor, how: Reduction, opts: Any) -> dist._Work:
+        request = Request(
+            Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": how.op}
         )
+        stream = stream_of(tensor)
+
+        def finish(rows: Rows[Any]) -> list[Tensor]:
+            numbers, values = rows
+            replace(tensor, (numbers, how.divided(values, self._size)), stream)
+            return [tensor]
+
+        return self._start(request, [tensor], opts, finish)
 
     @broadcast_forms
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        copies = [staged(tensor) for tensor in tensors]
+        copies = [staged(only(tensors))]
         request = Request(
             Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {}
         )
         return self._start(request, tensors, opts, lambda _: put_back(tensors, copies))
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist._Work:
-        opts = made(dist.BarrierOptions, timeout=timeout) if opts is None else opts
+    def barrier(self, *args: Any, **named: Any) -> dist._Work:
+        opts = options_of(dist.BarrierOptions, ["timeout"], args, named)
         return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), [], opts, lambda _: [])
 
     def _start(
@@ -177,23 +236,38 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
 
-def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, as it is also where torch.compile works. To load torch's compiler takes a second, so who does not use
-    it does without."""
+def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective as torch calls it. What it raises is what users of torch expect.
+
+    It is never compiled, also where torch.compile works. To load torch's compiler takes a second, so who does not use
+    it does without.
+    """
     uncompiled: Callable[..., Any] | None = None
 
-    @wraps(function)
+    @wraps(method)
+    def run(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except OmniReduceError as error:
+            raise told_to_torch(error) from error
+
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal uncompiled
         if uncompiled is None and COMPILER in sys.modules:
-            uncompiled = torch.compiler.disable(function)
-        return (uncompiled or function)(*args, **kwargs)
+            uncompiled = torch.compiler.disable(run)
+        return (uncompiled or run)(*args, **kwargs)
 
     return call
 
 
-for _name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"):
-    setattr(ProcessGroup, _name, _never_compiled(getattr(ProcessGroup, _name)))
+for _name in (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast",
+    "barrier",
+):  # fmt: skip
+    setattr(ProcessGroup, _name, _collective(getattr(ProcessGroup, _name)))
+for _name in ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"):  # of one, or older
+    setattr(ProcessGroup, _name, ProcessGroup.reduce_scatter_single_coalesced)
 
 
 def _through_gloo(name: str) -> Callable[..., Any]:
@@ -206,8 +280,7 @@ def _through_gloo(name: str) -> Callable[..., Any]:
 
 for _name in (
     "allgather", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced", "_allgather_base",
-    "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall",
-    "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource", "monitored_barrier",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "alltoall_base", "send",
+    "recv", "recv_anysource", "monitored_barrier",
 ):  # fmt: skip
     setattr(ProcessGroup, _name, _through_gloo(_name))

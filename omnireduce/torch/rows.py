@@ -19,12 +19,15 @@ def rows_of(tensor: Tensor) -> tuple[Array, Array, int]:
     """The numbers of the rows of a sparse tensor, int64 (n,), which may repeat; the rows, (n, width); how many rows the
     matrix has in all.
 
-    The sparse dimensions of the tensor number the rows; the dense ones make one row.
+    The sparse dimensions of the tensor number the rows; the dense ones make one row. A row without elements travels as
+    one zero.
     """
     shape = tuple(tensor.shape[: tensor.sparse_dim()])
     indices, values = staged(tensor._indices()).numpy(), staged(tensor._values())
     numbers = np.ravel_multi_index(tuple(indices), shape) if indices.size else np.zeros(0, np.int64)
-    return numbers, array_of(values).reshape(len(numbers), width_of(tensor)), math.prod(shape)
+    rows = array_of(values)
+    rows = rows.reshape(len(numbers), width_of(tensor)) if width_of(tensor) else np.zeros((len(numbers), 1), rows.dtype)
+    return numbers, rows, math.prod(shape)
 
 
 def width_of(tensor: Tensor) -> int:
@@ -39,13 +42,12 @@ def stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
 
 
 @torch.no_grad()
-def replace(tensor: Tensor, rows: Rows[Any], stream: torch.cuda.Stream | None) -> list[Tensor]:
-    """Replace a sparse tensor by the coalesced one of these rows, and return it. The tensor gets new memory, which
-    belongs to `stream`."""
+def replace(tensor: Tensor, rows: Rows[Any], stream: torch.cuda.Stream | None) -> None:
+    """Replace a sparse tensor by the coalesced one of these rows. The tensor gets new memory, which belongs to
+    `stream`."""
     with torch.cuda.stream(stream), torch.inference_mode(tensor.is_inference()):
         tensor.copy_(sparse_of(rows, tensor))  # not a detached one: that has numbers of rows of its own
         settle([tensor])
-    return [tensor]
 
 
 def sparse_of(rows: Rows[Any], like: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ def sparse_of(rows: Rows[Any], like: Tensor) -> Tensor:
     sparse, dense = like.shape[: like.sparse_dim()], like.shape[like.sparse_dim() :]
     pair = (2,) if like.is_complex() else ()
     indices = torch.from_numpy(np.stack(np.unravel_index(numbers, tuple(sparse))).astype(np.int64, copy=False))
-    found = tensor_of(values.reshape(len(numbers), *dense, *pair), like.dtype)
+    found = tensor_of(values[:, : width_of(like)].reshape(len(numbers), *dense, *pair), like.dtype)
     return torch.sparse_coo_tensor(
         indices, found, like.shape, device=like.device, is_coalesced=True, check_invariants=False
     )

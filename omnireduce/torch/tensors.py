@@ -8,43 +8,31 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
-_OPS: tuple[tuple[object, Op], ...] = (
-    (ReduceOp.SUM, "sum"),
-    (ReduceOp.AVG, "mean"),
-    (ReduceOp.MIN, "min"),
-    (ReduceOp.MAX, "max"),
-    (ReduceOp.PRODUCT, "prod"),
-)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_COMPLEX = (torch.complex64, torch.complex128)
-
-
-def op_of(op: object, dtype: torch.dtype) -> Op | None:
-    """What the service calls the reduction `op` of tensors of `dtype`; None if it has none."""
-    found = next((name for known, name in _OPS if op == known), None)
-    if dtype in _FLOATS:
-        return found
-    if dtype in _INTEGERS:
-        return None if found == "mean" else found
-    return found if dtype in _COMPLEX and found in ("sum", "mean") else None
+DEVICES = ["cpu", "cuda"]
 
 
 def staged(tensor: Tensor) -> Tensor:
     """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one.
 
-    Raises UsageError for what is no tensor.
+    Raises UsageError for what is no dense tensor.
     """
     if not isinstance(tensor, Tensor):
         raise UsageError(f"a {type(tensor).__name__} came; expected a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in DEVICES:
+        kind = "quantized" if tensor.is_quantized else f"{str(tensor.layout).removeprefix('torch.')}"
+        raise UsageError(f"a {kind} tensor on '{tensor.device}' came; expected a dense one on {' or '.join(DEVICES)}")
     plain = tensor.detach().resolve_conj().resolve_neg()
     return room_for(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A staged tensor that shares no memory with `tensor`."""
+    copy = staged(tensor)
+    return copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy
 
 
 def room_for(tensor: Tensor) -> Tensor:
@@ -92,7 +80,12 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(found) if dtype.is_complex else found
 
 
-def bytes_of(tensor: Tensor) -> Array:
+def flat_bytes(tensor: Tensor) -> Tensor:
     """The memory of a staged tensor, uint8 (bytes,)."""
-    found: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return tensor.view(-1).view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> Array:
+    """The same as an array."""
+    found: Array = flat_bytes(tensor).numpy()
     return found

@@ -18,7 +18,7 @@ from omnireduce.torch import ProcessGroup
 pytestmark = pytest.mark.usefixtures("aggregators")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8)  # also int16, which gloo lacks
+INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8)
 OTHERS = (torch.bool, torch.complex64, torch.complex128)
 OPS = {
     "sum": ReduceOp.SUM,
@@ -27,7 +27,6 @@ OPS = {
     "max": ReduceOp.MAX,
     "prod": ReduceOp.PRODUCT,
 }
-BITS = {"and": ReduceOp.BAND, "or": ReduceOp.BOR, "xor": ReduceOp.BXOR}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.clone(),
     "transposed": lambda x: x.clone().t(),
@@ -88,33 +87,6 @@ def test_allreduce_of_every_type_and_layout(size: int) -> None:
         return results
 
     compare(size, run)
-
-
-@pytest.mark.parametrize("name", ["sum", "min", "max", "prod"])
-def test_allreduce_of_int16(name: str) -> None:
-    def run(group: Group, rank: int) -> Tensor:
-        x = values(rank, torch.int16)
-        group.allreduce([x], options("Allreduce", reduceOp=OPS[name])).wait()
-        return x
-
-    parts = torch.stack([values(rank, torch.int16) for rank in range(3)])
-    expected = {"sum": parts.sum(0), "prod": parts.prod(0), "min": parts.amin(0), "max": parts.amax(0)}[name]
-    same(run_group(3, run), [expected.to(torch.int16)] * 3)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_omnireduce_does_not_reduce_goes_through_gloo(layout: str) -> None:
-    def run(group: Group, rank: int) -> list[Tensor]:
-        results = []
-        for name in ("sum", "min", "max", "prod"):
-            results.append(packed(group, LAYOUTS[layout](values(rank, torch.bool))))
-            group.allreduce(results[-1:], options("Allreduce", reduceOp=OPS[name])).wait()
-        for op in BITS.values():
-            results.append(packed(group, LAYOUTS[layout](values(rank, torch.int32))))
-            group.allreduce(results[-1:], options("Allreduce", reduceOp=op)).wait()
-        return results
-
-    compare(2, run)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (100_003,)], ids=str)

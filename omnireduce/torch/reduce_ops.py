@@ -1,0 +1,83 @@
+"""The reductions of torch: which there are for an element type, and how they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from omnireduce.descriptor import Op
+from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.rounding import integer_mean
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+class Reduction(NamedTuple):
+    """What becomes of the elements of all ranks. `op`: as the service does it; None: bit by bit, which gloo does.
+    `is_divided`: that is a sum, and is divided by the number of ranks after it, towards zero."""
+
+    op: Op | None
+    is_divided: bool = False
+
+    def divided(self, combined: Array, size: int) -> Array:
+        """What the service has combined of `size` ranks, divided in place where that is still to be done."""
+        return integer_mean(combined, size, combined) if self.is_divided else combined
+
+
+_NUMBERS: dict[str, Reduction] = {
+    "SUM": Reduction("sum"),
+    "PRODUCT": Reduction("prod"),
+    "MIN": Reduction("min"),
+    "MAX": Reduction("max"),
+}
+_FLOATS = _NUMBERS | {"AVG": Reduction("mean")}
+_INTEGERS = _NUMBERS | {
+    "AVG": Reduction("sum", is_divided=True),
+    **{name: Reduction(None) for name in ("BAND", "BOR", "BXOR")},
+}
+_COMPLEX = {"SUM": Reduction("sum"), "AVG": Reduction("mean")}  # of both parts
+_BOOL = {
+    **{name: Reduction("any") for name in ("SUM", "MAX", "BOR")},
+    **{name: Reduction("all") for name in ("PRODUCT", "MIN", "BAND")},
+    "BXOR": Reduction(None),
+}
+_OF_TYPE: dict[torch.dtype, dict[str, Reduction]] = {
+    **dict.fromkeys(FLOATS, _FLOATS),
+    **dict.fromkeys(INTEGERS, _INTEGERS),
+    **dict.fromkeys(COMPLEX, _COMPLEX),
+    torch.bool: _BOOL,
+}
+
+
+def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
+    """How `op` of torch is done with tensors of one element type, all dense or all sparse. Raises UsageError where that
+    cannot be."""
+    name = next((name for name, each in ReduceOp.RedOpType.__members__.items() if op == each), str(op))
+    kinds = {_kind(each) for each in tensors}
+    if len(kinds) != 1:
+        raise UsageError(f"tensors of {' and '.join(sorted(kinds)) or 'no type'} came; expected one element type")
+    dtype, [kind] = tensors[0].dtype, kinds
+    known = _OF_TYPE.get(dtype, {})
+    if tensors[0].is_sparse:  # a tensor that lacks a row has zeros there: other operations would have to read them
+        known = {each: known[each] for each in ("SUM", "AVG") if each in known and dtype is not torch.bool}
+    elif tensors[0].layout != torch.strided:
+        known = {}
+    if not known:
+        raise UsageError(f"tensors of {kind} cannot be combined; cast them to another type")
+    if name not in known:
+        raise UsageError(f"ReduceOp.{name} does not work on tensors of {kind}; expected {' or '.join(known)}")
+    return known[name]
+
+
+def _kind(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return str(tensor.dtype).removeprefix("torch.") + layout
