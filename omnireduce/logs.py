@@ -7,6 +7,9 @@ things that it tells travel in `extra`:
 
 `start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So the
 lines that peers can cause have limits: so many lines a second of each event, and so many bytes a minute.
+
+`show_debug_lines` is for the library in a program of somebody else: who has asked for debug lines sees them, however
+that program logs.
 """
 
 from __future__ import annotations
@@ -57,8 +60,27 @@ def start_logs(settings: Log, processes: int = 1, **fields: object) -> None:
     """Write the log lines of this process to standard error from now on, each with `fields`. It is one of so many
     `processes` of a program, which share the limit of bytes."""
     handler = LimitedHandler(sys.stderr, processes)
-    handler.setFormatter((JsonLines if settings.format == "json" else TextLines)(fields))
+    handler.setFormatter(_formatter(settings, fields))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+
+
+def show_debug_lines(settings: Log, **fields: object) -> None:
+    """If `log.level` is debug, write all lines of the library to standard error from now on, each with `fields`. A line
+    that the program's own logging takes goes there alone."""
+    if settings.level != "debug":
+        return
+    ours = logging.getLogger("omnireduce")
+    for each in [each for each in ours.handlers if isinstance(each, _Fallback)]:
+        ours.removeHandler(each)
+    handler = _Fallback(sys.stderr)
+    handler.setFormatter(_formatter(settings, fields))
+    ours.addHandler(handler)
+    ours.setLevel(logging.DEBUG)
+    ours.disabled = False  # `logging.config` disables each logger that exists before it
+
+
+def _formatter(settings: Log, fields: Mapping[str, object]) -> logging.Formatter:
+    return (JsonLines if settings.format == "json" else TextLines)(fields)
 
 
 def logs_are_json() -> bool:
@@ -141,6 +163,14 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             self.flush()
         except Exception:
             self.handleError(record)
+
+
+class _Fallback(LimitedHandler):
+    """Writes the lines that no handler of the root logger takes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(record.levelno >= each.level for each in logging.getLogger().handlers):
+            super().emit(record)
 
 
 class _Lines(logging.Formatter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import logging.config
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from omnireduce.logs import (
     JsonLines,
     LimitedHandler,
     TextLines,
+    show_debug_lines,
     start_logs,
     tagged,
     tell_left_out,
@@ -36,14 +38,16 @@ log = logging.getLogger("omnireduce.test_logs")
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    """The root logger is everybody's."""
-    root = logging.getLogger()
+    """The root logger is everybody's, and that of the library is all its tests'."""
+    root, ours = logging.getLogger(), logging.getLogger("omnireduce")
     handlers, level = root.handlers[:], root.level
     for handler in handlers:
         root.removeHandler(handler)  # `start_logs` would close them
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    ours.handlers.clear()
+    ours.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
@@ -123,6 +127,46 @@ def test_the_error_that_ends_a_program(settings: Log, expected: str, lines: Call
         assert (json.loads(line)["event"], json.loads(line)["level"]) == ("failed", "critical")
         line = json.loads(line)["message"]
     assert line == expected
+
+
+def with_dict(**more: Any) -> None:
+    """As programs configure logging that show little on a terminal."""
+    quiet = {"class": "logging.StreamHandler", "level": "WARNING"}
+    logging.config.dictConfig({"version": 1, "handlers": {"a": quiet}, "root": {"handlers": ["a"]}, **more})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda: None, lambda: None),
+        (lambda: logging.basicConfig(level="INFO"), lambda: None),
+        (lambda: None, lambda: logging.basicConfig(level="INFO")),
+        (lambda: logging.basicConfig(level="INFO"), lambda: logging.basicConfig(level="WARNING", force=True)),
+        (with_dict, lambda: None),
+        (lambda: None, lambda: with_dict(disable_existing_loggers=False)),
+        (lambda: start_logs(Log()), lambda: None),
+    ],
+)
+def test_debug_lines_that_were_asked_for_do_not_depend_on_the_programs_logging(
+    before: Callable[[], None], after: Callable[[], None], lines: Callable[[], list[str]]
+) -> None:
+    """Each is there once, also when the process joins a second job."""
+    logging.getLogger().handlers.clear()  # pytest's own, which take all lines
+    before()
+    for _ in range(2):
+        show_debug_lines(Log(level="debug"), rank=3)
+    after()
+    logging.getLogger("omnireduce").debug("a detail")
+    logging.getLogger("omnireduce").warning("a warning")
+    found = "\n".join(lines())
+    assert (found.count("a detail"), found.count("a warning")) == (1, 1)
+
+
+def test_debug_lines_of_the_library_that_nobody_asked_for(lines: Callable[[], list[str]]) -> None:
+    show_debug_lines(Log(), rank=3)
+    logging.getLogger("omnireduce").debug("a detail")
+    logging.getLogger("omnireduce").info("a word")
+    assert lines() == []
 
 
 class Flood:

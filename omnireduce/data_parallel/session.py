@@ -6,7 +6,6 @@ Ranks may form sets, each with a queue of its own. The names are Horovod's.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import socket
 from collections import Counter
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import UsageError
-from omnireduce.logs import start_logs
 from omnireduce.runtime.member import ending, world
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -97,8 +95,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] = 
     """Join the job, unless this process has: as `omnireduce.init` with the arguments `named`, whose global communicator
     is used if there is one. `process_sets`: sets of ranks, the same on all ranks.
 
-    Where `log.level` is "debug", and the script has no logging of its own, the log lines of this rank go to standard
-    error. Raises UsageError for a `comm` other than None, and otherwise what `omnireduce.init` raises.
+    Raises UsageError for a `comm` other than None, and otherwise what `omnireduce.init` raises.
     """
     global _session
     if comm is not None:
@@ -108,8 +105,6 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] = 
     if is_initialized():
         return
     joined = world.running() if world.is_initialized() else world.init(**named)
-    if joined.config.log.level == "debug" and not logging.getLogger().handlers:
-        start_logs(joined.config.log, rank=joined.rank)
     _session = _Session(joined)
     for each in process_sets:
         add_process_set(each)

@@ -1,15 +1,22 @@
-"""GRACE under DistributedDataParallel: `model.register_comm_hook(grc.state, grc.hook)`, one exchange a bucket."""
+"""GRACE in a training with torch.
+
+As a hook of DistributedDataParallel, `model.register_comm_hook(grc.state, grc.hook)`: one exchange for each bucket.
+For an optimizer, `DistributedOptimizer(optimizer, grace=grc)`: one for each gradient, when a step begins.
+"""
 # Annotations are not postponed here: torch compares those of a hook with its own classes.
 
 from itertools import count
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
+from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError
+from omnireduce.torch.gradients import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
 
 
@@ -70,3 +77,54 @@ def grace_hook(state: Communicator, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 Communicator.hook_of_torch = staticmethod(grace_hook)  # the library does not know torch
+
+
+_numbers: "WeakKeyDictionary[Communicator, count[int]]" = WeakKeyDictionary()  # of the optimizers that share a memory
+
+
+class GraceGradients(StepGradients):
+    """The gradients of an optimizer, which `grace` combines.
+
+    A memory knows gradients by their names. So those of all but the first optimizer that shares it have a number more.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: ParameterNames, grace: Communicator) -> None:
+        if not isinstance(grace, Communicator):
+            raise UsageError(
+                f"grace is a {type(grace).__name__}; expected what grace_from_params returns, or an object whose class "
+                f"derives from {class_text(Communicator)}"
+            )
+        self._names, self._grace = names, grace
+        self._number: int | None = None
+        self.watch(optimizer)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = {name: each for name, each in self._names.of(optimizer).items() if each.requires_grad}
+
+    @torch.no_grad()
+    def combine(self) -> None:
+        gradients = {name: _dense(name, each) for name, each in self._parameters.items()}
+        if self._number is None:
+            self._number = next(_numbers.setdefault(self._grace, count()))
+        beside = f" of optimizer {self._number}" if self._number else ""
+        for name, gradient in gradients.items():
+            gradient.copy_(self._grace.step(gradient, name + beside))
+        self._is_combined = True
+
+    def set_passes(self, passes: int) -> None:
+        """However often it runs: what has come together is combined when a step begins."""
+
+    def settle(self) -> None:
+        self._is_combined = False
+
+    def check_idle(self) -> None:
+        """They never are while other code runs."""
+
+
+def _dense(name: str, parameter: Tensor) -> Tensor:
+    """The gradient: zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.is_sparse:
+        raise UsageError(f"parameter '{name}' has a sparse gradient: expected nn.Embedding(sparse=False)")
+    return parameter.grad

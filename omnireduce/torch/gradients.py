@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -99,7 +100,42 @@ class Entry:
         return self.parameter.grad is not None and self.parameter.grad.is_sparse
 
 
-class Gradients:
+class StepGradients(ABC):
+    """The gradients that a step of one optimizer takes. `skips`: steps take them as they are."""
+
+    skips = False
+    _is_combined = False
+
+    @abstractmethod
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know the parameters that the optimizer has now. Raises UsageError for one without a name."""
+
+    @abstractmethod
+    def combine(self) -> None:
+        """Combine all gradients, and wait for that. One that this rank has not made counts as zeros."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A hook of the optimizer."""
+        no_closure(args, kwargs)
+        self.watch(optimizer)
+        if not self.skips and not self._is_combined:
+            self.combine()
+        self._is_combined = False
+
+    @abstractmethod
+    def set_passes(self, passes: int) -> None:
+        """From now on backward runs so often before a step."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for what is under way, whatever becomes of it, and forget it."""
+
+    @abstractmethod
+    def check_idle(self) -> None:
+        """Raises UsageError while gradients are combined."""
+
+
+class Gradients(StepGradients):
     """Those of one optimizer. A hook starts to combine each gradient when backward has made it for the last time before
     a step."""
 
@@ -107,8 +143,6 @@ class Gradients:
         self._names, self._way, self._passes = names, way, passes
         self._is_plain = way.compression is NoneCompressor
         self._entries: dict[Tensor, Entry] = {}  # of parameters that have a hook
-        self._is_combined = False
-        self.skips = False  # steps take the gradients as they are
         self.watch(optimizer)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -224,14 +258,6 @@ class Gradients:
         for handle in handles.values():
             synchronize(cast(Handle, handle))
         self._is_combined = True
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook of the optimizer."""
-        no_closure(args, kwargs)
-        self.watch(optimizer)
-        if not self.skips and not self._is_combined:
-            self.combine()
-        self._is_combined = False
 
     def settle(self) -> None:
         """Wait for what is under way, whatever becomes of it, and forget it."""

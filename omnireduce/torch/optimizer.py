@@ -9,11 +9,10 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from functools import wraps
+from typing import Any, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -24,16 +23,17 @@ from omnireduce.data_parallel.session import ProcessSet, global_process_set, ses
 from omnireduce.data_parallel.words import Average, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
-from omnireduce.torch.gradients import Gradients, Named, ParameterNames, Way, no_closure
+from omnireduce.torch.grace import GraceGradients
+from omnireduce.torch.gradients import Gradients, Named, ParameterNames, StepGradients, Way
 from omnireduce.torch.sharded import ShardedOptimizer
 
-_numbers: WeakKeyDictionary[Grace, count[int]] = WeakKeyDictionary()  # of the optimizers that share a memory
+P = ParamSpec("P")
 
 
 class Distributed(torch.optim.Optimizer):
     """What an optimizer can do beside its own once its gradients are those of all ranks."""
 
-    _gradients: Gradients
+    _gradients: StepGradients
 
     def synchronize(self) -> None:
         """Wait until all gradients are combined; the next `step` takes them as they are then."""
@@ -69,6 +69,20 @@ class Distributed(torch.optim.Optimizer):
         self._gradients.watch(self)
 
 
+def _graces_order(make: Callable[P, Any]) -> Callable[P, Any]:
+    """Understand GRACE's order as well: its object comes second, before the named parameters."""
+
+    @wraps(make)
+    def call(*args: Any, **named: Any) -> Any:
+        if len(args) > 1 and all(hasattr(args[1], each) for each in ("compressor", "memory")):
+            optimizer, grace, *others = args
+            return make(optimizer, *others, grace=grace, **named)
+        return make(*args, **named)
+
+    return call
+
+
+@_graces_order
 def DistributedOptimizer(  # noqa: N802  Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Named | None = None,
@@ -92,9 +106,11 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     that it gets later, by `add_param_group`, may be among them. `op`: Average, Sum, Min, Max, Product or Adasum.
     `gradient_predivide_factor` divides before the sum; the rest of the mean is divided after it. `groups`: lists of
     parameters whose gradients are combined together, or how many groups there shall be (also `num_groups`). Sparse
-    gradients are added by index, and stay sparse, unless `sparse_as_dense`. `grace`: what `grace_from_params` returns,
-    which combines gradient by gradient when a step begins; then the words before do not count. Optimizers may share
-    one: what it keeps is that of one optimizer each.
+    gradients are added by index, and stay sparse, unless `sparse_as_dense`.
+
+    `grace`: what `grace_from_params` returns, or an object of your own class of that kind. It combines gradient by
+    gradient when a step begins. It may also be the second argument, as in GRACE. Optimizers may share one: what it
+    keeps is that of one optimizer each. Beside it only `named_parameters` and `backward_passes_per_step` are possible.
 
     Raises UsageError for what is no optimizer, for names that are missing or none, for other arguments that cannot be,
     and for an optimizer that combines already, as a `ShardedOptimizer` does. A step raises it for a closure, and
@@ -102,25 +118,35 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim")
-    if grace is not None and not isinstance(grace, Grace):
-        raise UsageError(f"grace is a {type(grace).__name__}; expected what grace_from_params returns")
-    if isinstance(optimizer, Distributed) or getattr(optimizer, "_omnireduce_grace", None):
+    if isinstance(optimizer, Distributed):
         raise UsageError("the optimizer combines gradients already; expected one that was not given here before")
     if isinstance(optimizer, ShardedOptimizer):
         raise UsageError("a ShardedOptimizer combines gradients itself; expected one of torch.optim")
     names = ParameterNames(named_parameters)
+    passes = _at_least_once(backward_passes_per_step)
     if grace is not None:
-        return _with_grace(optimizer, names, grace)
+        others = {"compression": compression is not Compression.none, "op": op is not Average}
+        others |= {"gradient_predivide_factor": gradient_predivide_factor != 1}
+        others |= {"num_groups": bool(num_groups), "groups": bool(groups)}
+        others |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set is not global_process_set}
+        for word in (word for word, is_given in others.items() if is_given):
+            raise UsageError(f"{word} beside grace, which combines gradients in its own way: leave {word} out")
+        return _distributed(optimizer, GraceGradients(optimizer, names, grace))
     session_of()
     how = scaling(None, op)
     how.predivided(gradient_predivide_factor, process_set.size())  # raises what is wrong with it
     way = Way(how, gradient_predivide_factor, compression, sparse_as_dense, process_set)
-    gradients = Gradients(optimizer, names, way, _at_least_once(backward_passes_per_step))
+    gradients = Gradients(optimizer, names, way, passes)
     number = groups if isinstance(groups, int) else num_groups
     if number:
         gradients.split_in_groups(number)
     elif groups:
         gradients.put_in_groups(cast(Sequence[Sequence[Tensor]], groups))
+    return _distributed(optimizer, gradients)
+
+
+def _distributed(optimizer: torch.optim.Optimizer, gradients: StepGradients) -> Distributed:
+    """The optimizer, whose steps take these gradients from now on."""
     optimizer.register_step_pre_hook(gradients.before_step)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__})
@@ -133,41 +159,3 @@ def _at_least_once(passes: int) -> int:
     if not isinstance(passes, int) or passes < 1:
         raise UsageError(f"backward_passes_per_step {passes}: expected a whole number, 1 or more")
     return passes
-
-
-def _with_grace(optimizer: torch.optim.Optimizer, names: ParameterNames, grace: Grace) -> torch.optim.Optimizer:
-    names.of(optimizer)  # raises what is wrong with them
-    optimizer.register_step_pre_hook(GraceGradients(names, grace).before_step)
-    optimizer._omnireduce_grace = grace
-    return optimizer
-
-
-class GraceGradients:
-    """The gradients of an optimizer, which `grace` combines.
-
-    A memory knows gradients by their names. So those of all but the first optimizer that shares it have a number more.
-    """
-
-    def __init__(self, names: ParameterNames, grace: Grace) -> None:
-        self._names, self._grace = names, grace
-        self._number: int | None = None
-
-    @torch.no_grad()
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Combine them: a hook of the optimizer."""
-        no_closure(args, kwargs)
-        found = {name: _dense(name, each) for name, each in self._names.of(optimizer).items() if each.requires_grad}
-        if self._number is None:
-            self._number = next(_numbers.setdefault(self._grace, count()))
-        beside = f" of optimizer {self._number}" if self._number else ""
-        for name, gradient in found.items():
-            gradient.copy_(self._grace.step(gradient, name + beside))
-
-
-def _dense(name: str, parameter: Tensor) -> Tensor:
-    """The gradient: zeros if there is none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    if parameter.grad.is_sparse:
-        raise UsageError(f"parameter '{name}' has a sparse gradient: expected nn.Embedding(sparse=False)")
-    return parameter.grad

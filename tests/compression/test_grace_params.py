@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 
@@ -12,6 +13,7 @@ import omnireduce as omni
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace, grace_from_params
 from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS, MEMORIES, ON_A_GPU
+from omnireduce.runtime.member import world
 
 GRACE_HAS = [
     *("none", "adaq", "dgc", "efsignsgd", "fp16", "inceptionn", "natural", "onebit", "powersgd", "qsgd", "randomk"),
@@ -50,7 +52,7 @@ def test_all_names(daemon: Daemon) -> None:
         ({"memory": "some"}, "memory 'some': expected none, dgc, efsignsgd, powersgd, residual"),
         ({"communicator": ["a"]}, r"communicator \['a'\]: expected aggregator, allgather, allreduce, alltoall, broad"),
         ({"compressor": "topk", "ratio": 1}, "parameter 'ratio': compressor 'topk' with memory 'none' takes compress_"),
-        ({"compress_ratio": 0.1}, "parameter 'compress_ratio': compressor 'none' with memory 'none' takes nothing"),
+        ({"compress_rate": 0.1}, "parameter 'compress_rate': compressor 'none' with memory 'none' takes nothing"),
         ({"compressor": "topk", "compress_ratio": 2}, "ratio 2: expected more than 0 and at most 1"),
         ({"compressor": "natural", "seed": "a"}, "seed is 'a', a str; expected an int"),
         ({"compressor": "qsgd", "seed": None}, "seed is None, a NoneType; expected an int"),
@@ -60,7 +62,10 @@ def test_all_names(daemon: Daemon) -> None:
         ({"compressor": "dgc", "seed": -1}, "seed -1: expected a whole number from 0 on"),
         ({"compressor": "omnireduce.compression.grace:Compressor"}, "Compressor is abstract; .* has compress, decom"),
         ({"memory": "omnireduce.compression.grace:Memory"}, "Memory is abstract; expected a class that has compensate"),
-        ({"communicator": "omnireduce.compression.grace:Communicator"}, "Communicator is abstract; .* send_receive"),
+        (
+            {"communicator": "omnireduce.compression.grace:Communicator"},
+            "Communicator does not exchange: .* send_receive, or",
+        ),
         ({"world_size": 7}, "world_size 7: the communicator has 1 ranks"),
         ({"world_size": "1"}, "world_size is '1'"),
         ("topk", "params is a str; expected a dict such as"),
@@ -120,5 +125,90 @@ def test_it_takes_the_communicator_of_the_program(daemon: Daemon) -> None:
         assert made.comm is comm
         again = grace.Allgather(grace.TopKCompressor(0.3), grace.ResidualMemory(), omni.size())
         assert again.comm is comm
-        with pytest.raises(UsageError, match="expected a Compressor and a Memory"):
-            grace.Allgather(grace.ResidualMemory(), grace.TopKCompressor())  # type: ignore[arg-type]
+        for pair, said in (
+            (
+                (grace.ResidualMemory(), grace.TopKCompressor()),
+                "compressor is a ResidualMemory; expected an object whose",
+            ),
+            (
+                (grace.TopKCompressor(), grace.ResidualMemory),
+                r"memory is ResidualMemory; .* omnireduce\.compression\.grace\.Mem",
+            ),
+        ):
+            with pytest.raises(UsageError, match=said):
+                grace.Allgather(*pair)  # type: ignore[arg-type]
+
+
+def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "grace_ignored"]
+
+
+def test_what_only_others_take_is_ignored_with_one_warning(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that names another compressor leaves all its parameters where they are."""
+    of_all = {
+        "compress_ratio": 0.1,
+        "threshold": 0.1,
+        "quantum_num": 7,
+        "compress_rank": 2,
+        "lr": 0.5,
+        "kernel": "torch",
+    }
+    of_all |= {"momentum": 0.5, "gradient_clipping": False, "bucket_size": 8, "quantiles": 4, "error_bound": 0.1}
+
+    def run(comm: Communicator) -> Any:
+        made: Any = grace_from_params({"compressor": "signum", **of_all}, comm=comm)
+        grace_from_params({"compressor": "signum", "momentum": 0.5}, comm=comm)
+        return made.compressor.momentum
+
+    assert run_job(configured(daemon.addresses), 2, run) == [0.5, 0.5]
+    others = ", ".join(key for key in of_all if key != "momentum")
+    assert ignored(caplog) == [f"ignored: {others}. compressor 'signum' with memory 'none' takes momentum"]
+
+
+class Own(grace.Communicator):
+    """As GRACE's users write one for Horovod: two halves, and a constructor that sets `world_size`."""
+
+    def __init__(self, compressor: grace.Compressor, memory: grace.Memory, world_size: int) -> None:
+        super().__init__(compressor, memory)
+        self.world_size = world_size
+
+    def async_send(self, tensors: Any, name: str) -> Any:
+        return [self.comm.allgather_async(each, name=f"{name} {i}") for i, each in enumerate(tensors)]
+
+    def wait_receive(self, handles: Any, ctx: Any) -> Any:
+        everyone = zip(*(each.wait() for each in handles), strict=True)
+        return self.combined([self.compressor.decompress(each, ctx) for each in everyone])
+
+
+class Whole(grace.Communicator):
+    """As for torch.distributed: in one piece."""
+
+    def __init__(self, compressor: grace.Compressor, memory: grace.Memory) -> None:
+        super().__init__(compressor, memory)
+
+    def send_receive(self, tensors: Any, name: str, ctx: Any) -> Any:
+        return Own.wait_receive(self, Own.async_send(self, tensors, name), ctx)  # type: ignore[arg-type]
+
+
+class Half(grace.Communicator):
+    def async_send(self, tensors: Any, name: str) -> Any: ...
+
+
+def test_communicators_of_the_users_own(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Derived as GRACE has them for Horovod, and for torch.distributed; made by name, on the global communicator."""
+
+    def run(comm: Communicator) -> list[list[float]]:
+        monkeypatch.setattr(world, "_global", comm)
+        found = []
+        for kind in (Own, Whole):
+            made = grace_from_params({"compressor": "fp16", "communicator": f"{__name__}:{kind.__name__}"})
+            gradient = np.array([-1, 2], np.float32)
+            found.append(made.step(gradient, "w").tolist())
+            assert made.world_size == 1
+            with pytest.raises(UsageError, match="world_size 3: the communicator has 1 ranks"):
+                made.world_size = 3
+        with pytest.raises(UsageError, match=r"Half does not exchange: .* it has no wait_receive"):
+            Half(grace.NoneCompressor(), grace.NoneMemory())
+        return found
+
+    assert run_job(configured(daemon.addresses), 1, run) == [[[-1, 2], [-1, 2]]]

@@ -20,6 +20,7 @@ import omnireduce as omni
 import omnireduce.torch as hvd
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace_from_params
+from omnireduce.compression.grace import Communicator as Grace
 from omnireduce.torch.grace import Buckets
 
 SCRIPT = str(ROOT / "tests" / "pytorch" / "grace_worker.py")
@@ -86,7 +87,13 @@ def test_what_cannot_be() -> None:
         ({"named_parameters": [("w", net.weight), ("w", net.bias)]}, "some are there twice"),
         ({"named_parameters": net.parameters()}, "named_parameters has a Parameter; expected a name and a parameter"),
         ({"named_parameters": enumerate(net.parameters())}, "named_parameters has a tuple; expected a name and a para"),
-        ({"grace": {"compressor": "topk"}}, "grace is a dict; expected what grace_from_params returns"),
+        (
+            {"grace": {"compressor": "topk"}},
+            "grace is a dict; expected what grace_from_params returns, or an object",
+        ),
+        ({"grace": grace_from_params({}), "op": hvd.Sum}, "op beside grace, which combines gradients in its own way"),
+        ({"grace": grace_from_params({}), "compression": hvd.Compression.fp16}, "compression beside grace"),
+        ({"grace": grace_from_params({}), "process_set": hvd.ProcessSet([0])}, "process_set beside grace"),
     ):
         with pytest.raises(UsageError, match=said):
             step_of(net, **named)
@@ -103,6 +110,58 @@ def test_what_cannot_be() -> None:
     words(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'parameter 0' has a sparse gradient: expected nn.Embedding\(sparse=False\)"):
         step_of(words, grace=grace_from_params({}))
+
+
+class OfAnotherPackage:
+    """As an object of GRACE's own package."""
+
+    compressor = memory = None
+
+
+@pytest.mark.usefixtures("alone")
+def test_graces_own_order() -> None:
+    """Its object second; what was combined is changed before the step."""
+    net = nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    grc = grace_from_params({"compressor": "topk", "compress_ratio": 0.5})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), grc, named_parameters=net.named_parameters()
+    )
+    net(torch.tensor([[3.0, 4.0]])).sum().backward()
+    optimizer.synchronize()
+    assert net.weight.grad.tolist() == [[0, 4]]
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert torch.allclose(net.weight, torch.tensor([[0, -1.0]]))
+    with pytest.raises(UsageError, match="combines gradients already"):
+        hvd.DistributedOptimizer(optimizer, grc)
+    said = r"grace is a OfAnotherPackage; .* derives from omnireduce\.compression\.grace\.Communicator"
+    with pytest.raises(UsageError, match=said):
+        hvd.DistributedOptimizer(torch.optim.SGD(net.parameters()), OfAnotherPackage(), net.named_parameters())
+
+
+class Gathering(Grace):
+    """Of the user's own, in two halves, with functions for tensors."""
+
+    def async_send(self, tensors: Any, name: str) -> Any:
+        return [hvd.allgather_async(each.reshape(1, -1), name=f"{name} {i}") for i, each in enumerate(tensors)]
+
+    def wait_receive(self, handles: Any, ctx: Any) -> Any:
+        everyone = zip(*(hvd.synchronize(each) for each in handles), strict=True)
+        return self.combined([self.compressor.decompress(each, ctx) for each in everyone])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "natural", "onebit", "terngrad", "topk", "u8bit"])
+def test_a_communicator_of_the_users_own_gets_tensors_of_tensors(compressor: str) -> None:
+    gradient = torch.tensor([[1.0, 0], [0, -1]])
+    given = {"compressor": compressor, "compress_ratio": 0.5}
+    theirs, ours = (
+        grace_from_params({**given, "communicator": each}).step(gradient, "w")
+        for each in (f"{__name__}:Gathering", "allgather")
+    )
+    assert torch.equal(theirs, ours)
 
 
 @pytest.mark.usefixtures("alone")

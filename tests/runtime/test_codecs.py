@@ -13,6 +13,7 @@ from transports import BY_SHARDS, KINDS, over
 from omnireduce import AbortedError, CodecError, Communicator, ConfigError, UsageError
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.table import BUILT_IN
+from omnireduce.runtime.member.channel import _tell_idle
 
 HERE = Path(__file__).parent
 OWN = ("own_codecs:Doubles", "own_codecs:Unlucky", "own_codecs:Clumsy")
@@ -63,10 +64,30 @@ def test_the_codec_of_the_configuration_is_for_sums_and_means_of_float32(daemon:
     run_job(config, 2, run)
 
 
-def test_ranks_that_share_memory_exchange_exactly(daemon: Daemon) -> None:
+def idle_codecs(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.fields["codec"] for each in caplog.records if getattr(each, "event", "") == "codec_idle"]
+
+
+def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of a codec that is named in a call."""
+    _tell_idle.cache_clear()
     config = configured(daemon.addresses, "protocol.codec=sign")
-    results = run_job(config, 2, lambda comm: comm.allreduce(np.full(64, 1.5, np.float32)))
-    assert all(set(x) == {3.0} for x in results)
+
+    def run(comm: Communicator) -> set[float]:
+        found = {float(x) for _ in range(3) for x in comm.allreduce(np.full(64, 1.5, np.float32))}
+        return found | set(comm.allreduce([np.full(64, 1.5, np.float32)], codec="own_codecs:Doubles")[0])
+
+    assert run_job(config, 2, run) == [{3.0}] * 2
+    assert idle_codecs(caplog) == ["sign", "own_codecs:Doubles"]
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(1, "transport.host_exchange=auto"), (2, BY_SHARDS)])
+def test_codecs_that_work_are_no_news(daemon: Daemon, ranks: int, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    _tell_idle.cache_clear()
+    run_job(configured(daemon.addresses, way), ranks, lambda comm: comm.allreduce(np.ones(8, np.float32), codec="sign"))
+    assert idle_codecs(caplog) == []
 
 
 def test_wrong_codecs_are_refused_and_the_job_goes_on(daemon: Daemon) -> None:

@@ -23,6 +23,7 @@ from omnireduce.runtime.member.communicator import Communicator as Member  # wha
 from omnireduce.runtime.member.numbers import whole
 
 Tensors = Sequence[Any]
+HALVES = "async_send", "wait_receive"  # of `send_receive`
 log = logging.getLogger("omnireduce")
 
 
@@ -70,6 +71,11 @@ class Compressor(ABC):
         """Keep nothing of these gradients any more."""
 
 
+def owner_of(kind: type, method: str) -> type:
+    """The class that has defined a method of `kind`."""
+    return next(each for each in kind.__mro__ if method in vars(each))
+
+
 def is_ours(kind: type) -> bool:
     """Whether a class is of this package: one that derives from it may do something else."""
     return kind.__module__.startswith(f"{__package__}.")
@@ -91,8 +97,14 @@ class Memory(ABC):
         """Keep nothing of these gradients any more."""
 
 
-class Communicator(ABC):
-    """Combines the gradients of all ranks: `step`.
+def class_text(kind: type) -> str:
+    """The name of a class, from where users import it."""
+    return f"{__package__}.{kind.__qualname__}" if is_ours(kind) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Communicator:
+    """Combines the gradients of all ranks: `step`. A class of your own derives from this one and defines how ranks
+    exchange: `send_receive`, or both `async_send` and `wait_receive`.
 
     `world_size`: None, or that of `comm`. `comm`: the communicator of the job; None: that of `omnireduce.init()`.
     Raises UsageError for what is none, or does not go together.
@@ -104,18 +116,30 @@ class Communicator(ABC):
     def __init__(
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
     ) -> None:
-        if not isinstance(compressor, Compressor) or not isinstance(memory, Memory):
-            raise UsageError(f"compressor {compressor!r}, memory {memory!r}: expected a Compressor and a Memory")
+        for what, given, kind in (("compressor", compressor, Compressor), ("memory", memory, Memory)):
+            if not isinstance(given, kind):
+                came = given.__name__ if isinstance(given, type) else f"a {type(given).__name__}"
+                raise UsageError(f"{what} is {came}; expected an object whose class derives from {class_text(kind)}")
+        own = type(self)
+        missing = [each for each in HALVES if owner_of(own, each) is Communicator]
+        if missing and owner_of(own, "send_receive") is Communicator:
+            raise UsageError(
+                f"{own.__name__} does not exchange: expected a class that defines send_receive, or both async_send and "
+                f"wait_receive; it has no {' and no '.join(missing)}"
+            )
         self.comm = world.running() if comm is None else comm
-        self.compressor, self.memory = compressor, memory
-        if world_size is not None and whole(world_size, "world_size") != self.comm.size:
-            raise UsageError(f"world_size {world_size}: the communicator has {self.comm.size} ranks")
+        self.compressor, self.memory, self.world_size = compressor, memory, world_size
         self._was_called = False
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """How many ranks there are. Raises UsageError when it is set to another number; None is no number."""
         return self.comm.size
+
+    @world_size.setter
+    def world_size(self, number: int | None) -> None:
+        if number is not None and whole(number, "world_size") != self.comm.size:
+            raise UsageError(f"world_size {number}: the communicator has {self.comm.size} ranks")
 
     def step(self, tensor: Any, name: str) -> Any:
         """What the gradients of all ranks are together, like `tensor`, which stays as it is.
@@ -138,9 +162,18 @@ class Communicator(ABC):
         """The `name` that `send_receive` gets for `tensor`, which was compressed last."""
         return name
 
-    @abstractmethod
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         """Exchange `tensors`, decompress those of each rank, and aggregate."""
+        return self.wait_receive(self.async_send(tensors, name), ctx)
+
+    def async_send(self, tensors: Tensors, name: str) -> Any:
+        """The first half of `send_receive`, as GRACE has it for Horovod: begin to exchange `tensors`. What it returns
+        goes to `wait_receive`."""
+        raise NotImplementedError
+
+    def wait_receive(self, handles: Any, ctx: Any) -> Any:
+        """The second half: wait for `handles`, decompress and aggregate."""
+        raise NotImplementedError
 
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing of these gradients any more, in memory and compressor: none of them comes again. All ranks do

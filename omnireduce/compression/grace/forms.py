@@ -5,6 +5,8 @@ A tensor is known by its methods: this package does not import torch.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,12 @@ class Form:
         room = self._like.cpu().float().new_empty(self.shape)
         room.numpy()[...] = shaped
         return room.to(self._like)
+
+    def kind_of(self, arrays: Sequence[Array]) -> list[Any]:
+        """`arrays` of any dtype as what the gradient is: arrays, or tensors on the processor with the same memory."""
+        if not is_tensor(self._like):
+            return list(arrays)
+        return [sys.modules["torch"].from_numpy(each) for each in arrays]  # there is a tensor, so there is torch
 
 
 def payload_of(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError
 from omnireduce.loading import load_named
 
@@ -12,7 +13,7 @@ def class_named(name: str, *kinds: type) -> Any:
     """The class of this "module:Class", which derives from one of `kinds`. Raises UsageError."""
     found = load_named(name, name, "MODULE:CLASS, such as my_module:MyCompressor")
     if not (isinstance(found, type) and issubclass(found, kinds)):
-        names = " or ".join(f"{each.__module__}.{each.__qualname__}" for each in kinds)
+        names = " or ".join(map(class_text, kinds))
         raise UsageError(f"{name} is a {found!r}; expected a class that derives from {names}")
     missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
     if missing:

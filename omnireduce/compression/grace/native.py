@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Tensors, is_ours
-from omnireduce.compression.grace.forms import Form
+from omnireduce.compression.grace.forms import Form, payload_of
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.draws import stream_key
@@ -43,15 +43,16 @@ class Native(Compressor):
         self._steps: dict[str, int] = {}
 
     def compress(self, tensor: Any, name: str) -> tuple[Tensors, Context]:
-        """Arrays that travel, and the context of `decompress`. Raises UsageError for what is no gradient."""
+        """What travels, arrays or tensors as the gradient is, and the context of `decompress`. Raises UsageError for
+        what is no gradient."""
         context = Context(Form(tensor), name, self._steps.get(name, 0))
-        tensors = self.encode(self.prepare(context.form.values, name), context)
+        arrays = self.encode(self.prepare(context.form.values, name), context)
         self.commit(name)
-        return tensors, context
+        return context.form.kind_of(arrays), context
 
     def decompress(self, tensors: Tensors, ctx: Context) -> Any:
         """A gradient like the one that this rank has compressed."""
-        return ctx.form.restore(self.decode(tensors, ctx))
+        return ctx.form.restore(self.decode([payload_of(each) for each in tensors], ctx))
 
     def prepare(self, x: Array, name: str) -> Array:
         """What is encoded in the place of `x`, float32 (elements,): itself, or another array."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omnireduce.compression.grace import lowrank, memories, packing, pieces, quantizing, selecting, service
@@ -11,6 +12,8 @@ from omnireduce.compression.grace.base import Communicator, Compressor, Memory
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, Collective
 from omnireduce.compression.grace.loading import class_named
 from omnireduce.errors import UsageError
+from omnireduce.logs import tagged
+from omnireduce.runtime.member import world
 from omnireduce.runtime.member.communicator import Communicator as Member
 
 COMPRESSORS: Mapping[str, type[Compressor]] = {
@@ -51,6 +54,8 @@ COMMUNICATORS: Mapping[str, type[Collective]] = {
     "broadcast": Broadcast,
 }
 OTHERS = ("compressor", "memory", "communicator", "world_size")
+ABOUT_GPUS = {"kernel"}  # what GRACE knows beside the parameters of these classes
+log = logging.getLogger("omnireduce")
 
 
 def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) -> Communicator:
@@ -58,28 +63,46 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
 
     `compressor`, `memory` and `communicator` are names: "none", "none" and "aggregator" if they are not there. A class
     of your own is "module:Class". `world_size` may be there, and is checked. The rest goes to the compressor and the
-    memory, by GRACE's names: `compress_ratio`, `threshold`, `momentum`, `lr` and so on, each to all that have it.
+    memory, by GRACE's names: `compress_ratio`, `threshold`, `momentum`, `lr` and so on, each to all that have it. What
+    only others have is ignored, and rank 0 logs one warning: so a script may change a name alone.
 
     Raises UsageError for a name, a parameter or a value that cannot be, and for what does not go together.
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"params is a {type(params).__name__}; expected a dict such as {{'compressor': 'topk'}}")
-    named = params.get("compressor", "none")
-    same = ON_A_GPU.get(named, named) if isinstance(named, str) else named
+    said = params.get("compressor", "none")
+    same = ON_A_GPU.get(said, said) if isinstance(said, str) else said
     compressor = _named("compressor", same, COMPRESSORS, Compressor)
     memory = _named("memory", params.get("memory", "none"), MEMORIES, Memory)
     communicator = _named("communicator", params.get("communicator", "aggregator"), COMMUNICATORS, Communicator)
-    rest = {key: value for key, value in params.items() if key not in OTHERS}
-    known = {each: set(inspect.signature(each).parameters) for each in (compressor, memory)}
-    for key in rest:
-        if not any(key in names for names in known.values()):
-            takes = ", ".join(sorted(set().union(*known.values()))) or "nothing"
-            raise UsageError(
-                f"parameter {key!r}: compressor '{named}' with memory '{params.get('memory', 'none')}' takes {takes}"
-            )
-    made = [each(**{key: value for key, value in rest.items() if key in known[each]}) for each in (compressor, memory)]
-    found: Communicator = communicator(*made, params.get("world_size"), comm=comm)
+    given = {key: value for key, value in params.items() if key not in OTHERS}
+    comm = world.running() if comm is None else comm
+    takes = _parameters(compressor) | _parameters(memory)
+    if others := [key for key in given if key not in takes]:
+        what = f"compressor '{said}' with memory '{params.get('memory', 'none')}'"
+        _check_others(others, what, takes, is_first=comm.rank == 0)
+    made = [each(**{key: given[key] for key in given.keys() & _parameters(each)}) for each in (compressor, memory)]
+    beside = {"world_size": params.get("world_size", comm.size), "comm": comm}
+    takes = _parameters(communicator)  # one of your own may lack some
+    found: Communicator = communicator(*made, **{key: beside[key] for key in beside.keys() & takes})
     return found
+
+
+def _parameters(kind: type) -> set[str]:
+    """What the class takes."""
+    return set(inspect.signature(kind).parameters)
+
+
+def _check_others(others: Sequence[str], what: str, takes: set[str], *, is_first: bool) -> None:
+    """Of parameters that `what` does not take: raise UsageError for one that no other compressor or memory has, else
+    say, if this rank is the first, that they are ignored."""
+    known = ABOUT_GPUS.union(*map(_parameters, (*COMPRESSORS.values(), *MEMORIES.values())))
+    text = f"{what} takes {', '.join(sorted(takes)) or 'nothing'}"
+    for key in others:
+        if key not in known:
+            raise UsageError(f"parameter {key!r}: {text}")
+    if is_first:
+        log.warning("ignored: %s. %s", ", ".join(others), text, extra=tagged("grace_ignored"))
 
 
 def _named(what: str, name: object, table: Mapping[str, Any], kind: type) -> Any:

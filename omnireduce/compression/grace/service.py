@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.compression import memories
 from omnireduce.compression.compressed import Compression
-from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours
+from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
 from omnireduce.compression.grace.communicators import Collective
 from omnireduce.compression.grace.forms import Form, payload_like, payload_of
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
@@ -38,7 +38,7 @@ class Aggregator(Collective):
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
     ) -> None:
         super().__init__(compressor, memory, world_size, comm=comm)
-        if not is_ours(_owner(type(compressor), "aggregate")):
+        if not is_ours(owner_of(type(compressor), "aggregate")):
             raise UsageError(
                 f"{type(compressor).__name__} aggregates in its own way, which the service does not know: it goes with "
                 "allgather, broadcast"
@@ -101,11 +101,6 @@ def _why_no_factors(compressor: PowerSGDCompressor) -> str:
         f"{name} is a class of your own. Factors are summed while they are made, by the service itself: take "
         "PowerSGDCompressor, or a class that derives from Compressor"
     )
-
-
-def _owner(kind: type, method: str) -> type:
-    """The class that has defined a method of `kind`."""
-    return next(each for each in kind.__mro__ if method in vars(each))
 
 
 def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:

@@ -79,7 +79,8 @@ class Place(NamedTuple):
     """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
     elements; `dealing`: which shard gets what; parts that travel in packets have up to `part_bytes`; `with_pool` lends
     memory for results; sums of float32 travel by `codec`, and `codec_seed` is that of what it draws. `in_memory`:
-    ranks exchange in memory that they share."""
+    ranks exchange in memory that they share. `tell_idle` is called with each codec that all ranks share memory for, so
+    that nothing travels."""
 
     rank: int
     size: int
@@ -91,6 +92,7 @@ class Place(NamedTuple):
     codec: str = NONE
     codec_seed: int = 0
     in_memory: bool = False
+    tell_idle: Callable[[str], None] | None = None
 
     def layout(self, descriptor: Descriptor) -> Layout:
         return self.dealing.layout(descriptor)
@@ -113,6 +115,8 @@ def reduction(
     block_size = place.block_size if block_size is None else whole(block_size, "block_size")
     name, op = check_name(name, place.owner), check_op(op)
     codec, seed = _codec_of(place, kind, element, op, codec, block_size)
+    if codec and place.tell_idle is not None:
+        place.tell_idle(codec)
     called = describe(kind, name, element.name, x.shape, op, block_size, group=group, codec=codec, seed=seed)
     source = flat_view(x, "x", writable=out is None, instead="pass out=")
     target = source

@@ -6,14 +6,17 @@ tensors. To the aggregators it is a second job of the same ranks, with small slo
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from omnireduce.config import Config
 from omnireduce.config.schema import URGENT
+from omnireduce.logs import tagged
 from omnireduce.protocol.deeds import Joined
 from omnireduce.protocol.hello_checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.hosts import Dealing
@@ -26,6 +29,7 @@ from omnireduce.runtime.member.rendezvous import Arrival
 from omnireduce.wire.control import Hello
 
 T = TypeVar("T")
+log = logging.getLogger("omnireduce")
 MOST_CHARACTERS = 128  # of the name of a job, and of a launch
 GENERATION_CHARACTERS = 20  # of a number of 63 bits, and a dot before it
 
@@ -96,6 +100,17 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
         part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),
         codec=protocol.codec, codec_seed=protocol.codec_seed,
         in_memory=len(joined.neighbours.ranks) > 1 or joined.neighbours.hosts > 1,
+        tell_idle=_tell_idle if joined.rank == 0 and len(joined.neighbours.ranks) == joined.size > 1 else None,
+    )  # fmt: skip
+
+
+@cache
+def _tell_idle(codec: str) -> None:
+    """Say, once in this process, that a codec does nothing in a job whose ranks all share memory."""
+    log.warning(
+        "nothing travels as codec '%s' says: all ranks share this host, and exchange tensors in memory as they are. "
+        "With transport.host_exchange=off they go through the aggregators, encoded", codec,
+        extra=tagged("codec_idle", codec=codec),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from omnireduce.config import Config, load_config, override_config, split_list
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.logs import show_debug_lines
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.collectives import G, S
 from omnireduce.runtime.member.communicator import Communicator
@@ -36,7 +37,8 @@ def connect(
 
     `config`: a Config, a TOML file, or None for OMNIREDUCE_CONFIG or the defaults; `aggregators` ("host:port",
     several with commas between them, or a list) and `job` override it. `rank` and `size` come from the launcher unless
-    given, both or neither.
+    given, both or neither. If `log.level` is debug, the log lines of this process go to standard error, unless the
+    program's own logging takes them.
 
     Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
     sense; otherwise what `Communicator` raises.
@@ -49,6 +51,7 @@ def connect(
         changes["cluster.job"] = job
     settings = override_config(settings, changes, source="argument")
     launch = detect_launch(rank=rank, size=size)
+    show_debug_lines(settings.log, rank=launch.rank)
     return Communicator(
         settings,
         rank=launch.rank,
