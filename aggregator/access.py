@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-
-from omnireduce.config import Config, parse_address
+from omnireduce.addresses import is_loopback, look_up, parse_listen
+from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.handshake import GIVE
 from omnireduce.runtime.shard.access import Access
@@ -40,8 +38,7 @@ def count_changes(before: Access, after: Access, monitor: Secret) -> dict[str, i
 def beyond_loopback(listen: str) -> str:
     """Why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
-        found = socket.getaddrinfo(parse_address(listen)[0], 0, type=socket.SOCK_STREAM)
+        found = [target.host for target in look_up(parse_listen(listen).host)]
     except OSError as error:
         return f"cannot be looked up now ({error.strerror or error}) and may stand for an address of other hosts"
-    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
-    return "" if all(address.is_loopback for address in addresses) else "can be reached from other hosts"
+    return "" if all(map(is_loopback, found)) else "can be reached from other hosts"

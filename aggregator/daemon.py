@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
+from omnireduce.addresses import parse_listen
 from omnireduce.aggregator.access import count_changes, make_access
 from omnireduce.aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
 from omnireduce.aggregator.notify import notify, watchdog_s
@@ -28,7 +29,7 @@ from omnireduce.aggregator.reload import reloaded
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
 from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
-from omnireduce.config import Config, parse_address
+from omnireduce.config import Config
 from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
 from omnireduce.runtime.tracing.trace import check_trace
@@ -123,7 +124,7 @@ class Daemon:
 
     def _bind(self) -> list[Listeners]:
         settings = self._config.aggregator
-        host, port = parse_address(settings.listen)
+        host, port = parse_listen(settings.listen)
         kind, monitored = self._config.transport.kind, bool(self._config.metrics.listen)
         return [open_listeners(host, port + i if port else 0, kind, monitored) for i in range(settings.shards)]
 

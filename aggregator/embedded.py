@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from omnireduce.addresses import parse_address
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import LOOK_S
@@ -25,7 +26,6 @@ from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.logs import tell_left_out
 from omnireduce.runtime.embedding import (
     LONGEST,
-    LOOPBACK,
     MOST_BYTES,
     SECRET_BYTES,
     Compiling,
@@ -57,7 +57,7 @@ def _serve(rank: socket.socket, config: Config, lifelines: Sequence[int]) -> Non
         rank.send(encode(Compiling(ready, total)))
 
     try:
-        listeners = open_listeners(LOOPBACK, 0, config.transport.kind)
+        listeners = open_listeners(*parse_address(config.aggregator.listen), config.transport.kind)
         begin_shard(config, listeners.name)
         warm_up_aggregator(tell_progress)
         secret = secrets.token_bytes(SECRET_BYTES)

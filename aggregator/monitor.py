@@ -29,6 +29,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from omnireduce.addresses import Address, parse_address, parse_listen, seen_from_here
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
 from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
@@ -36,7 +37,7 @@ from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import LOOK_S, Pulse
-from omnireduce.config import Config, parse_address
+from omnireduce.config import Config
 from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.runtime.asking.observe import MONITOR, ask_all
@@ -54,7 +55,6 @@ GUARDED = ("/", "/metrics")  # pages that tell of jobs
 NOT_THIS_HOST = (
     "these pages are for this host alone, which is not called '{host}': ask for localhost, or give metrics.token_file"
 )
-LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _Start = Callable[[str, list[tuple[str, str]]], object]
 _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
@@ -76,7 +76,7 @@ class Monitor:
         access: Pages = ALL,
     ) -> None:
         self.access = access
-        self._names, self._addresses = names, [_reachable(address) for address in addresses]
+        self._names, self._addresses = names, [str(seen_from_here(parse_address(each))) for each in addresses]
         self._config, self._secret, self._pulses = config, secret, pulses
         self._places = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
@@ -147,12 +147,6 @@ class Monitor:
             self._round = None
         self._live.note(mine.result())
         return mine.result()
-
-
-def _reachable(address: str) -> str:
-    host, port = parse_address(address)
-    host = LOOPBACK.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _page(start: _Start, status: str, text: str, *headers: tuple[str, str]) -> Iterable[bytes]:
@@ -291,16 +285,15 @@ def open_http(address: str) -> tuple[socket.socket, str]:
 
     Raises TransportError.
     """
-    host, port = parse_address(address)
-    shown = f"[{host}]" if ":" in host else host
+    wanted = parse_listen(address)
     try:
-        listener = listen_tcp(host, port)
+        listener = listen_tcp(*wanted)
     except OSError as error:
         raise TransportError(
             f"cannot listen on {address} for metrics: {error.strerror or error}; "
             'choose another metrics.listen, or "" for none'
         ) from error
-    return listener, f"{shown}:{listener.getsockname()[1]}"
+    return listener, str(Address(wanted.host, listener.getsockname()[1]))
 
 
 def run_monitor(

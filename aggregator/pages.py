@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from omnireduce.addresses import is_loopback, parse_listen
 from omnireduce.aggregator.access import beyond_loopback
-from omnireduce.config import parse_address
-from omnireduce.config.keys import is_loopback
 from omnireduce.config.security import Metrics
 from omnireduce.errors import ConfigError
 from omnireduce.secret import read_lines
@@ -78,7 +77,7 @@ def _own_names(listen: str) -> frozenset[str] | None:
     """
     if not listen or beyond_loopback(listen):
         return None
-    return frozenset({parse_address(listen)[0].lower()})
+    return frozenset({parse_listen(listen).host.lower()})
 
 
 def why_open(metrics: Metrics) -> str:

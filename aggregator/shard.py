@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from omnireduce.addresses import Address, host_of, is_wildcard
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
@@ -35,7 +36,6 @@ from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.transport.tls import accept_tls
 
 log = logging.getLogger("omnireduce.aggregator")
-WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ def open_listeners(host: str, port: int, kind: str, monitored: bool = False) -> 
 
     Port 0 takes a free one. Raises TransportError.
     """
-    shown = f"[{host}]" if ":" in host else host
     try:
         # The TCP port is taken even for shm alone: it keeps two daemons from using one address.
         tcp = listen_tcp(host, port)
@@ -68,11 +67,11 @@ def open_listeners(host: str, port: int, kind: str, monitored: bool = False) -> 
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise TransportError(
-            f"cannot listen on {shown}:{port}: {reason}; "
+            f"cannot listen on {Address(host, port)}: {reason}; "
             "is another aggregator running there, and is aggregator.listen an address of this host?"
         ) from error
-    name = socket.gethostname() if host in WILDCARDS else shown
-    return Listeners(f"{shown}:{port}", f"{name}:{port}", tcp, shm, monitor)
+    name = socket.gethostname() if is_wildcard(host) else host
+    return Listeners(str(Address(host, port)), str(Address(name, port)), tcp, shm, monitor)
 
 
 def _run_as_batch() -> None:
@@ -90,11 +89,11 @@ def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContex
     def tcp_link(sock: socket.socket) -> TcpLink:
         if config.transport.kind == "shm":
             raise ConnectionRefusedError("transport.kind is shm")
-        host, port = sock.getpeername()[:2]
-        context, dead_peer_s = tls(), config.transport.dead_peer_s
+        name = sock.getpeername()
+        peer, context, dead_peer_s = str(Address(host_of(name), name[1])), tls(), config.transport.dead_peer_s
         if context is not None:
-            return accept_tls(sock, f"{host}:{port}", dead_peer_s, context, aside=True)
-        return TcpLink(sock, f"{host}:{port}", dead_peer_s)
+            return accept_tls(sock, peer, dead_peer_s, context, aside=True)
+        return TcpLink(sock, peer, dead_peer_s)
 
     def shm_link(sock: socket.socket) -> ShmLink:
         return ShmLink(sock, "a local process")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.config import parse_address
+from omnireduce.addresses import parse_address
 from omnireduce.dtypes import Array
 
 MESSAGE_BYTES = 1 << 18

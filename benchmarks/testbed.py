@@ -48,7 +48,7 @@ class TestbedError(Exception):
 
 
 class Host(NamedTuple):
-    """A namespace, its IPv4 address in the testbed, and what runs a command there when put in front of it."""
+    """A namespace, its address in the testbed, and what runs a command there when put in front of it."""
 
     name: str
     address: str
@@ -63,15 +63,18 @@ class Racks(NamedTuple):
     rate: str
 
 
+NO_RACKS = Racks((), "")
+
+
 def testbed(hosts: int, rate: str) -> AbstractContextManager[list[Host]]:
     """As `racked_testbed`, without racks."""
-    return racked_testbed(hosts, rate, Racks((), ""))
+    return racked_testbed(hosts, rate, NO_RACKS)
 
 
 @contextmanager
-def racked_testbed(hosts: int, rate: str, racks: Racks) -> Iterator[list[Host]]:
-    """Make 2 to 250 hosts whose links carry `rate` each way, in the words of tc ("1gbit"); yield them. The first ones
-    are in `racks`.
+def racked_testbed(hosts: int, rate: str, racks: Racks, *, ipv6: bool = False) -> Iterator[list[Host]]:
+    """Make 2 to 250 hosts whose links carry `rate` each way, in the words of tc ("1gbit"; "": as much as they can);
+    yield them. The first ones are in `racks`. With `ipv6` they have no IPv4 address at all, not even on loopback.
 
     At the end, also after an exception, processes that still run on a host are killed and everything is removed. A
     testbed whose process died without that is removed by the next one. A process has one testbed at a time.
@@ -85,7 +88,7 @@ def racked_testbed(hosts: int, rate: str, racks: Racks) -> Iterator[list[Host]]:
     switch = f"omni{os.getpid()}sw"
     if switch in _namespaces():
         raise TestbedError(f"the namespace {switch} exists: leave this process's testbed before you make another")
-    made = [_host(index) for index in range(hosts)]
+    made = [_host(index, ipv6) for index in range(hosts)]
     try:
         _add_switch(switch)
         bridges = [f"rack{number}" for number, size in enumerate(racks.sizes) for _ in range(size)]
@@ -140,9 +143,9 @@ def _run(*command: str, advice: str = "a testbed needs root with the right to ad
     return done.stdout
 
 
-def _host(index: int) -> Host:
-    name = f"omni{os.getpid()}h{index}"
-    return Host(name, f"10.77.0.{index + 1}", ("ip", "netns", "exec", name))
+def _host(index: int, ipv6: bool) -> Host:
+    name, subnet = f"omni{os.getpid()}h{index}", "fd77::" if ipv6 else "10.77.0."
+    return Host(name, f"{subnet}{index + 1}", ("ip", "netns", "exec", name))
 
 
 def _add_switch(switch: str) -> None:
@@ -174,8 +177,12 @@ def _add_host(host: Host, switch: str, port: str, rate: str, bridge: str) -> Non
     _run(*host.prefix, "sh", "-c", CONGESTION)
     _run("ip", "-n", host.name, "link", "set", "lo", "up")
     _run("ip", "-n", host.name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-    _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
-    for namespace, interface in ((host.name, "eth0"), (switch, port)):
+    if ":" in host.address:
+        _run("ip", "-n", host.name, "address", "del", "127.0.0.1/8", "dev", "lo")
+        _run("ip", "-n", host.name, "address", "add", f"{host.address}/64", "dev", "eth0", "nodad")
+    else:
+        _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+    for namespace, interface in ((host.name, "eth0"), (switch, port)) if rate else ():
         _shape(namespace, interface, rate)
     _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
     _run("ip", "-n", host.name, "link", "set", "eth0", "up")

@@ -17,6 +17,7 @@ expected, what came and what to do.
 
 from __future__ import annotations
 
+import json
 import traceback
 
 LONGEST_TEXT = 200  # characters of an exception that other ranks read
@@ -115,3 +116,12 @@ def in_a_line(error: BaseException) -> str:
 def fault_of_codec(error: BaseException) -> str:
     """What the other ranks read when `error` is that of a codec; empty for any other one."""
     return left_because(error) if isinstance(error, CodecError) else ""
+
+
+def show(value: object) -> str:
+    """A value as TOML would write it, more or less: always one line of ASCII, cut after 80 characters."""
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list of thousands of levels
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."

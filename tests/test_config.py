@@ -16,7 +16,6 @@ from omnireduce.config import (
     check_config,
     load_config,
     override_config,
-    parse_address,
     reference_toml,
     whole_bytes,
 )
@@ -316,68 +315,6 @@ def test_integers_have_no_mean() -> None:
     assert text == '--set: bench.op: got ["sum", "mean"], expected an op other than mean because bench.dtype is int8'
     text = message(None, "bench.op=mean", "bench.dtype=int64")
     assert text == '--set: bench.dtype: got "int64", expected float types because bench.op is mean'
-
-
-# Addresses
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("127.0.0.1:7400", ("127.0.0.1", 7400)),
-        ("node_1.rack-2.example:1", ("node_1.rack-2.example", 1)),
-        ("a.example.:1", ("a.example.", 1)),
-        (f"{'x' * 63}.{'y' * 63}:1", (f"{'x' * 63}.{'y' * 63}", 1)),
-        ("[::1]:65535", ("::1", 65535)),
-        ("[fe80::1%eth0]:7400", ("fe80::1%eth0", 7400)),
-        ("0.0.0.0:0", ("0.0.0.0", 0)),
-    ],
-)
-def test_parse_address(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *[
-            "",
-            ":",
-            "host",
-            "host:",
-            ":7400",
-            "host:65536",
-            "host:-1",
-            "host:+1",
-            "host:1_0",
-            "host: 1",
-            "host:1\n",
-        ],
-        *[
-            "::1:7400",
-            "[::1]",
-            "[::1]7400",
-            "[host]:1",
-            "[]:1",
-            "ho st:1",
-            "-host:1",
-            "host-:1",
-            "tcp://host:1",
-        ],
-        *["a..b:1", ".a:1", "a.-b:1", "a-.b:1", f"{'x' * 64}:1", f"a.{'x' * 64}.b:1"],
-        *["1.2.3:1", "256.0.0.1:1", "1234:1", "host:\N{ARABIC-INDIC DIGIT ONE}", "h\N{DIAERESIS}st:1"],
-    ],
-)
-def test_parse_address_refuses(text: str) -> None:
-    with pytest.raises(ConfigError, match=r'^got ".*", expected "HOST:PORT"') as caught:
-        parse_address(text)
-    assert str(caught.value).isprintable()
-
-
-def test_a_host_name_is_no_longer_than_names_can_be() -> None:
-    assert parse_address(f"{'a.' * 126}b:1") == (f"{'a.' * 126}b", 1)
-    with pytest.raises(ConfigError, match='expected "HOST:PORT"'):
-        parse_address(f"{'a.' * 127}b:1")
 
 
 THREADS = """

@@ -50,6 +50,8 @@ STRANGE = {  # a program on one side knows nothing of the other side's rooms
     "worker": ("shard",),
 }
 BASE = {
+    "addresses",
+    "blame",
     "block_program",
     "cli",
     "config",

@@ -4,7 +4,6 @@ each key allows. `loading` reads it.
 
 from __future__ import annotations
 
-from omnireduce.config.keys import parse_address
 from omnireduce.config.loading import (
     check_config,
     dump_config,
@@ -33,5 +32,5 @@ from omnireduce.config.security import Metrics, Security
 __all__ = [
     "Aggregator", "Bench", "Cluster", "Config", "Elastic", "Log", "Metrics", "Protocol", "Security", "Trace", "Train",
     "Transport", "Verbs", "check_config", "dump_config", "dump_tables", "load_config", "override_config",
-    "parse_address", "reference_toml", "split_list", "whole_bytes",
+    "reference_toml", "split_list", "whole_bytes",
 ]  # fmt: skip

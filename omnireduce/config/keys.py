@@ -6,8 +6,6 @@ Messages made here read `got ..., expected ...`; `omnireduce.config` puts the so
 from __future__ import annotations
 
 import difflib
-import ipaddress
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,25 +16,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from omnireduce.addresses import Address, normal, parse_address, parse_listen
 from omnireduce.config.schema import Config
 from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.errors import ConfigError, UsageError
+from omnireduce.errors import ConfigError, UsageError, show
 from omnireduce.files.paths import whole_path
 
 FRAMING_BYTES = 2048  # what a message needs in its slot beside one block
 WIDEST_ELEMENT_BYTES = 8
-_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
-_PORT = re.compile(r"[0-9]{1,5}\Z")
-
-
-def show(value: object) -> str:
-    """A value as TOML would write it, more or less: always one line of ASCII, cut after 80 characters."""
-    try:
-        text = json.dumps(value, default=str)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, a list of thousands of levels
-        text = f"a huge {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def unknown(word: str, allowed: Iterable[str]) -> str:
@@ -48,57 +35,12 @@ def unknown(word: str, allowed: Iterable[str]) -> str:
     return f"expected one of {', '.join(names)}{hint}"
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Split `HOST:PORT` into host and port. An IPv6 address stands in brackets; the host that is returned has none.
-
-    Port 0 is allowed and means, where a program listens, that the system picks a port. Raises ConfigError if the text
-    is no such address.
-    """
-    host, _, port = text.rpartition(":")
-    is_ipv6 = host.startswith("[") and host.endswith("]")
-    if is_ipv6:
-        host = host[1:-1]
-    if not _PORT.match(port) or int(port) > 65535 or not (_is_ipv6(host) if is_ipv6 else _is_host(host)):
-        raise ConfigError(
-            f'got {show(text)}, expected "HOST:PORT" with a port up to 65535, such as "10.0.0.1:7400", '
-            '"node1:7400" or "[fe80::1]:7400"'
-        )
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` stands for this host and nothing else: "localhost" or an address of loopback."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_host(host: str) -> bool:
-    if re.fullmatch(r"[0-9.]+", host):  # digits and dots alone can only be an IPv4 address
-        try:
-            ipaddress.IPv4Address(host)
-        except ValueError:
-            return False
-        return True
-    return _HOST_NAME.match(host) is not None
-
-
 def _check_aggregators(addresses: tuple[str, ...]) -> None:
-    seen: set[tuple[str, int]] = set()
+    seen: set[Address] = set()
     for text in addresses:
-        host, port = parse_address(text)
-        if port == 0:
+        address = normal(parse_address(text))
+        if address.port == 0:
             raise ConfigError(f"got {show(text)}, expected a port between 1 and 65535")
-        address = (str(ipaddress.IPv6Address(host)) if ":" in host else host.lower(), port)
         if address in seen:
             raise ConfigError(f"got {show(text)} twice, expected every aggregator shard once")
         seen.add(address)
@@ -106,12 +48,12 @@ def _check_aggregators(addresses: tuple[str, ...]) -> None:
 
 def _check_if_any(address: str) -> None:
     if address:
-        parse_address(address)
+        parse_listen(address)
 
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "cluster.aggregators": _check_aggregators,
-    "aggregator.listen": parse_address,
+    "aggregator.listen": parse_listen,
     "aggregator.upstream": _check_aggregators,
     "metrics.listen": _check_if_any,
 }
@@ -255,7 +197,7 @@ def conflicts(config: Config) -> Iterator[dict[str, str]]:
             "cluster.join_timeout_s": f"more than {settle_s:g} because that is elastic.settle_s",
             "elastic.enabled": f"false because elastic.settle_s is {settle_s:g}, not less than cluster.join_timeout_s",
         }
-    port = parse_address(daemon.listen)[1]
+    port = parse_listen(daemon.listen).port
     if port and port + daemon.shards - 1 > 65535:
         yield {
             "aggregator.shards": f"at most {65536 - port} because shard i listens on port {port} + i",

@@ -21,11 +21,12 @@ import msgspec
 import toml
 from msgspec.structs import asdict
 
+from omnireduce.addresses import is_loopback, parse_address
 from omnireduce.config.horovod import settings_of, tell_meaningless
-from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, is_loopback, names_in, parse_address, show, unknown
+from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, names_in, unknown
 from omnireduce.config.schema import Config
 from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
-from omnireduce.errors import ConfigError
+from omnireduce.errors import ConfigError, show
 from omnireduce.files.paths import read_text, shown, user_path
 
 _PREFIX = "OMNIREDUCE_"
@@ -224,7 +225,7 @@ def whole_bytes(config: Config) -> int:
 
     Shards on other hosts have links of their own, so they share the load of every tensor.
     """
-    local = all(is_loopback(parse_address(address)[0]) for address in config.cluster.aggregators)
+    local = all(is_loopback(parse_address(address).host) for address in config.cluster.aggregators)
     return config.protocol.whole_bytes if local else 0
 
 

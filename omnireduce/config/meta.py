@@ -17,6 +17,7 @@ def meta(
 
 
 ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
+LISTEN_ALLOWED = f'{ADDRESS_ALLOWED} or ":PORT", which is every address of this host'
 FilePath = Annotated[
     str,
     Meta(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from omnireduce.config.meta import ADDRESS_ALLOWED
+from omnireduce.config.meta import ADDRESS_ALLOWED, LISTEN_ALLOWED
 from omnireduce.config.meta import meta as _meta
 from omnireduce.config.protocol import OwnCodec, Protocol
 from omnireduce.config.security import Metrics, Security
@@ -174,9 +174,9 @@ class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         _meta(
             "address of shard 0; shard i listens on PORT + i (port 0: the system picks them)",
-            allowed=ADDRESS_ALLOWED,
+            allowed=LISTEN_ALLOWED,
         ),
-    ] = "127.0.0.1:7400"
+    ] = "localhost:7400"
     shards: Annotated[int, _meta("shards of this daemon, each its own process", "processes", ge=1, le=64)] = 1
     upstream: Annotated[
         tuple[_Address, ...],

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from omnireduce.config.meta import ADDRESS_ALLOWED, FilePath, meta
+from omnireduce.config.meta import LISTEN_ALLOWED, FilePath, meta
 
 Users = Literal["same", "any"]
 TEAM_CHARACTERS = 64
@@ -79,7 +79,7 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         meta(
             'address to serve them at; "" serves none. Without token_file or tls_ca whoever reaches it sees the names '
             "of jobs and hosts",
-            allowed=f'{ADDRESS_ALLOWED}, or ""',
+            allowed=f'{LISTEN_ALLOWED}; or "" for none',
         ),
     ] = ""
     timeout_s: Annotated[

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from omnireduce.addresses import loopback
 from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.console.finding import Finding, State
@@ -27,7 +28,6 @@ from omnireduce.wire.words import shown
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.devices import Port
 
-LOOPBACK = "127.0.0.1"
 ANSWER_S = 2.0  # how long an aggregator may take to answer
 
 
@@ -46,17 +46,19 @@ def _tried(kind: str, config: Config, attempt: Callable[[], str], advice: str) -
 
 
 def _try_shm() -> str:
-    with listen_tcp(LOOPBACK, 0) as holder:  # its port makes the name of the Unix socket unique
+    host = loopback()
+    with listen_tcp(host, 0) as holder:  # its port makes the name of the Unix socket unique
         port = holder.getsockname()[1]
         Region(1, 65536).close()
-        with listen_shm(LOOPBACK, port), contextlib.closing(connect_shm(LOOPBACK, port, ANSWER_S)):
+        with listen_shm(host, port), contextlib.closing(connect_shm(host, port, ANSWER_S)):
             return "available on this host"
 
 
 def _try_tcp() -> str:
-    with listen_tcp(LOOPBACK, 0) as listener:
+    host = loopback()
+    with listen_tcp(host, 0) as listener:
         port = listener.getsockname()[1]
-        with contextlib.closing(connect_tcp(LOOPBACK, port, ANSWER_S, dead_peer_s=1.0)):
+        with contextlib.closing(connect_tcp(host, port, ANSWER_S, dead_peer_s=1.0)):
             return "available"
 
 

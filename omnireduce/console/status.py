@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from omnireduce.addresses import Address, parse_listen, seen_from_here
 from omnireduce.config import Config, override_config
 from omnireduce.console.status_table import View
 from omnireduce.runtime.asking.observe import ask_all
@@ -42,8 +43,8 @@ def default_addresses(config: Config) -> Sequence[str]:
     here."""
     if config.cluster.aggregators:
         return config.cluster.aggregators
-    host, _, port = config.aggregator.listen.rpartition(":")
-    return [f"{host}:{int(port) + shard}" for shard in range(config.aggregator.shards)]
+    host, port = seen_from_here(parse_listen(config.aggregator.listen))
+    return [str(Address(host, port + shard)) for shard in range(config.aggregator.shards)]
 
 
 def print_json(look: Look) -> bool:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.hosts import is_here
-from omnireduce.launching.messages import CHUNK, Frames, News, Order, decode_news, frame
+from omnireduce.launching.messages import CHUNK, SSH_CONNECTION, Frames, News, Order, decode_news, frame
 
 PROGRAM = program_of("omnireduce.launching.supervisor")
 SSH_OPTIONS = ("-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
@@ -45,6 +45,7 @@ class Connection:
     def __init__(self, host: str, words: Sequence[str], *, is_remote: bool) -> None:
         self.host, self.is_remote = host, is_remote
         self.port = 0  # where torch's ranks may meet, once the supervisor has said so
+        self.ssh = ""  # what sshd there says of the addresses of both ends, then
         self.has_greeted = False
         self.is_lost = False
         self.said: deque[str] = deque(maxlen=_SAID)  # by ssh, before the greeting
@@ -52,7 +53,7 @@ class Connection:
         try:
             self.popen = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE if is_remote else None,
-                start_new_session=True,
+                start_new_session=True, env={name: text for name, text in os.environ.items() if name != SSH_CONNECTION},
             )  # fmt: skip
         except OSError as error:
             raise TransportError(f"{host}: {words[0]} cannot be started: {error.strerror}") from error

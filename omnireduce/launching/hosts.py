@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnireduce.addresses import is_own_address
 from omnireduce.errors import ConfigError
 from omnireduce.files.paths import read_text, shown
 
@@ -93,7 +94,7 @@ def place_on(names: Sequence[str]) -> list[Slot]:
 def is_here(name: str) -> bool:
     """Whether a host is this one, as far as its name says."""
     own = socket.gethostname()
-    return name in _LOCAL or name.lower() in (own.lower(), own.partition(".")[0].lower())
+    return name in _LOCAL or name.lower() in (own.lower(), own.partition(".")[0].lower()) or is_own_address(name)
 
 
 def _host(text: str, source: str) -> Host:

@@ -233,7 +233,7 @@ class Job:
 
     def _take(self, connection: Connection, news: News) -> None:
         if isinstance(news, Greeting):
-            connection.has_greeted, connection.port = True, news.port
+            connection.has_greeted, connection.port, connection.ssh = True, news.port, news.ssh
         elif isinstance(news, Output):
             self._take_output(news)
         elif isinstance(news, Started):

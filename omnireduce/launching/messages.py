@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 MAGIC = b"\0omnireduce-supervisor-1\n"  # its end is not its beginning: so it is found behind a part of itself
 MOST_NOISE = 1 << 20  # bytes before MAGIC
@@ -19,6 +20,7 @@ MOST_BYTES = 1 << 31  # of a message: a function that `run` sends may have data
 CHUNK = 1 << 16  # bytes of output in a message
 STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
 RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable that tells a process which descriptor RESULT has
+SSH_CONNECTION = "SSH_CONNECTION"  # the variable that sshd sets
 EVERY = -1  # in place of the number of a process: all of them
 _LENGTH = struct.Struct(">I")
 
@@ -45,10 +47,12 @@ class Signal(Struct, frozen=True, tag="signal"):
 
 
 class Greeting(Struct, frozen=True, tag="greeting"):
-    """The first message: the supervisor runs. `port` was free on all addresses of its host just now."""
+    """The first message: the supervisor runs. `port` was free on all addresses of its host just now. `ssh` is what sshd
+    says of its connection: the addresses of both ends, each with its port behind it."""
 
     pid: int
-    port: int
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    ssh: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Started(Struct, frozen=True, tag="started"):

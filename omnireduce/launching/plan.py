@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-import socket
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from omnireduce.addresses import (
+    ANYWHERE,
+    Address,
+    addresses_of_interface,
+    is_numeric,
+    is_own_address,
+    look_up,
+    loopback,
+    parse_address,
+    reachable_address,
+)
 from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
@@ -31,12 +39,10 @@ from omnireduce.launching.hosts import Host, Slot, is_here
 from omnireduce.launching.job import AGGREGATOR, Job
 from omnireduce.launching.messages import Start
 
-LOOPBACK = "127.0.0.1"
-ANYWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way there is the way to any other host
 EMBEDDED = "embedded"
 MOST_SHARDS = 64
+NOBODY = "", ""  # has said anything
 _AGGREGATOR = program_of("omnireduce.__main__", name="omnireduce")
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,55 +99,82 @@ def check_command(words: Sequence[str], environ: Mapping[str, str], *, is_away: 
         raise ConfigError(f"{words[0]}: command not found")
 
 
-def address_of_first(names: Sequence[str], interface: str = "") -> str:
-    """Where the other hosts of `names` reach the first one. Raises ConfigError for an interface that has no address."""
+def address_of_first(
+    names: Sequence[str], *, is_wide: bool = False, interface: str = "", connections: Sequence[Connection] = ()
+) -> str:
+    """Where the other hosts of `names`, or others that come later if it `is_wide`, reach the first one. `connections`,
+    which have greeted, may know how they see each other. Raises ConfigError where nothing says it."""
     first, *others = names
     if interface:
-        if not is_here(first):
-            raise ConfigError(
-                f"--network-interfaces {interface}: the first host is {first}, not this one; name it in -H by its "
-                "address on that network instead"
-            )
-        return _address_of_interface(interface)
+        return _address_of_interface(interface, first)
+    seen = {each.host: _ends_of_ssh(each) for each in connections if each.is_remote}
+    name = host_alone(first)
     if not is_here(first):
-        return first.rpartition("@")[2]
-    away = [each.rpartition("@")[2] for each in others if not is_here(each)]
-    return _own_address_towards(away[0]) if away else LOOPBACK
+        return name if _is_known(name) else seen.get(first, NOBODY)[1] or name
+    away = [each for each in others if not is_here(each)]
+    if not away and not is_wide:
+        return loopback()
+    if is_own_address(name):
+        return name
+    ways = [way for way, _ in (seen.get(each, NOBODY) for each in away) if way]
+    found = next(filter(is_own_address, ways), "") or reachable_address([host_alone(each) for each in away])
+    if not found:
+        raise ConfigError("this host has no address at which another one could reach it; `ip address` lists its own")
+    return found
 
 
-def _own_address_towards(host: str) -> str:
+def host_alone(name: str) -> str:
+    """A host as the user names it, without the user."""
+    return name.rpartition("@")[2]
+
+
+def _is_known(name: str) -> bool:
+    """Whether a host's name is more than an alias in the configuration of ssh."""
     with suppress(OSError):
-        family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
+        return bool(look_up(name))
+    return False
 
 
-def _address_of_interface(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
-        except OSError as error:
-            raise ConfigError(f"--network-interfaces: {name}: {error.strerror}; `ip address` lists them") from None
-    return socket.inet_ntoa(found[20:24])
+def _ends_of_ssh(connection: Connection) -> tuple[str, str]:
+    """The addresses of this host and of the other one, as sshd there sees them."""
+    words = connection.ssh.split()
+    return (words[0], words[2]) if len(words) == 4 and all(map(is_numeric, words[:3:2])) else NOBODY
+
+
+def _address_of_interface(name: str, first: str) -> str:
+    if not is_here(first):
+        raise ConfigError(
+            f"--network-interfaces {name}: the first host is {first}, not this one; name it in -H by its address on "
+            "that network instead"
+        )
+    try:
+        found = addresses_of_interface(name)
+    except OSError as error:
+        raise ConfigError(f"--network-interfaces: {name}: {error.strerror}; `ip address` lists them") from None
+    if not found:
+        raise ConfigError(f"--network-interfaces: {name}: it has no address; `ip address` lists them")
+    return found[0]
 
 
 class Plan:
-    """The processes of one launch. `address`: where other hosts reach the first one. `is_wide`: others may come."""
+    """The processes of one launch. `is_wide`: other hosts than those of `names` may come. `address`: where they
+    reach the first one."""
 
     def __init__(self, asked: Asked, names: Sequence[str], *, is_wide: bool = False) -> None:
-        self.asked, self.job, self._is_wide = asked, draw_job(), is_wide or len(names) > 1
+        self.asked, self.job, self._names, self._is_wide = asked, draw_job(), names, is_wide
         self.shards = shards_to_start(asked, len(names))
-        self.address = address_of_first([*names, ANYWHERE] if is_wide else names, asked.interface)
+        self.address = ""  # `serve` finds it
         self._folder = os.fsencode(current_folder())
         self.environ = environ_of_ranks(asked.environ or os.environ)
         # where the job's own aggregators are, for ranks
         self.service = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if asked.aggregators == EMBEDDED else {}
 
     def serve(self, job: Job, connection: Connection) -> None:
-        """Start this job's own aggregators, if it has any, and wait until they are ready. Raises what
-        `Job.await_aggregator` raises."""
+        """Once all hosts have greeted: start this job's own aggregators, if it has any, and wait until they are ready.
+        Raises ConfigError, and what `Job.await_aggregator` raises."""
+        self.address = self.address or address_of_first(
+            self._names, is_wide=self._is_wide, interface=self.asked.interface, connections=job.connections
+        )
         if not self.shards:
             return
         known = self.asked.config.security.secret_file or SECRET_VARIABLE in self.environ
@@ -149,13 +182,13 @@ class Plan:
         environ = self.environ | ({SECRET_VARIABLE: secret} if secret else {})
         if not self.asked.verbose:
             environ = {"OMNIREDUCE_LOG_LEVEL": "warning"} | environ
-        listen = LOOPBACK if not self._is_wide else "0.0.0.0"
-        words = ["-P", "-c", _AGGREGATOR, "aggregator", "--listen", f"{listen}:0", "--shards", str(self.shards), TREE]
+        is_wide = self._is_wide or len(self._names) > 1
+        listen = Address(ANYWHERE if is_wide else "localhost", 0)
+        words = ["-P", "-c", _AGGREGATOR, "aggregator", "--listen", str(listen), "--shards", str(self.shards), TREE]
         job.start(AGGREGATOR, connection, self._order(AGGREGATOR, [sys.executable, *words], environ, connection))
         ready = job.await_aggregator()
-        host = LOOPBACK if not self._is_wide else self.address
-        host = f"[{host}]" if ":" in host else host
-        self.service = of_service(tuple(f"{host}:{each.rpartition(':')[2]}" for each in ready), secret)
+        host = self.address if is_wide else listen.host
+        self.service = of_service(tuple(str(Address(host, parse_address(each).port)) for each in ready), secret)
 
     def rank(self, slot: Slot, size: int, connection: Connection, port: int) -> Start:
         """The order to start a rank; `port` is where torch's ranks meet, on the first host."""

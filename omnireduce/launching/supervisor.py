@@ -19,12 +19,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from omnireduce.addresses import ANYWHERE, listen
 from omnireduce.launching.messages import (
     CHUNK,
     EVERY,
     MAGIC,
     RESULT,
     RESULT_FD,
+    SSH_CONNECTION,
     STDERR,
     STDOUT,
     Ended,
@@ -133,7 +135,7 @@ class Supervisor:
 
     def serve(self) -> None:
         """Do what orders say. In the end no process is left."""
-        self._tell(Greeting(os.getpid(), free_port()))
+        self._tell(Greeting(os.getpid(), free_port(), os.environ.get(SSH_CONNECTION, "")[:256]))
         while self._kill_at is None or any(not each.is_over for each in self._processes.values()):
             for key, _ in self._selector.select(self._patience()):
                 if key.fd in self._selector.get_map():
@@ -271,8 +273,8 @@ class Supervisor:
 
 
 def free_port() -> int:
-    """A port that nobody on this host listens at just now."""
-    with socket.create_server(("", 0)) as found:
+    """A port that nobody on this host listens at just now, at any address."""
+    with listen(ANYWHERE, 0, 1) as found:
         return int(found.getsockname()[1])
 
 

@@ -19,6 +19,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from omnireduce.addresses import loopback
 from omnireduce.config import load_config
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError
 from omnireduce.launching.connection import Connection, words_of_supervisor
@@ -27,7 +28,7 @@ from omnireduce.launching.hosts import place_on
 from omnireduce.launching.job import Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Prefixed, Stream
-from omnireduce.launching.plan import LOOPBACK, Asked, Plan
+from omnireduce.launching.plan import Asked, Plan
 from omnireduce.launching.supervisor import free_port
 
 R = TypeVar("R")
@@ -133,7 +134,7 @@ def _start(
     if aggregators or (is_wide and not load_config().cluster.aggregators):
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         actors.append(ray.remote(_Service).options(num_cpus=0, scheduling_strategy=strategy).remote())
-        service = ray.get(actors[-1].start.remote(aggregators or 1, address if is_wide else LOOPBACK, is_wide))
+        service = ray.get(actors[-1].start.remote(aggregators or 1, address if is_wide else loopback(), is_wide))
     job = draw_job()
     slots = place_on([places[at][0] for at in order])
     return [of_rank(slot, size, job, (address, port)) | service for slot in slots]

@@ -14,12 +14,11 @@ from msgspec import Meta, Struct, msgpack
 
 from omnireduce.config import Config
 
-LOOPBACK = "127.0.0.1"
 SECRET_BYTES = 32
 MOST_BYTES = 1 << 16  # of a message
 LONGEST = 4096  # characters of a reason
 _Count = Annotated[int, Meta(ge=0, le=1 << 16)]
-_Address = Annotated[str, Meta(pattern=r"^127\.0\.0\.1:[1-9][0-9]{0,4}\Z")]
+_Address = Annotated[str, Meta(pattern=r"^(127\.0\.0\.1|\[::1\]):[1-9][0-9]{0,4}\Z")]
 _Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 

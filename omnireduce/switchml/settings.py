@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omnireduce.config import Config, load_config
-from omnireduce.config.keys import show, unknown
-from omnireduce.errors import ConfigError
+from omnireduce.config.keys import unknown
+from omnireduce.errors import ConfigError, show
 from omnireduce.files.paths import read_text
 from omnireduce.runtime.member.launcher import detect_launch
 

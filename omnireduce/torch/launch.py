@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
+from omnireduce.addresses import loopback
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
 from omnireduce.runtime.member.local_first import local_first as first_of_host
@@ -55,7 +56,7 @@ def local_first(group: dist.ProcessGroup | None = None) -> AbstractContextManage
 def _address(launch: Launch, environ: MutableMapping[str, str]) -> str:
     """Where rank 0 is; empty if nobody says it."""
     if launch.size == launch.local_size:
-        return "127.0.0.1"
+        return loopback()
     hosts = environ.get("SLURM_STEP_NODELIST", "") if launch.launcher == "Slurm" else ""
     first = re.match(r"([^,\[\]]+)(?:\[([0-9]+)[^\]]*\]([^,\[\]]*))?", hosts)  # such as node[03-05,9]-ib,other
     return "".join(part or "" for part in first.groups()) if first else ""

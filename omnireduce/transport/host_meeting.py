@@ -15,10 +15,10 @@ import struct
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from omnireduce.blame import from_a_handler
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.transport.base import NO_SLOTS
-from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.regions import Regions
 from omnireduce.transport.shm import peer_of
 from omnireduce.transport.stream import BACKLOG

@@ -13,12 +13,14 @@ import socket
 import struct
 from collections import deque
 
+from omnireduce.addresses import Address, is_own, is_wildcard, look_up
+from omnireduce.blame import from_a_handler
 from omnireduce.errors import TransportError
-from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.memory import map_slots
 from omnireduce.transport.stream import BACKLOG, CONTROL, FRAME, StreamLink
 
 MAX_DESCRIPTORS = 2
+WILDCARD = "*"  # in place of an address, of an aggregator that listens at all of them
 _CREDENTIALS = struct.Struct("iII")  # unix(7), struct ucred: process, user, group
 
 
@@ -100,24 +102,17 @@ class ShmLink(StreamLink):
 
 
 def _abstract(host: str, port: int, purpose: str) -> str:
-    return f"\0omnireduce{purpose}/{host}:{port}"
+    return f"\0omnireduce{purpose}/{Address(host, port)}"
 
 
-def _is_local(host: str) -> bool:
-    """Whether `host` is an address of this network namespace, which also has its own abstract names."""
+def _own(host: str) -> list[str]:
+    """The addresses of `host` that are this network namespace's, which also has its own abstract names."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind(address)
+        return [target.host for target in look_up(host) if is_own(target)]
     except OSError as error:
         if from_a_handler(error):
             raise
-        return False
-    return True
-
-
-def _numeric(host: str) -> str:
-    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+        return []
 
 
 def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = False, purpose: str = "") -> ShmLink:
@@ -126,10 +121,10 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
 
     Raises OSError when it is elsewhere or offers no shared memory, TransportError when it is another user's.
     """
-    if not _is_local(host):
+    address, foreign, own = Address(host, port), "", _own(host)
+    if not own:
         raise ConnectionError(f"{host} is not this host")
-    foreign = ""
-    for name in (_abstract(_numeric(host), port, purpose), _abstract("*", port, purpose)):
+    for name in (_abstract(each, port, purpose) for each in (*own, WILDCARD)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:
@@ -139,17 +134,17 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
             if from_a_handler(error):
                 raise
         else:
-            link = ShmLink(sock, f"{host}:{port}", takes_memory=True)
+            link = ShmLink(sock, str(address), takes_memory=True)
             if any_user or link.foreign_user is None:
                 return link
             foreign = f"user {link.foreign_user}, this worker to user {os.geteuid()}"
             link.close()
     if foreign:
         raise TransportError(
-            f"what offers shared memory for {host}:{port} belongs to {foreign}: set security.local_users = 'any' "
+            f"what offers shared memory for {address} belongs to {foreign}: set security.local_users = 'any' "
             "if that is meant"
         )
-    raise ConnectionRefusedError(f"no aggregator on this host listens on {host}:{port} for shared memory")
+    raise ConnectionRefusedError(f"no aggregator on this host listens on {address} for shared memory")
 
 
 def listen_shm(host: str, port: int, *, purpose: str = "") -> socket.socket:
@@ -157,8 +152,7 @@ def listen_shm(host: str, port: int, *, purpose: str = "") -> socket.socket:
 
     Raises OSError.
     """
-    anywhere = host in ("", "0.0.0.0", "::")
-    name = _abstract("*" if anywhere else _numeric(host), port, purpose)
+    name = _abstract(WILDCARD if is_wildcard(host) else next(iter(_own(host)), host), port, purpose)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)

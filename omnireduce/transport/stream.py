@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from itertools import islice
 from operator import add
 
+from omnireduce.blame import from_a_handler
 from omnireduce.dtypes import Array
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
-from omnireduce.transport.blame import from_a_handler
 
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from omnireduce.addresses import Address, connect, host_of, listen
 from omnireduce.transport.base import Event
 from omnireduce.transport.stream import BACKLOG, StreamLink
 
@@ -22,7 +23,7 @@ class TcpLink(StreamLink):
         _detect_dead_peer(sock, dead_peer_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._readable_at = 1  # bytes from which on the system calls the socket readable
-        self.local_host, self.remote_host = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+        self.local_host, self.remote_host = host_of(sock.getsockname()), host_of(sock.getpeername())
 
     def poll(self) -> Sequence[Event]:
         events = super().poll()
@@ -51,13 +52,9 @@ def _detect_dead_peer(sock: socket.socket, dead_peer_s: float) -> None:
 
 def connect_tcp(host: str, port: int, timeout_s: float, dead_peer_s: float) -> TcpLink:
     """Connect to a listening aggregator. Raises OSError."""
-    sock = socket.create_connection((host, port), timeout=timeout_s)
-    return TcpLink(sock, f"{host}:{port}", dead_peer_s)
+    return TcpLink(connect(host, port, timeout_s), str(Address(host, port)), dead_peer_s)
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """Listen on host:port (port 0: any free one), non-blocking. Raises OSError."""
-    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=False)
-    listener.setblocking(False)
-    return listener
+    """Listen as `addresses.listen` does. Raises OSError."""
+    return listen(host, port, BACKLOG)

@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from omnireduce.addresses import Address, connect
+from omnireduce.blame import from_a_handler
 from omnireduce.config import Metrics, Security
 from omnireduce.dtypes import Array
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
-from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.stream import EVENTS_PER_POLL
 from omnireduce.transport.tcp import TcpLink
 
@@ -259,9 +260,9 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
     """Connect to a listening aggregator and check its certificate. Raises OSError when it hangs up or cannot be
     reached, TransportError when it does not prove to be `host`."""
     deadline = time.monotonic() + timeout_s
-    sock = socket.create_connection((host, port), timeout=timeout_s)
+    sock, address = connect(host, port, timeout_s), Address(host, port)
     try:
-        link = TlsLink(sock, f"{host}:{port}", dead_peer_s, context, host)
+        link = TlsLink(sock, str(address), dead_peer_s, context, host.partition("%")[0])
         wrong = _shake_hands(link, deadline)
     except OSError as error:
         if from_a_handler(error) or not isinstance(error, ssl.SSLError):
@@ -271,7 +272,7 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
     if wrong:
         sock.close()
         raise TransportError(
-            f"aggregator {host}:{port}: no TLS: {wrong.removeprefix('no TLS: ')}; is its certificate for this name, "
+            f"aggregator {address}: no TLS: {wrong.removeprefix('no TLS: ')}; is its certificate for this name, "
             "signed by security.tls_ca, and has it one at all (security.tls_certificate)?"
         )
     return link

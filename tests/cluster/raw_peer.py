@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from local_cluster import WAIT_S
 
-from omnireduce.config import Config, parse_address
+from omnireduce.addresses import parse_address
+from omnireduce.config import Config
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.secret import Secret

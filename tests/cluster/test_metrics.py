@@ -34,8 +34,8 @@ from local_cluster import (
 from prometheus_client.parser import text_string_to_metric_families
 from transports import BY_SHARDS
 
+from omnireduce.addresses import parse_address
 from omnireduce.aggregator.monitor import CONNECTIONS
-from omnireduce.config import parse_address
 from omnireduce.protocol.effects import ABORT_KINDS
 from omnireduce.runtime.asking.observe import ask
 

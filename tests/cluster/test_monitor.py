@@ -15,9 +15,9 @@ import pytest
 from local_cluster import WAIT_S, configured, descriptors_below, eventually
 from test_metrics import get
 
+from omnireduce.addresses import parse_address
 from omnireduce.aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
 from omnireduce.aggregator.watchdog import Pulse
-from omnireduce.config import parse_address
 from omnireduce.logs import A_SECOND, LimitedHandler, tagged
 from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.transport.shm import listen_shm

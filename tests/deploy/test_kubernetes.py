@@ -16,7 +16,8 @@ from deployment import DEPLOY, aggregator, as_here, memory_bytes, page
 from local_cluster import MPIRUN, READY_S, ROOT, WAIT_S, Process, eventually
 from pod_here import need_pods, pod_command
 
-from omnireduce.config import load_config, parse_address
+from omnireduce.addresses import parse_address
+from omnireduce.config import load_config
 
 FOLDER = DEPLOY / "kubernetes"
 SECRET = "whatever the operator has chosen\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from raw_peer import CONTROL, CREDIT, DATA, RawPeer
 
-from omnireduce.config import parse_address
+from omnireduce.addresses import parse_address
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import FRAME
 from omnireduce.wire.control import ControlMessage, Refused, Welcome, decode_control

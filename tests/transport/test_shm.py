@@ -247,7 +247,7 @@ def test_nobody_listens() -> None:
         connect_shm("127.0.0.1", SHM_PORT, 10)
 
 
-@pytest.mark.parametrize("anywhere", ["", "0.0.0.0", "::"])
+@pytest.mark.parametrize("anywhere", ["0.0.0.0", "::"])
 def test_an_aggregator_that_listens_everywhere_is_found_under_every_name(anywhere: str) -> None:
     with listen_shm(anywhere, SHM_PORT) as listener:
         for host in ("127.0.0.1", "localhost"):

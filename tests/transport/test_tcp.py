@@ -147,14 +147,16 @@ def has_ipv6() -> bool:
 
 @pytest.mark.parametrize(
     ("listen_host", "connect_host"),
-    [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "localhost"), ("0.0.0.0", "127.0.0.1"), ("", "localhost")],
+    [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "localhost"), ("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1")],
 )
 def test_ways_to_listen(listen_host: str, connect_host: str) -> None:
     talk(listen_host, connect_host)
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
-@pytest.mark.parametrize(("listen_host", "connect_host"), [("::1", "::1"), ("::", "::1")])
+@pytest.mark.parametrize(
+    ("listen_host", "connect_host"), [("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1"), ("::1", "localhost")]
+)
 def test_ways_to_listen_by_ipv6(listen_host: str, connect_host: str) -> None:
     talk(listen_host, connect_host)
 

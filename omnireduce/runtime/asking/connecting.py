@@ -7,7 +7,8 @@ import ssl
 import time
 from collections.abc import Callable
 
-from omnireduce.config import Config, parse_address
+from omnireduce.addresses import parse_address
+from omnireduce.config import Config
 from omnireduce.errors import TransportError
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
-from omnireduce.config import Config, parse_address
+from omnireduce.addresses import parse_address
+from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import tagged
 from omnireduce.protocol.joining import unreachable

@@ -21,6 +21,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from omnireduce.addresses import Address, loopback
 from omnireduce.config import Config, Security
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
 from omnireduce.interpreters import TREE, program_of
@@ -28,7 +29,6 @@ from omnireduce.loading import search_path
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.runtime.embedding import (
     LONGEST,
-    LOOPBACK,
     MOST_BYTES,
     Compiling,
     Failed,
@@ -233,7 +233,7 @@ class Child:
     def _order(self, config: Config) -> None:
         """Tell it how to be, and give it a descriptor that tells of the end of this process. Without that the end of
         the connection must do, though a fork of this process may keep the connection open."""
-        daemon = replace(config.aggregator, listen=f"{LOOPBACK}:0", shards=1)
+        daemon = replace(config.aggregator, listen=str(Address(loopback(), 0)), shards=1)
         log = config.log if config.log.level == "error" else replace(config.log, level="warning")
         order = Config(transport=config.transport, verbs=config.verbs, aggregator=daemon, trace=config.trace, log=log)
         lifelines = []

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from omnireduce.blame import from_a_handler
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedding import MOST_BYTES, Compiling, Failed, News, Ready, decode_news, encode
 from omnireduce.runtime.reserve import shortage
-from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.shm import peer_of
 from omnireduce.transport.stream import BACKLOG
 

@@ -12,7 +12,6 @@ environment variables"; srun(1), "Output environment variables"; for MPICH, `mpi
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
 import re
 import socket
@@ -21,13 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnireduce.addresses import is_loopback, is_wildcard
 from omnireduce.config import Config
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.numbers import whole
 
 LONGEST = 128  # characters of a job's name and of a launch's id
 PROC = Path("/proc")
-LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
 
 
@@ -184,19 +183,8 @@ def _id(variables: _Variables, environ: Mapping[str, str]) -> str | None:
 
 def _met_at(address: str) -> str:
     """HOST:PORT where the ranks of a launch meet, in words that no launch of another host shares."""
-    return f"{address}@{this_host()}" if _is_loopback(address.rpartition(":")[0]) else address
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether this means another host on each host. A name is not looked up: that could give each rank another
-    answer."""
-    name = host.strip("[]").rstrip(".").lower()
-    try:
-        found = ipaddress.ip_address(name)
-    except ValueError:
-        return name in LOCAL_NAMES or name.endswith(".localhost")
-    found = getattr(found, "ipv4_mapped", None) or found
-    return found.is_loopback or found.is_unspecified
+    host = address.rpartition(":")[0].strip("[]")
+    return f"{address}@{this_host()}" if is_loopback(host) or is_wildcard(host) else address
 
 
 def this_host(proc: Path = PROC) -> str:

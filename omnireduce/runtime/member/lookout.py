@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from omnireduce.blame import from_a_handler
 from omnireduce.protocol.exchange import HostExchange
 from omnireduce.transport.base import Link
-from omnireduce.transport.blame import from_a_handler
 
 UNKNOWN = -1  # what a link is watched for, while that changes
 PEEKED = [(-2, 0)]  # there is news that no descriptor told

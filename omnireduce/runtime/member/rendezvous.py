@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from omnireduce.blame import from_a_handler
 from omnireduce.config import Config, whole_bytes
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
@@ -25,7 +26,6 @@ from omnireduce.runtime.member.sharing import memory_key
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.transport.blame import from_a_handler
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink

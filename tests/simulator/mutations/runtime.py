@@ -155,8 +155,8 @@ MUTATIONS = (
         "every host is one",
         "omnireduce.runtime.member.launcher",
         "launches of two hosts that meet on loopback sum each other's tensors",
-        '    return f"{address}@{this_host()}" if _is_loopback(',
-        "    return address if _is_loopback(",
+        '    return f"{address}@{this_host()}" if is_loopback(',
+        "    return address if is_loopback(",
         test="tests/runtime/test_launcher.py::test_launches_of_two_hosts_are_two_where_each_meets_on_loopback",
     ),
     Mutation(

@@ -3,9 +3,11 @@ else."""
 
 from __future__ import annotations
 
-HERE = __name__.rpartition(".")[0]
 FILES = ("stream", "shm", "tcp", "tls", "host_meeting", "regions")
-OURS = {"socket", "ssl", "selectors", *(f"{HERE}.{name}" for name in FILES)}  # between us and the system
+OURS = {  # between us and the system
+    *("socket", "ssl", "selectors", "omnireduce.addresses"),
+    *(f"omnireduce.transport.{name}" for name in FILES),
+}
 
 
 def from_a_handler(error: OSError) -> bool:

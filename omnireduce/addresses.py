@@ -1,0 +1,293 @@
+"""Where hosts are on the network: an address as users write it, looked up, listened at, connected to.
+
+HOST is a name, an IPv4 address or an IPv6 address. With a port behind it, an IPv6 address stands in brackets. A name
+may have several addresses: who connects tries one after the other. "localhost" is not looked up, so it needs no entry
+anywhere: it is 127.0.0.1 and ::1, of which a host may have only one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omnireduce.blame import from_a_handler
+from omnireduce.errors import ConfigError, show
+
+ANYWHERE = "::"  # to listen at every address of this host, of both families
+LOOPBACKS = ("127.0.0.1", "::1")
+LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
+MOST_TRIED = 16  # addresses of one name
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849): on the way to any other host
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
+_PORT = re.compile(r"[0-9]{1,5}\Z")
+_SIOCGIFADDR = 0x8915
+_INET6 = Path("/proc/net/if_inet6")  # address, interface number, length of the prefix, scope, flags, name
+
+
+class Address(NamedTuple):
+    """A host and a port. As a text it is what `parse_address` takes."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Target(NamedTuple):
+    """One address of a host, as the system takes it."""
+
+    family: socket.AddressFamily
+    address: tuple[Any, ...]
+
+    @property
+    def host(self) -> str:
+        return host_of(self.address)
+
+
+# as users write them
+
+
+def parse_address(text: str) -> Address:
+    """Split `HOST:PORT` into host and port. An IPv6 address stands in brackets; the host that is returned has none.
+
+    Port 0 is allowed and means, where a program listens, that the system picks a port. Raises ConfigError if the text
+    is no such address.
+    """
+    host, _, port = text.rpartition(":")
+    has_brackets = host.startswith("[") and host.endswith("]")
+    if has_brackets:
+        host = host[1:-1]
+    if not _is_port(port) or not (is_ipv6(host) if has_brackets else is_host(host)):
+        raise ConfigError(
+            f'got {show(text)}, expected "HOST:PORT" with a port up to 65535, such as "10.0.0.1:7400", '
+            '"node1:7400" or "[fe80::1]:7400"'
+        )
+    return Address(host, int(port))
+
+
+def parse_listen(text: str) -> Address:
+    """As `parse_address`, for a program that listens. `:PORT` is every address of this host. Raises ConfigError."""
+    return parse_address(f"[{ANYWHERE}]{text}" if text.startswith(":") and _is_port(text[1:]) else text)
+
+
+def seen_from_here(address: Address) -> Address:
+    """Where this host itself reaches what listens at `address`."""
+    if not is_wildcard(address.host):
+        return address
+    return Address("localhost" if ":" in address.host else LOOPBACKS[0], address.port)
+
+
+def is_numeric(host: str) -> bool:
+    """Whether this is an address, not a name. An IPv6 address may have a scope behind `%`."""
+    return _ip(host) is not None
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address."""
+    return isinstance(_ip(host), ipaddress.IPv6Address)
+
+
+def is_host(host: str) -> bool:
+    """Whether this is a name as hosts may have it, or an IPv4 address."""
+    if re.fullmatch(r"[0-9.]+", host):  # digits and dots alone can only be an IPv4 address
+        return _ip(host) is not None
+    return _HOST_NAME.match(host) is not None
+
+
+def normal(address: Address) -> Address:
+    """The same for all ways to write an address."""
+    found = _ip(address.host)
+    return Address(address.host.lower() if found is None else str(found), address.port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` stands for this host, and on each host for another one. A name is not looked up: that could give
+    each process another answer."""
+    name = host.rstrip(".").lower()
+    found = _unmapped(name)
+    return name in LOCAL_NAMES or name.endswith(".localhost") if found is None else found.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` is every address of a host, of one family or both."""
+    found = _unmapped(host)
+    return found is not None and found.is_unspecified
+
+
+def _is_port(text: str) -> bool:
+    return _PORT.match(text) is not None and int(text) <= 65535
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address; of an IPv4 address that is written as an IPv6 address (::ffff:10.0.0.1), the former."""
+    found = _ip(host)
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
+
+
+# as the system has them
+
+
+def host_of(address: Sequence[Any]) -> str:
+    """The host of an address of the system, such as `getpeername` returns: without what a socket of both families puts
+    before an IPv4 address, and with the interface of one that counts on a single link."""
+    host, scope = str(address[0]), address[3] if len(address) == 4 else 0
+    if scope and "%" not in host:
+        with suppress(OSError):  # the interface is gone
+            scope = socket.if_indextoname(scope)
+        host = f"{host}%{scope}"
+    return str(_unmapped(host) or host)
+
+
+def look_up(host: str, port: int = 0) -> list[Target]:
+    """The addresses of a host, in the order in which to try them. Raises OSError where there are none."""
+    hosts = LOOPBACKS if host.rstrip(".").lower() == "localhost" else (host,)
+    try:
+        found = [
+            Target(family, address)
+            for each in hosts
+            for family, _, _, _, address in socket.getaddrinfo(each, port, type=socket.SOCK_STREAM)
+        ]
+    except UnicodeError as error:  # a name that no host can have
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
+    return list(dict.fromkeys(found))[:MOST_TRIED]
+
+
+def is_own(target: Target) -> bool:
+    """Whether this is an address of this host, that is, of this network namespace."""
+    try:
+        with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.bind((target.address[0], 0, *target.address[2:]))
+    except OSError as error:
+        if from_a_handler(error):
+            raise
+        return False
+    return True
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` is an address of this host, not a name, at which others could reach it."""
+    return _ip(host) is not None and not is_loopback(host) and any(map(is_own, look_up(host)))
+
+
+def loopback() -> str:
+    """This host's address for itself: 127.0.0.1, or ::1 where there is no IPv4."""
+    own = [each.host for each in look_up("localhost") if is_own(each)]
+    return own[0] if own else LOOPBACKS[0]
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Listen by TCP at the first address of `host` that is this host's (port 0: any free one), non-blocking.
+
+    ANYWHERE is all addresses of both families, or of IPv4 alone where the system has no IPv6. Raises OSError.
+    """
+    is_every = is_wildcard(host) and ":" in host
+    targets = look_up("0.0.0.0" if is_every and not socket.has_dualstack_ipv6() else host, port)
+    target = next(filter(is_own, targets), targets[0])
+    both = is_every and target.family == socket.AF_INET6
+    listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=both)
+    listener.setblocking(False)
+    return listener
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect by TCP to the first address of `host` that answers. Each of them gets an equal share of what is left of
+    the time. Raises OSError, which says what was wrong at each of them."""
+    deadline, failed = time.monotonic() + timeout_s, list[tuple[Target, OSError]]()
+    targets = look_up(host, port)
+    for number, target in enumerate(targets):
+        share_s = (deadline - time.monotonic()) / (len(targets) - number)
+        try:
+            return _connected(target, max(0.001, share_s))
+        except OSError as error:
+            if from_a_handler(error):
+                raise
+            failed.append((target, error))
+    if len(failed) == 1:
+        raise failed[0][1]
+    reasons = [f"{target.host}: {error.strerror or error}" for target, error in failed]
+    raise OSError(failed[0][1].errno, "; ".join(reasons))
+
+
+def _connected(target: Target, timeout_s: float) -> socket.socket:
+    sock = socket.socket(target.family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(target.address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+# which one to tell to others
+
+
+def source_towards(host: str) -> str:
+    """The address of this host from which packets to `host` go, so that `host` can answer there; empty where there is
+    no way. It is one of loopback if `host` is this host. Nothing is sent."""
+    found = []
+    try:
+        targets = look_up(host, 9)
+    except OSError as error:
+        if from_a_handler(error):
+            raise
+        return ""
+    for target in targets:
+        with suppress(OSError), socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target.address)
+            found.append(host_of(probe.getsockname()))
+    return min(found, key=_is_of_one_link, default="")
+
+
+def reachable_address(peers: Sequence[str] = ()) -> str:
+    """An address of this host at which other hosts reach it: where the way to the first of `peers` begins that is
+    another host, else the way to any host, else one of an interface; empty where there is none."""
+    ways = (source_towards(peer) for peer in (*peers, *ELSEWHERE))
+    found = [way for way in ways if way and not is_loopback(way)]
+    return next(iter(found), "") or next(iter(own_addresses()), "")
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this host at which others may reach it, those last that count on one link only."""
+    found = [each for _, name in socket.if_nameindex() for each in addresses_of_interface(name)]
+    return sorted((each for each in found if not is_loopback(each)), key=_is_of_one_link)
+
+
+def addresses_of_interface(name: str) -> list[str]:
+    """The IPv4 address of an interface, and its IPv6 addresses, those last that count on one link only. Raises OSError
+    where there is no such interface."""
+    if name not in (each for _, each in socket.if_nameindex()):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):  # a system without IPv6
+        lines = [line.split() for line in _INET6.read_text().splitlines()]
+        own = [ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[5] == name]
+        found += sorted((f"{each}%{name}" if each.is_link_local else str(each) for each in own), key=_is_of_one_link)
+    return found
+
+
+def _is_of_one_link(host: str) -> bool:
+    found = _ip(host)
+    return found is not None and found.is_link_local
