@@ -88,8 +88,8 @@ class AbortedError(OmniReduceError):
     No result was returned; the contents of the collective's output arrays are undefined.
     """
 
-    def __init__(self, culprit: str, reason: str) -> None:
-        super().__init__(f"{culprit}: {reason}" if culprit else reason)
+    def __init__(self, culprit: str = "", reason: str = "") -> None:
+        super().__init__(": ".join(filter(None, (culprit, reason))))
         self.culprit = culprit
         self.reason = reason
 

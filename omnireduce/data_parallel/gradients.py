@@ -11,6 +11,7 @@ import numpy as np
 from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.rounding import scaled
 from omnireduce.runtime.member.arguments import two_that_share
 
 
@@ -61,7 +62,7 @@ def scale(arrays: list[Array | None], factor: float, copied: set[int]) -> None:
         there[pair[1]] = at, own
         copied.add(at)
     for _, each in there:
-        np.multiply(each, factor, out=each, casting="unsafe")
+        scaled(each, factor, each)
 
 
 def leaves(gradients: Any, parameters: Any, adapter: Adapter, path: str = "") -> Iterator[Any]:

@@ -12,6 +12,7 @@ from omnireduce.data_parallel.requests import JOIN, Request, TensorType
 from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
+from omnireduce.rounding import integer_mean, scaled
 from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view, two_that_share
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
@@ -36,15 +37,11 @@ def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
     return 1 if op in ("prod", "all") else 0
 
 
-def _divisor(size: int, dtype: np.dtype[Any]) -> Any:
-    """Of integers of this dtype, some of which are shorter than the number of ranks."""
-    return dtype.type(size) if size <= np.iinfo(dtype).max else np.int64(size)
-
-
 class Reduction:
     """Arrays that are combined with those of other ranks, element by element, into `outs`.
 
-    They are multiplied by `prescale` before and by `postscale` after that. A mean of integers is rounded down.
+    They are multiplied by `prescale` before and by `postscale` after that. A mean of integers is rounded towards zero,
+    once, after it is scaled.
     """
 
     def __init__(
@@ -85,15 +82,15 @@ class Reduction:
         """What this rank brings: flat arrays."""
         if self._prescale == 1:
             return self._flat
-        return [np.multiply(each, self._prescale).astype(each.dtype, copy=False) for each in self._flat]
+        return [scaled(each, self._prescale) for each in self._flat]
 
     def take(self, parts: Sequence[Array], size: int) -> Any:
         """Take the result out of these flat arrays, of `size` ranks. Return the arrays with it."""
         for part, out in zip(parts, self._flat_outs, strict=True):
             if self.request.op == "mean" and out.dtype.kind in "iu":
-                part = np.floor_divide(part, _divisor(size, out.dtype), out=out, casting="unsafe")
-            if self._postscale != 1:
-                np.multiply(part, self._postscale, out=out, casting="unsafe")
+                integer_mean(part, size, out, self._postscale)
+            elif self._postscale != 1:
+                scaled(part, self._postscale, out)
             elif part is not out:
                 out[:] = part
         return self._outs[0] if len(self._outs) == 1 else list(self._outs)

@@ -59,8 +59,9 @@ class Queue:
         """Combine `x` of all ranks, in place or into `out` (of the same shape and dtype), which is the result.
 
         `op`: sum, mean, min, max, prod, of bool any and all, or adasum, for which the number of ranks is a power of
-        two. The mean of integers is their sum, which wraps around in their dtype, divided and rounded down. `x` is
-        multiplied by `prescale` before and the result by `postscale` after that.
+        two. The mean of integers is their sum, which wraps around in their dtype, divided and rounded towards
+        zero. `x` is multiplied by `prescale` before and the result by `postscale` after that; each product, and a mean
+        of integers that is scaled, is rounded once.
         """
         outs = None if out is None else [out]
         return self.grouped_allreduce_async([x], name=name, op=op, outs=outs, prescale=prescale, postscale=postscale)

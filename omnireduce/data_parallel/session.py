@@ -180,8 +180,11 @@ def join() -> int:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """From now on record what happens to each tensor, in this file: see `Communicator.start_timeline`."""
-    session_of().comm.start_timeline(file_path, mark_cycles=mark_cycles)
+    """From now on record what happens to each tensor, in this file: see `Communicator.start_timeline`. A timeline that
+    is being recorded ends."""
+    comm = session_of().comm
+    comm.stop_timeline()
+    comm.start_timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:

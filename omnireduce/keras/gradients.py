@@ -67,7 +67,7 @@ class Settings:
         A gradient that is None counts as zeros: other ranks may have one.
         """
         size = self.process_set.size()
-        if size == 1:
+        if size == 1 or not self.process_set.included():
             return list(gradients)
         found = [
             keras.ops.zeros(variable.shape, variable.dtype) if each is None else dense(each)

@@ -124,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
       added; with `average_aggregated_gradients` they are averaged. It is `gradient_accumulation_steps` of Keras.
     - `gradient_predivide_factor`: of an average, divide by it before the sum, and by the rest after that.
     - `num_groups`, or `groups`: a number, or lists of variables. Gradients of a group are combined together.
-    - `process_set`: the ranks that combine; this one belongs to them.
+    - `process_set`: the ranks that combine. The others apply their own gradients.
     - `sparse_as_dense`: for TensorFlow, turn gradients of some rows into dense ones. Elsewhere they are dense.
 
     Raises UsageError for what cannot be, and for an optimizer that combines already. A step raises it where ranks

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from omnireduce.data_parallel.built import (
     ccl_built,
+    check_extension,
     cuda_built,
     ddl_built,
     gloo_built,
@@ -42,6 +43,7 @@ from omnireduce.data_parallel.session import (
     stop_timeline,
 )
 from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Sum
+from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.compression import Compression
@@ -59,7 +61,9 @@ from omnireduce.torch.moves import (
     broadcast_async,
     broadcast_async_,
     grouped_allgather,
+    grouped_allgather_async,
 )
+from omnireduce.torch.objects import let_tensors_travel
 from omnireduce.torch.optimizer import DistributedOptimizer
 from omnireduce.torch.process_group import BACKEND, ProcessGroup
 from omnireduce.torch.reductions import (
@@ -71,10 +75,13 @@ from omnireduce.torch.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from omnireduce.torch.scattering import (
     grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
 )
 from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.states import (
@@ -86,6 +93,7 @@ from omnireduce.torch.states import (
 from omnireduce.torch.tensors import DEVICES
 
 tell_torch()
+let_tensors_travel()
 if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, ProcessGroup, devices=DEVICES)
 
@@ -94,6 +102,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessGroup",
@@ -124,6 +133,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -134,11 +144,13 @@ __all__ = [
     "gloo_enabled",
     "grace_hook",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",

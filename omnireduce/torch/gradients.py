@@ -16,7 +16,7 @@ from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.data_parallel.words import Average, Scaling, Sum
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.torch.compression import NoneCompressor
-from omnireduce.torch.handles import Handle, synchronize
+from omnireduce.torch.handles import Handle, handle_of, synchronize
 from omnireduce.torch.reductions import start_reduction, start_sum_of_rows
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -99,6 +99,16 @@ class Entry:
     def is_sparse(self) -> bool:
         return self.parameter.grad is not None and self.parameter.grad.is_sparse
 
+    def dense_gradient(self) -> Tensor:
+        """The gradient; of a sparse one a dense tensor with its numbers."""
+        gradient = cast(Tensor, self.parameter.grad)
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    def take(self, found: Tensor) -> None:
+        """A dense gradient in place of the parameter's, which stays sparse if it is."""
+        if found is not self.parameter.grad:
+            self.parameter.grad = found.to_sparse(self.sparse_dim) if self.is_sparse else found
+
 
 class StepGradients(ABC):
     """The gradients that a step of one optimizer takes. `skips`: steps take them as they are."""
@@ -146,16 +156,18 @@ class Gradients(StepGradients):
         self.watch(optimizer)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook on to the parameters that the optimizer has now. Raises UsageError for one without a name."""
+        """Hook on to the parameters that the optimizer has now, unless this rank is outside of the process set. Raises
+        UsageError for one without a name."""
+        is_member = self._way.process_set.included()
         for name, each in self._names.of(optimizer).items():
-            if each.requires_grad and each not in self._entries:
+            if is_member and each.requires_grad and each not in self._entries:
                 entry = self._entries[each] = Entry(each, name, self._passes)
                 hook = each.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), entry))
                 weakref.finalize(self, hook.remove).atexit = False
 
     def put_in_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Combine those of each group together. Raises UsageError for what is no parameter of the optimizer."""
-        for group in groups:
+        for group in groups if self._way.process_set.included() else ():
             own = [self._entries[each] for each in group if each in self._entries]
             if len(own) < len(group):
                 raise UsageError(f"groups: {len(group) - len(own)} tensors are no parameters of the optimizer")
@@ -200,12 +212,14 @@ class Gradients(StepGradients):
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
             array, own = gradient.detach().numpy(), queue(self._way.process_set)
             task = own.allreduce_async(array, name=name, op=op, prescale=before, postscale=after)
-            entries[0].handle = Handle(task, _nothing)
+            entries[0].handle = handle_of(task, _nothing)
             return
         with torch.no_grad():
             for each in entries:
-                if each.is_sparse and not self._way.sparse_as_dense:
-                    each.handle = self._start_sparse(each)
+                if each.is_sparse:
+                    each.sparse_dim = cast(Tensor, each.parameter.grad).sparse_dim()
+                    if not self._way.sparse_as_dense:
+                        each.handle = self._start_sparse(each)
             self._start_dense([each for each in entries if each.handle is None], name)
 
     def _start_sparse(self, entry: Entry) -> Handle:
@@ -214,7 +228,6 @@ class Gradients(StepGradients):
             raise UsageError(
                 f"'{entry.name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True"
             )
-        entry.sparse_dim = gradient.sparse_dim()
         handle = start_sum_of_rows(gradient, op, entry.gradient_name, self._way.process_set)
 
         def put_back(found: Tensor) -> None:
@@ -226,17 +239,13 @@ class Gradients(StepGradients):
         if not entries:
             return
         way = self._way
-        for each in entries:
-            if each.is_sparse:
-                each.parameter.grad = cast(Tensor, each.parameter.grad).to_dense()
-        small = [way.compression.compress(each.parameter.grad) for each in entries]
+        small = [way.compression.compress(each.dense_gradient()) for each in entries]
         tensors = [tensor for tensor, _ in small]
         handle = start_reduction(tensors, tensors, way.scaling, name, way.process_set)
 
         def put_back(_: Any) -> None:
             for each, (tensor, ctx) in zip(entries, small, strict=True):
-                if tensor is not each.parameter.grad:
-                    each.parameter.grad = way.compression.decompress(tensor, ctx)
+                each.take(way.compression.decompress(tensor, ctx))
 
         handle = handle.then(put_back)
         for each in entries:
@@ -263,8 +272,9 @@ class Gradients(StepGradients):
         """Wait for what is under way, whatever becomes of it, and forget it."""
         for each in self._entries.values():
             if each.handle is not None:
-                with suppress(OmniReduceError):
-                    each.handle.task.wait()
+                for task in each.handle.tasks:
+                    with suppress(OmniReduceError):
+                        task.wait()
         self.give_up()
 
     def give_up(self) -> None:

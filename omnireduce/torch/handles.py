@@ -14,14 +14,34 @@ from omnireduce.torch.tensors import settle, tensor_of
 
 
 class Handle(NamedTuple):
-    """A collective that was started. `finish` makes its result of that of the task."""
+    """Collectives that were started together. `finish` makes their result of those of the tasks. To call it is to
+    `synchronize`."""
 
-    task: Task
-    finish: Callable[[Any], Any]
+    tasks: tuple[Task, ...]
+    finish: Callable[[list[Any]], Any]
 
     def then(self, change: Callable[[Any], Any]) -> Handle:
         """The same with another result, which `change` makes of this one's."""
-        return Handle(self.task, lambda found: change(self.finish(found)))
+        return Handle(self.tasks, lambda results: change(self.finish(results)))
+
+    def __call__(self) -> Any:
+        return synchronize(self)
+
+
+def handle_of(task: Task, finish: Callable[[Any], Any]) -> Handle:
+    """That of one collective, whose result `finish` makes of that of the task."""
+    return Handle((task,), lambda results: finish(results[0]))
+
+
+def joined(handles: list[Handle]) -> Handle:
+    """All of them in one, whose result is the list of theirs."""
+    ends = [len(each.tasks) for each in handles]
+
+    def finish(results: list[Any]) -> list[Any]:
+        left = iter(results)
+        return [each.finish([next(left) for _ in range(many)]) for each, many in zip(handles, ends, strict=True)]
+
+    return Handle(tuple(task for each in handles for task in each.tasks), finish)
 
 
 def first(results: list[Tensor]) -> Tensor:
@@ -31,12 +51,12 @@ def first(results: list[Tensor]) -> Tensor:
 
 def poll(handle: Handle) -> bool:
     """Whether `synchronize` would return, or raise, at once."""
-    return handle.task.done()
+    return all(each.done() for each in handle.tasks)
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for a collective, and return its result."""
-    return handle.finish(handle.task.wait())
+    return handle.finish([each.wait() for each in handle.tasks])
 
 
 def on_device_of(like: Tensor, array: Any) -> Tensor:

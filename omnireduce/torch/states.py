@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ AT_ONCE = 512
 
 
 @torch.no_grad()
-def broadcast_parameters(params: Named, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
-    """Replace tensors by those of the root: `model.state_dict()`, or `model.named_parameters()`. What is no tensor
-    stays as it is. Raises what `omnireduce.Queue` raises."""
+def broadcast_parameters(
+    params: Named | Iterable[Tensor], root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Replace tensors by those of the root: `model.state_dict()`, `model.named_parameters()`, or tensors without names,
+    in one order on all ranks. What is no tensor stays as it is. Raises what `omnireduce.Queue` raises."""
     pairs = params.items() if isinstance(params, Mapping) else params
-    tensors = [(name, each) for name, each in pairs if isinstance(each, Tensor)]
+    named = [(str(at), each) if isinstance(each, Tensor) else each for at, each in enumerate(pairs)]
+    tensors = [(name, each) for name, each in named if isinstance(each, Tensor)]
     _broadcast_all([(f"parameter.{name}", each) for name, each in tensors], root_rank, process_set)
 
 
@@ -104,8 +107,8 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
     trust: bool = False,
 ) -> Any:
-    """The object of the root. It is plain data, or, with `trust` on all ranks, anything that can be pickled: see
-    `omnireduce.broadcast_object`."""
+    """The object of the root. It is plain data with tensors in it, or, with `trust` on all ranks, anything that can be
+    pickled: see `omnireduce.broadcast_object`, and `omnireduce.torch.objects`."""
     root, name = root_of(root_rank, process_set), name_of("broadcast_object", name, process_set)
     return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()
 

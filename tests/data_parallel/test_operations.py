@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
@@ -68,13 +69,31 @@ def test_a_mean_of_floats_beside_integers_does_not_overflow(daemon: Daemon) -> N
 def test_a_mean_of_short_integers_over_many_ranks(dtype: str, ranks: int) -> None:
     ends = np.array([np.iinfo(dtype).min, 0, np.iinfo(dtype).max], dtype)
     found = Reduction("w", [ends], [ends.copy()], "mean", 1, 1).take([ends], ranks)
-    assert found.tolist() == [int(each) // ranks for each in ends]
+    assert found.tolist() == [int(each) // ranks if each >= 0 else -(-int(each) // ranks) for each in ends]
 
 
-def test_a_mean_of_integers_is_rounded_before_it_is_scaled(daemon: Daemon) -> None:
+def test_a_mean_of_integers_is_rounded_towards_zero_after_it_is_scaled(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        x = np.array([3 + queue.rank])
-        assert queue.allreduce_async(x, name="w", op="mean", postscale=2).wait(60).tolist() == [6]
+        x = np.array([3 + queue.rank, -3 - queue.rank])
+        assert queue.allreduce_async(x.copy(), name="v", op="mean").wait(60).tolist() == [3, -3]
+        assert queue.allreduce_async(x, name="w", op="mean", postscale=2).wait(60).tolist() == [7, -7]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int32])
+def test_products_are_rounded_and_not_factors(daemon: Daemon, dtype: type) -> None:
+    """By themselves, with others, and where the result goes elsewhere."""
+
+    def do(queue: Queue) -> None:
+        x, scale = np.array([118.5, -118.5]).astype(dtype), 0.19151945
+        product = (x.astype(np.float32) * np.float32(scale)).astype(dtype)
+        scales = {"prescale": scale, "postscale": 2.0}
+        alone = queue.allreduce_async(x.copy(), name="alone", **scales)
+        group = queue.grouped_allreduce_async([x.copy(), x.copy()], name="group", **scales)
+        beside = queue.allreduce_async(x, name="beside", out=np.empty_like(x), postscale=scale / 2)
+        assert all((each == 4 * product).all() for each in (alone.wait(60), *group.wait(60)))
+        assert (beside.wait(60) == product).all()
+
+    in_steps(daemon, do)
 
     in_steps(daemon, do)
 
@@ -92,11 +111,13 @@ def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
 
 
 @pytest.mark.parametrize("elements", [20, 300_000])
-def test_means_of_integers_are_rounded_down(daemon: Daemon, elements: int) -> None:
+def test_means_of_integers_are_rounded_towards_zero(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:
         x = own(queue.rank, shape=(elements,), dtype="int64") - 3
         queue.allreduce_async(x, name="w", op="mean").wait(60)
-        assert (x == (np.sum(everyone(shape=(elements,), dtype="int64"), axis=0) - 3 * RANKS) // RANKS).all()
+        total = np.sum(everyone(shape=(elements,), dtype="int64"), axis=0) - 3 * RANKS
+        assert (total < 0).any()
+        assert (x == np.trunc(total / RANKS)).all()
 
     in_steps(daemon, do)
 

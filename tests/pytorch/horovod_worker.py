@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import chain
 
+import horovod_gradients
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,26 +85,6 @@ def moves() -> None:
     assert hvd.allgather_object((rank, "x")) == [(0, "x"), (1, "x"), (2, "x")]
     assert [each.tolist() for each in hvd.grouped_allgather([torch.tensor([rank])] * 2)] == [[0, 1, 2]] * 2
     hvd.barrier()
-
-
-def gradients_of_collectives() -> None:
-    rank = hvd.rank()
-    x = torch.tensor([float(rank), 2.0], requires_grad=True)
-    hvd.allreduce(x, op=hvd.Sum).pow(2).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [3 * 2 * 3, 3 * 2 * 6]
-    y = torch.ones(rank + 1, requires_grad=True)
-    (hvd.allgather(y) * torch.arange(6)).sum().backward()
-    assert y.grad is not None
-    assert y.grad.tolist() == [[0], [3, 6], [9, 12, 15]][rank]
-    z = torch.ones(2, requires_grad=True)
-    hvd.broadcast(z, 1).sum().backward()
-    assert z.grad is not None
-    assert z.grad.tolist() == ([3, 3] if rank == 1 else [0, 0])
-    w = torch.ones(3, requires_grad=True)
-    (hvd.alltoall(w) * (rank + 1)).sum().backward()
-    assert w.grad is not None
-    assert w.grad.tolist() == [1, 2, 3]
 
 
 def sets_of_ranks() -> None:
@@ -227,7 +208,7 @@ def sparse_gradients() -> None:
             words(torch.tensor([hvd.rank(), 5])).sum().backward()
             optimizer.step()
             assert words.weight.grad is not None
-            assert words.weight.grad.is_sparse != as_dense
+            assert words.weight.grad.is_sparse
         assert words.weight[:, 0].tolist() == [-3, -3, -3, 0, 0, -9, 0, 0, 0]
 
 
@@ -366,7 +347,7 @@ def main() -> None:
     assert hvd.local_rank() == hvd.rank()
     for scenario in sys.argv[4:]:
         sys.stderr.write(f"{scenario}\n")
-        globals()[scenario]()
+        (globals().get(scenario) or getattr(horovod_gradients, scenario))()
     hvd.shutdown()
     assert not hvd.is_initialized()
 

@@ -25,7 +25,7 @@ from transports import over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.packets import packed, packet_count
-from omnireduce.runtime.member.objects import DEEPEST, FORMS, from_bytes, to_bytes
+from omnireduce.runtime.member.objects import DEEPEST, FORMS, OfFront, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [
     None, True, 3, -(2**63) + 1, 2**63, 2**200, -(2**200), 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)),
@@ -33,7 +33,7 @@ PLAIN_DATA: list[Any] = [
     datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC), datetime.datetime(2026, 1, 2),
     datetime.time(1, 2, 3, 4), datetime.datetime(2026, 10, 25, 2, 30, fold=1), datetime.timedelta(3, 4, 5),
     datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3))), {n: n for n in range(5000)},
-    datetime.timedelta(-3, 4), decimal.Decimal("1.50"),
+    datetime.timedelta(-3, 4), decimal.Decimal("1.50"), collections.OrderedDict(b=1, a=[2]), collections.Counter("aab"),
 ]  # fmt: skip
 ARRAYS: list[Any] = [
     np.arange(6).reshape(2, 3), np.zeros((0, 4)), np.array(3), np.ones(2, ml_dtypes.bfloat16), np.array(["ab", "c"]),
@@ -151,7 +151,7 @@ def test_anything_plain_reads_back(x: Any) -> None:
         ([Loud], "Loud is no plain data"),
         (os.getcwd, "getcwd is no plain data"),
         ({"f": lambda: 0}, "<lambda> is no plain data"),
-        (collections.OrderedDict(a=1), "OrderedDict is no plain data"),
+        (collections.defaultdict(int), "defaultdict is no plain data"),
         (np.array([None]), "an array of object is no plain data"),
         (np.zeros(2, [("a", "f4")]), "is no plain data"),
         (np.ma.array([1.0]), "MaskedArray is no plain data"),
@@ -274,6 +274,12 @@ def test_extensions_that_there_are_not() -> None:
     for code in (-2, len(FORMS)):
         with pytest.raises(UsageError, match="install the same omnireduce everywhere"):
             from_bytes(encode(Ext(code, b"")), trust=False, sender="rank 1")
+
+
+def test_a_type_of_a_front_that_is_not_here_is_refused() -> None:
+    data = encode(Ext(NUMBER[OfFront], encode(["tool.Thing", b""])))
+    with pytest.raises(UsageError, match=r"a tool\.Thing, which this rank does not know; import the same modules"):
+        from_bytes(data, trust=False, sender="rank 1")
 
 
 def test_an_object_nested_deeply_is_refused() -> None:

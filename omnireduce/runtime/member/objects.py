@@ -9,6 +9,7 @@ part.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import decimal
 import math
@@ -33,6 +34,7 @@ LONGEST_INT = 63  # bits, beside the sign
 AS_THEY_ARE = (bool, float, str)
 Leaf = None | bool | int | float | str | Ext
 ITEMS = list[Leaf]
+_Name = Annotated[str, Meta(max_length=40)]
 _Number = Annotated[str, Meta(max_length=4096)]  # to compare two takes time that grows with the square of their length
 _Date = Annotated[str, Meta(max_length=64)]
 _Fold = Annotated[int, Meta(ge=0, le=1)]
@@ -44,7 +46,7 @@ _Array = tuple[
 ]
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """How objects of one type travel.
 
     `said` turns an object into what is sent, `read` is the type that this is decoded as, and `made` makes the object
@@ -57,8 +59,30 @@ class _Form(NamedTuple):
     keys: Callable[[list[Any]], Sequence[Any]] = lambda items: ()
 
 
-def _set(made: Callable[[list[Any]], object]) -> _Form:
-    return _Form(iter, ITEMS, made, lambda items: items)
+class OfFront:
+    """Objects of a type that a front knows, as tensors of torch: the name of the type, and what `Form.said` gives."""
+
+
+def add_form(kind: type[Any], name: str, form: Form) -> None:
+    """Let objects of this type travel. `name` says which type it is, on all ranks alike; a rank that does not know it
+    refuses such objects."""
+    _NAMES[kind], _NAMED[name] = name, (Decoder(form.read), form)
+
+
+def _of_front(x: list[Any]) -> object:
+    name, data = x
+    if name not in _NAMED:
+        raise ValueError(f"a {name}, which this rank does not know; import the same modules of omnireduce everywhere")
+    decoder, form = _NAMED[name]
+    return form.made(decoder.decode(data))
+
+
+def _set(made: Callable[[list[Any]], object]) -> Form:
+    return Form(iter, ITEMS, made, lambda items: items)
+
+
+def _table(made: Callable[[dict[Any, Any]], object]) -> Form:
+    return Form(_pairs, ITEMS, lambda items: made(_paired(items)), lambda items: items[::2])
 
 
 def _pairs(x: dict[Any, Any]) -> Iterable[object]:
@@ -95,8 +119,8 @@ def _scalar_made(x: tuple[str, list[int], bytes]) -> object:
     return _array_made(x)[()]
 
 
-def _time(kind: Any) -> _Form:
-    return _Form(_time_said, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
+def _time(kind: Any) -> Form:
+    return Form(_time_said, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
 
 
 def _time_said(x: Any) -> list[object]:
@@ -119,26 +143,31 @@ def _array_made(x: tuple[str, list[int], bytes]) -> Any:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-FORMS: dict[type[Any], _Form] = {  # the number of a form is its place: new ones come last
-    int: _Form(hex, _Number, lambda x: int(x, 16)),
-    bytes: _Form(bytes, bytes, bytes),
-    list: _Form(iter, ITEMS, list),
-    tuple: _Form(iter, ITEMS, tuple),
+FORMS: dict[type[Any], Form] = {  # the number of a form is its place: new ones come last
+    int: Form(hex, _Number, lambda x: int(x, 16)),
+    bytes: Form(bytes, bytes, bytes),
+    list: Form(iter, ITEMS, list),
+    tuple: Form(iter, ITEMS, tuple),
     set: _set(set),
     frozenset: _set(frozenset),
-    dict: _Form(_pairs, ITEMS, _paired, lambda items: items[::2]),
-    bytearray: _Form(bytes, bytes, bytearray),
-    complex: _Form(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
-    decimal.Decimal: _Form(str, _Number, decimal.Decimal),
-    datetime.date: _Form(str, _Date, datetime.date.fromisoformat),
+    dict: _table(dict),
+    bytearray: Form(bytes, bytes, bytearray),
+    complex: Form(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
+    decimal.Decimal: Form(str, _Number, decimal.Decimal),
+    datetime.date: Form(str, _Date, datetime.date.fromisoformat),
     datetime.time: _time(datetime.time),
     datetime.datetime: _time(datetime.datetime),
-    datetime.timedelta: _Form(
+    datetime.timedelta: Form(
         lambda x: [x.days, x.seconds, x.microseconds], tuple[int, int, int], lambda x: datetime.timedelta(*x)
     ),
-    np.ndarray: _Form(_array_said, _Array, _array_made),
-    np.generic: _Form(_scalar_said, _Array, _scalar_made),
+    np.ndarray: Form(_array_said, _Array, _array_made),
+    np.generic: Form(_scalar_said, _Array, _scalar_made),
+    collections.OrderedDict: _table(collections.OrderedDict),
+    collections.Counter: _table(collections.Counter),
+    OfFront: Form(list, tuple[_Name, bytes], _of_front),
 }
+_NAMES = dict[type[Any], str]()  # of the types of fronts
+_NAMED = dict[str, tuple[Decoder[Any], Form]]()  # those types by name
 _NUMBER = {each: number for number, each in enumerate(FORMS)}
 _READERS = [(Decoder(form.read), form) for form in FORMS.values()]
 _WHOLE = Decoder(Leaf)
@@ -173,6 +202,8 @@ def _lowered(x: Any, depth: int = 0) -> object:
     if x is None or kind in AS_THEY_ARE or (kind is int and x.bit_length() <= LONGEST_INT):
         return x
     kind = np.generic if isinstance(x, np.generic) else kind
+    if kind in _NAMES:
+        x, kind = (_NAMES[kind], encode(_NAMED[_NAMES[kind]][1].said(x))), OfFront
     if kind not in FORMS:
         what = x.__qualname__ if callable(x) and hasattr(x, "__qualname__") else kind.__qualname__
         raise UsageError(f"{what} is no plain data, which is {SAID}; {ADVICE}")

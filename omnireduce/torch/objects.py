@@ -1,0 +1,62 @@
+"""Tensors as parts of plain data: so `broadcast_object` takes the state of a model without a pickle.
+
+They arrive in the processor's memory, whatever device they come from, as leaves of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.objects import ADVICE, Form, add_form
+from omnireduce.torch.tensors import bytes_of, staged
+from omnireduce.wire.blocks import MAX_ELEMENTS
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool",
+        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_Tensor = tuple[
+    Annotated[str, Meta(max_length=20)],
+    Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_ELEMENTS)]], Meta(max_length=64)],  # the shape
+    bytes,
+    bool,  # whether it requires a gradient
+]
+
+
+def _said(x: Tensor) -> list[object]:
+    if x.layout is not torch.strided or x.is_quantized or x.is_meta or x.dtype not in _NAMES:
+        raise UsageError(f"a tensor of {x.dtype}, {x.layout}, on {x.device} is no plain data; {ADVICE}")
+    return [_NAMES[x.dtype], list(x.shape), bytes_of(staged(x)).tobytes(), x.requires_grad]
+
+
+def _made(x: tuple[str, list[int], bytes, bool]) -> Tensor:
+    name, shape, data, requires_grad = x
+    dtype = DTYPES[name]
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for a tensor of {name} {shape}")
+    found = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype)
+    bytes_of(found)[:] = np.frombuffer(data, np.uint8)
+    found = found.ne(0) if dtype is torch.bool else found  # a byte of a peer may be no bool
+    return found.requires_grad_(requires_grad)
+
+
+def _parameter(x: tuple[str, list[int], bytes, bool]) -> nn.Parameter:
+    found = _made(x)
+    return nn.Parameter(found.detach(), found.requires_grad)
+
+
+def let_tensors_travel() -> None:
+    """From now on objects may have tensors and parameters in them."""
+    add_form(Tensor, "torch.Tensor", Form(_said, _Tensor, _made))
+    add_form(nn.Parameter, "torch.nn.Parameter", Form(_said, _Tensor, _parameter))
