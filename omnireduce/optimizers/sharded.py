@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -38,6 +39,8 @@ from omnireduce.runtime.member.handle import Handle
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
 AT_ONCE = 16  # exchanges that are under way, where each parameter has its own
+_opened: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()
+"""How many groups were made for optimizers of each name, in the present formation of a communicator."""
 
 
 class ShardedOptimizer:
@@ -49,7 +52,8 @@ class ShardedOptimizer:
     call `restore` before they compute the first gradients. `rule`: such as `Adam(lr=1e-3)`; it may be replaced between
     two steps, on all ranks alike, by one of the same kind: to change the learning rate, for instance. `tables`: names
     of matrices whose gradients are given as rows, as those of embeddings. `comm`: the ranks (None: the global
-    communicator). `name` tells it from other optimizers of `comm`. All ranks call all methods in the same order.
+    communicator). All ranks call all methods in the same order: that tells optimizers of one `name` apart. Those that
+    different threads use need names of their own.
 
     Construction raises UsageError for parameters that cannot be. The first use raises RefusedError when the shards have
     no room for what the rule keeps (`aggregator.max_job_bytes`), and what `Communicator.create_group` raises.
@@ -80,8 +84,7 @@ class ShardedOptimizer:
         self._memory = Memory(each.weights for each in parameters)
         self._root, self._kept_here = root, dict[str, Any]()
         self._group: Communicator | None = None
-        self._formation: object = None
-        self._opened = 0  # how many groups were made in this formation
+        self._formation: object = None  # of `comm`, when the group was made
 
     @property
     def rule(self) -> Rule:
@@ -120,11 +123,10 @@ class ShardedOptimizer:
         return group
 
     def _open(self, root: int) -> Communicator:
-        if self._formation is not self.comm.formation:
-            self._formation, self._opened = self.comm.formation, 0
-        self._opened += 1  # a rank that has just joined counts with the others
+        self._formation = self.comm.formation
+        number = _number_of(self._name, self.comm)
         check_alike(self.comm, [("root", str(root)), *self._terms()], f"{self._name}.alike")
-        found = self.comm.create_group(name=f"{self._name}.{self._opened}", state_bytes=self.state_bytes)
+        found = self.comm.create_group(name=f"{self._name}.{number}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found
 
@@ -339,6 +341,16 @@ class ShardedOptimizer:
             code.store(WEIGHTS)
             own = {each.name: each.weights for each in part.parameters} if self.comm.rank == root else None
             part.send(group, self._of_all(part, code), own)
+
+
+def _number_of(name: str, comm: Communicator) -> int:
+    """Tells a group from those before it, also of other optimizers of this name. A rank that has just joined counts
+    with the others."""
+    formation, counts = _opened.get(comm, (None, Counter[str]()))
+    if formation is not comm.formation:
+        formation, counts = _opened[comm] = comm.formation, Counter()
+    counts[name] += 1
+    return counts[name]
 
 
 def in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:

@@ -253,6 +253,32 @@ def test_a_job_that_was_formed_anew_goes_on_from_the_last_commit(daemon: Daemon)
         assert same(expected, own)
 
 
+def test_optimizers_without_names_live_side_by_side(daemon: Daemon) -> None:
+    """They step by turns, one begins anew, and the job is formed anew."""
+
+    def run(comm: Communicator) -> list[Array]:
+        weights = [np.zeros(1000, np.float32) for _ in range(3)]
+        optimizers = [ShardedOptimizer([each], Sgd(lr=1.0), comm=comm) for each in weights]
+        for _ in range(2):
+            for at, each in enumerate(optimizers):
+                each.step([np.full(1000, at + 1, np.float32)])
+        optimizers[1].close()
+        optimizers[1].step([np.ones(1000, np.float32)])
+        comm.reform()
+        for at in (2, 0, 1):
+            optimizers[at].restore()
+        ends = [each.begin_step([np.ones(1000, np.float32)]) for each in optimizers]
+        for end in reversed(ends):
+            end()
+        for each in optimizers:
+            each.close()
+        return weights
+
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.smallest=2", "elastic.settle_s=0.1")
+    for weights in run_job(config, 2, run):
+        assert [set(each.tolist()) for each in weights] == [{-3.0}, {-6.0}, {-7.0}]
+
+
 def test_a_training_outlives_a_shard(stack: ExitStack) -> None:
     """A shard is killed after the third step; its successor gets the state of the last commit, and the weights."""
     daemon, killed = stack.enter_context(Daemon(2)), threading.Event()
