@@ -18,7 +18,7 @@ from omnireduce.dtypes import Array
 from omnireduce.torch.differentiable import differentiable
 from omnireduce.torch.handles import Handle, first, handle_of, joined, on_device_of, synchronize
 from omnireduce.torch.reductions import reduced
-from omnireduce.torch.tensors import array_of, put_back, staged
+from omnireduce.torch.tensors import array_of, detached, put_back, staged
 
 MEAN = Scaling(Average)
 
@@ -84,7 +84,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a `broadcast`."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+    return broadcast_async_(detached(tensor).clone(), root_rank, name, process_set)
 
 
 def broadcast_(
@@ -102,7 +102,7 @@ def broadcast(
     is_root = root_of(root_rank, process_set) == queue(process_set).rank
 
     def run(own: list[Tensor]) -> list[Tensor]:
-        return [synchronize(_start_broadcast(own[0].clone(), root_rank, name, process_set))]
+        return [synchronize(_start_broadcast(detached(own[0]).clone(), root_rank, name, process_set))]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         found = reduced(grads, MEAN, f"gradient of {name}", process_set)
@@ -112,7 +112,7 @@ def broadcast(
 
 
 def _start_broadcast(tensor: Tensor, root_rank: int, name: str, process_set: ProcessSet) -> Handle:
-    plain = tensor.detach()
+    plain = detached(tensor)
     copy = staged(plain)
     task = queue(process_set).broadcast_async(array_of(copy), root_of(root_rank, process_set), name=name)
     return handle_of(task, lambda _: put_back([plain], [copy])).then(lambda _: tensor)

@@ -106,8 +106,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     that it gets later, by `add_param_group`, may be among them. `op`: Average, Sum, Min, Max, Product or Adasum.
     `gradient_predivide_factor` divides before the sum; the rest of the mean is divided after it. `groups`: lists of
     parameters whose gradients are combined together, or how many groups there shall be (also `num_groups`). Sparse
-    gradients are added by index, or with `sparse_as_dense` as dense ones; they are sparse again afterwards. On ranks
-    outside of `process_set` the optimizer steps with its own gradients.
+    gradients are added by index, or as dense ones, and stay sparse. A rank outside of `process_set` steps by itself.
 
     `grace`: what `grace_from_params` returns, or an object of your own class of that kind. It combines gradient by
     gradient when a step begins. It may also be the second argument, as in GRACE. Optimizers may share one: what it

@@ -22,7 +22,7 @@ from omnireduce.torch.compression import Compression
 from omnireduce.torch.differentiable import differentiable
 from omnireduce.torch.handles import Handle, first, handle_of, synchronize
 from omnireduce.torch.rows import rows_of, sparse_of
-from omnireduce.torch.tensors import array_of, put_back, staged
+from omnireduce.torch.tensors import array_of, detached, put_back, staged
 
 OF_FLAGS: dict[QueueOp, QueueOp] = {Max: "any", Min: "all", Product: "all"}
 
@@ -65,14 +65,14 @@ def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
 
 def _in_place(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of the tensors."""
-    plain = [each.detach() for each in tensors]
+    plain = [detached(each) for each in tensors]
     handle = start_reduction(plain, plain, how, name, process_set)
     return handle.then(lambda _: list(tensors))
 
 
 def _into_others(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of new tensors."""
-    plain = [each.detach() for each in tensors]
+    plain = [detached(each) for each in tensors]
     return start_reduction(plain, [torch.empty_like(each) for each in plain], how, name, process_set)
 
 

@@ -15,17 +15,23 @@ from omnireduce.errors import UsageError
 DEVICES = ["cpu", "cuda"]
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """The tensor without its graph. Raises UsageError for what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"a {type(tensor).__name__} came; expected a torch.Tensor")
+    return tensor.detach()
+
+
 def staged(tensor: Tensor) -> Tensor:
     """A contiguous tensor in the processor's memory with the values of `tensor`: itself, if it is one.
 
     Raises UsageError for what is no dense tensor.
     """
-    if not isinstance(tensor, Tensor):
-        raise UsageError(f"a {type(tensor).__name__} came; expected a torch.Tensor")
+    plain = detached(tensor)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in DEVICES:
         kind = "quantized" if tensor.is_quantized else f"{str(tensor.layout).removeprefix('torch.')}"
         raise UsageError(f"a {kind} tensor on '{tensor.device}' came; expected a dense one on {' or '.join(DEVICES)}")
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = plain.resolve_conj().resolve_neg()
     return room_for(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
 
 

@@ -149,6 +149,16 @@ def tensors_in_objects() -> None:
     assert [each["loss"].item() for each in everyones] == [0, 1, 2]
 
 
+def what_is_no_tensor() -> None:
+    """Each call says so: the gradient of a parameter that has none, for instance."""
+    nothing: Any = None
+    for call in (hvd.allreduce, hvd.allreduce_async_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        with pytest.raises(UsageError, match="a NoneType came; expected"):
+            call(nothing)
+    with pytest.raises(UsageError, match="a NoneType came; expected"):
+        hvd.broadcast(nothing, 0)
+
+
 def parameters_without_names() -> None:
     tensors = [torch.full((2,), float(hvd.rank())), torch.full((3,), 10.0 * hvd.rank())]
     hvd.broadcast_parameters(tensors, root_rank=2)
