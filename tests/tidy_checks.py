@@ -55,6 +55,7 @@ BASE = {
     "block_program",
     "cli",
     "config",
+    "control_groups",
     "descriptor",
     "dtypes",
     "errors",

@@ -14,11 +14,22 @@ from contextlib import suppress
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.hosts import is_here
-from omnireduce.launching.messages import CHUNK, SSH_CONNECTION, Frames, News, Order, decode_news, frame
+from omnireduce.launching.messages import (
+    CHUNK,
+    MOST_NEWS_BYTES,
+    SSH_CONNECTION,
+    Frames,
+    News,
+    Order,
+    Start,
+    decode_news,
+    frame,
+)
 
 PROGRAM = program_of("omnireduce.launching.supervisor")
 SSH_OPTIONS = ("-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 _SAID = 20  # lines of standard error that an error repeats the last of
+_KILLED_S = 5.0  # for a supervisor to end that was killed: it may hang in the system
 
 
 def words_of_supervisor(host: str, ssh: str, grace_s: float, *, by_ssh: bool) -> list[str]:
@@ -47,9 +58,11 @@ class Connection:
         self.port = 0  # where torch's ranks may meet, once the supervisor has said so
         self.ssh = ""  # what sshd there says of the addresses of both ends, then
         self.has_greeted = False
-        self.is_lost = False
+        self.is_lost = self._is_closed = False
         self.said: deque[str] = deque(maxlen=_SAID)  # by ssh, before the greeting
-        self._frames, self._waiting = Frames(magic=True), bytearray()
+        self._frames = Frames(MOST_NEWS_BYTES, magic=True)
+        # what is left of each order, and the number of the process that it starts, if nothing of it has gone yet
+        self._waiting = deque[tuple[int | None, memoryview]]()
         try:
             self.popen = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE if is_remote else None,
@@ -65,8 +78,16 @@ class Connection:
 
     def send(self, order: Order) -> None:
         """Give an order. What the supervisor does not take now goes when `write_some` is called."""
-        self._waiting += frame(order)
+        if self._is_closed:
+            return
+        self._waiting.append((order.number if isinstance(order, Start) else None, memoryview(frame(order))))
         self.write_some()
+
+    def withdraw(self) -> list[int]:
+        """Take back the orders to start processes that have not gone yet: the numbers of these processes."""
+        numbers = [number for number, _ in self._waiting if number is not None]
+        self._waiting = deque(each for each in self._waiting if each[0] is None)
+        return numbers
 
     @property
     def waits(self) -> bool:
@@ -77,7 +98,12 @@ class Connection:
         """Write what the supervisor takes now."""
         try:
             while self._waiting:
-                del self._waiting[: os.write(self.orders, self._waiting)]
+                _, data = self._waiting[0]
+                rest = data[os.write(self.orders, data) :]
+                if rest:
+                    self._waiting[0] = None, rest
+                else:
+                    self._waiting.popleft()
         except BlockingIOError:
             pass
         except OSError:  # it is gone; the end of its news says so
@@ -98,6 +124,8 @@ class Connection:
         """Give no more orders: the supervisor ends what it has started, and then itself."""
         stdin = self.popen.stdin
         assert stdin is not None
+        self._waiting.clear()
+        self._is_closed = True
         if not stdin.closed:
             with suppress(OSError):
                 stdin.close()
@@ -107,7 +135,8 @@ class Connection:
         self.close()
         if self.popen.poll() is None:
             self.popen.kill()
-        self.popen.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_KILLED_S)
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()

@@ -18,6 +18,7 @@ from omnireduce.logs import tagged
 
 LOOK_S = 5.0  # between two runs of the script
 SCRIPT_S = 60.0  # that it may take
+KILLED_S = 5.0  # for a script to end that was killed: it may hang in the system
 _MOST_LISTED = 1 << 20  # bytes that it prints
 log = logging.getLogger("omnireduce")
 
@@ -36,11 +37,17 @@ class Taker(Protocol):
 
 
 class Discovery:
-    """Runs the script, without waiting for it. `slots`: of hosts for which it prints no number."""
+    """Runs the script, without waiting for it. `slots`: of hosts for which it prints no number.
+
+    The script is over when its process is, whatever it has done with its output before, and whoever else has that. What
+    it has started in its process group ends with it.
+    """
 
     def __init__(self, script: str, slots: int) -> None:
         self._script, self._slots = script, slots
         self._process: subprocess.Popen[bytes] | None = None
+        self._output = self._end = -1  # descriptors: what it prints, and one that is readable when it is over
+        self._unwatch: Callable[[int], None] = lambda _: None
         self._begun: float | None = None  # when it was started last
         self._text = bytearray()
 
@@ -51,7 +58,8 @@ class Discovery:
         since_s = LOOK_S if self._begun is None else now - self._begun
         if self._process is not None:
             if since_s > SCRIPT_S:
-                self._end(job, f"it took more than {SCRIPT_S:g} s")
+                self.close()
+                self._complain(f"it took more than {SCRIPT_S:g} s")
         elif since_s >= LOOK_S:
             self._start(job)
             self._begun = now
@@ -67,46 +75,57 @@ class Discovery:
             self._complain(str(error.strerror))  # as when its file is just being replaced
             return
         assert process.stdout is not None
-        self._process, self._text = process, bytearray()
-        descriptor = process.stdout.fileno()
+        self._process, self._text, self._unwatch = process, bytearray(), job.forget
+        self._output, self._end = process.stdout.fileno(), os.pidfd_open(process.pid)
+        os.set_blocking(self._output, False)
 
         def read() -> None:
-            data = os.read(descriptor, CHUNK)
-            self._text += data[: _MOST_LISTED - len(self._text)]
-            if not data:
-                self._finish(job, process)
+            if not self._read():
+                job.forget(self._output)  # it has closed that, but may go on
 
-        job.watch(descriptor, read)
+        job.watch(self._output, read)
+        job.watch(self._end, lambda: self._finish(job, process.pid))
 
-    def _finish(self, job: Taker, process: subprocess.Popen[bytes]) -> None:
-        status = process.wait()
-        self._end(job, f"it ended with status {status}" if status else "")
-        if not status:
-            try:
-                found = discovered(self._text.decode(errors="replace"), "it printed a wrong line", self._slots)
-            except ConfigError as error:
-                self._complain(str(error))
-            else:
-                job.take_hosts(found)
+    def _read(self) -> int:
+        """Take a piece of what the script has printed: so many bytes."""
+        try:
+            data = os.read(self._output, CHUNK)
+        except BlockingIOError:
+            return 0
+        self._text += data[: _MOST_LISTED - len(self._text)]
+        return len(data)
 
-    def _end(self, job: Taker, why: str) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        job.forget(self._process.stdout.fileno())
+    def _finish(self, job: Taker, pid: int) -> None:
+        ended, left = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), _MOST_LISTED
+        assert ended is not None
+        while left > 0 and (many := self._read()):  # what it has started may print on
+            left -= many
         self.close()
-        if why:
-            self._complain(why)
+        if ended.si_status:
+            how = "with status" if ended.si_code == os.CLD_EXITED else "by signal"
+            self._complain(f"it ended {how} {ended.si_status}")
+            return
+        try:
+            found = discovered(self._text.decode(errors="replace"), "it printed a wrong line", self._slots)
+        except ConfigError as error:
+            self._complain(str(error))
+        else:
+            job.take_hosts(found)
 
     def _complain(self, why: str) -> None:
         log.warning("host discovery: %s: %s", self._script, why, extra=tagged("discovery_failed"))
 
     def close(self) -> None:
-        """End the script, and what it has started."""
-        if self._process is not None:
-            if self._process.returncode is None:  # else its number may be another's
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._process = None
+        """End the script, if it still runs, and what it has started. Until then nobody else can have its number."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for each in (self._output, self._end):
+            self._unwatch(each)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+        assert process.stdout is not None
+        process.stdout.close()
+        os.close(self._end)

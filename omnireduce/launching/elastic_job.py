@@ -20,7 +20,7 @@ from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launching.connection import Connection
 from omnireduce.launching.discovery import Discovery
 from omnireduce.launching.hosts import Host, Slot, place
-from omnireduce.launching.job import InterruptedLaunchError, Job, Rank
+from omnireduce.launching.job import InterruptedLaunchError, Job, Rank, how_it_ended
 from omnireduce.launching.launch import HERE, connect
 from omnireduce.launching.messages import STDERR, STDOUT, Signal
 from omnireduce.launching.output import Descriptor, Prefixed
@@ -80,6 +80,7 @@ class ElasticJob(Job):
         self._port = self.connections[0].port
         self._plan.serve(self, self.connections[0])
         for slot in slots:
+            self.check()
             self._start(slot)
 
     def _await_room(self, discovery: Discovery) -> None:
@@ -133,25 +134,33 @@ class ElasticJob(Job):
     def _rank_ended(self, rank: Rank) -> None:
         if rank.number < 0 or self.is_over or rank.number in self.reasons:
             super()._rank_ended(rank)
+        elif self._is_finishing:
+            self._failed_after = self._failed_after or rank.status or None
+        elif rank.was_asked:  # whatever its status is, the training goes on
+            self._again(rank)
         elif rank.status == 0:
             self._is_finishing = True
             self._missing.clear()
-        elif self._is_finishing:
-            self._failed_after = self._failed_after or rank.status
         else:
             self._again(rank)
 
     def _again(self, rank: Rank) -> None:
         host, limit = rank.connection.host, self._asked.reset_limit
+        rank.status = rank.status or 1  # it has not ended the training
         self.failed = rank
         if limit is not None and self._resets >= limit:
-            self._fail(rank, f"--reset-limit {limit} is reached: rank {rank.number}", rank.status or 1)
+            self._fail(rank, f"--reset-limit {limit} is reached: rank {rank.number}", rank.status)
             return
         self._resets += 1
         self._missing[rank.number] = host
-        what = f"rank {rank.number} on {host} ended with status {rank.status}; it is started again"
+        was_ours = self._kill_rank_at.pop(rank.number, None) is not None
+        how = "ended because its host is no longer there" if was_ours else how_it_ended(rank, rank.status)
+        what = f"rank {rank.number} on {host} {how}; it is started again"
         log.warning("%s", what, extra=tagged("rank_restarted", rank=rank.number, status=rank.status))
-        self._blame(host)
+        if rank.was_asked and not was_ours:
+            self._set_aside(host)
+        elif not was_ours:
+            self._blame(host)
 
     def _host_lost(self, connection: Connection) -> None:
         if self.is_over or self._is_finishing:

@@ -1,27 +1,28 @@
-"""The launcher's loop: supervisors, ranks, their output, signals, and the end.
+"""A launch: supervisors, ranks, their output, and the end.
 
 Steps: every supervisor greets; the aggregators of the job start, if it has its own; the ranks start; when the first one
-fails, or a signal comes, all end. Everything waits in one selector, so nothing waits for something that is full.
+fails, or a signal comes, all end. Whatever a supervisor says is checked: that of another host may be anything.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import selectors
 import signal
-import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
+from omnireduce.addresses import parse_address
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.launching.connection import Connection
+from omnireduce.launching.loop import FATAL, Loop
 from omnireduce.launching.messages import (
+    AGGREGATOR,
     CHUNK,
     EVERY,
+    MOST_SAID,
     RESULT,
     STDERR,
     STDOUT,
@@ -37,12 +38,10 @@ from omnireduce.launching.messages import (
 from omnireduce.launching.output import Descriptor, Lines, Plain, Prefixed
 from omnireduce.logs import tagged
 
-AGGREGATOR = -2  # its number; ranks have 0 and more
 READY_S = 600.0  # for an aggregator that must first compile its kernels
 SLOWNESS_S = 10.0  # beyond the grace period, for supervisors to end
 LAST_OUTPUT_S = 5.0  # for the last output to be taken, after the job was interrupted
-_FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-FORWARDED = (*_FATAL, signal.SIGUSR1, signal.SIGUSR2)
+MOST_RESULT_BYTES = 1 << 31  # of what a rank's function returns
 log = logging.getLogger("omnireduce")
 
 
@@ -54,6 +53,8 @@ class Rank:
     connection: Connection
     status: int | None = None
     pid: int = 0
+    was_asked: bool = False  # to end, by its supervisor
+    why: str = ""  # it ended, as the system says
     result: bytearray = field(default_factory=bytearray)
 
 
@@ -61,7 +62,7 @@ class InterruptedLaunchError(Exception):
     """A signal came before the ranks ran."""
 
 
-class Job:
+class Job(Loop):
     """A job on some hosts. Use it as a context manager: at the end nothing of it is left.
 
     `output` gets what ranks write; `descriptors` are its sinks that may be full. `grace_s`: how long ranks have after
@@ -76,23 +77,18 @@ class Job:
         grace_s: float,
         descriptors: Sequence[Descriptor] = (),
     ) -> None:
-        self.connections, self.output, self._grace_s = list(connections), output, grace_s
-        self._descriptors = descriptors
+        super().__init__(connections, descriptors)
+        self.output, self._grace_s = output, grace_s
         self.ranks: dict[int, Rank] = {}
         self.failed: Rank | None = None  # the first one
         self.reasons: dict[int, str] = {}  # why a rank could not be started
         self.signal = 0  # the one that ends the job
         self.called = ""  # what is in place of ranks, another launcher
         self.is_over = False  # ranks were told to end
-        self._kill_at: float | None = None
-        self._readable: dict[int, Callable[[], None]] = {}
+        self._is_hurried = False  # by a second signal
+        self._lost_early = ""  # a host that is lost before its ranks were started
         self._aggregator = Lines()
         self.ready: tuple[str, ...] = ()  # the addresses of the job's own aggregators
-        self._give_back: Callable[[], None] = lambda: None
-        self._woken, self._wakes = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wakes.setblocking(False)
-        self.watch(self._woken.fileno(), self._read_signals)
         for each in self.connections:
             self.watch_connection(each)
 
@@ -102,49 +98,56 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # signals
+    # the end
 
-    def take_signals(self) -> None:
-        """From now on signals to this process are the job's, until it is closed. Main thread only."""
-        wakeup = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        # As nohup wants it, an ignored SIGHUP stays ignored.
-        taken = [each for each in FORWARDED if signal.getsignal(each) != signal.SIG_IGN or each != signal.SIGHUP]
-        before = {each: signal.signal(each, lambda *_: None) for each in taken}
-
-        def give_back() -> None:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-            signal.set_wakeup_fd(wakeup)
-
-        self._give_back = give_back
-
-    def _read_signals(self) -> None:
-        for number in self._woken.recv(CHUNK):
-            if number in _FATAL and self.signal:
-                self._send(signal.SIGKILL)
-            elif number in FORWARDED:
-                self.interrupt(number)
-
-    def interrupt(self, number: int) -> None:
-        """Give all ranks a signal; unless it is one for the ranks' own use, they have to end."""
+    def take_signal(self, number: int) -> None:
+        """Give all ranks a signal; unless it is one for the ranks' own use, they have to end, after a second one at
+        once."""
+        if number == signal.SIGPIPE and self.signal:
+            return
+        if number in FATAL and self.signal:
+            self._is_hurried = True
+            self._kill()
+            return
         self._send(number)
-        if number in _FATAL or number == signal.SIGPIPE:
+        if number in FATAL or number == signal.SIGPIPE:
             log.info("signal %d: all ranks end", number, extra=tagged("interrupted", signal=number))
-            self.signal, self.is_over = number, True
-            self._kill_at = self._kill_at or time.monotonic() + self._grace_s
+            self.signal = number
+            self._begin_end()
+
+    def end_ranks(self) -> None:
+        """Tell all ranks to end, and see to it."""
+        if not self.is_over:
+            self._send(signal.SIGTERM)
+            self._begin_end()
+
+    def _begin_end(self) -> None:
+        self.is_over = True
+        for connection in self.connections:
+            for number in connection.withdraw():
+                self.ranks[number].status = -(self.signal or signal.SIGTERM)
+        self.call_after(self._grace_s, "kill", self._kill)
+
+    def _kill(self) -> None:
+        self._send(signal.SIGKILL)
+        self.call_after(SLOWNESS_S, "give up", self._give_up_ranks)
+
+    def _give_up_ranks(self) -> None:
+        """Wait no longer for hosts that do not say that their ranks have ended."""
+        for connection in self.connections:
+            left = self._running_on(connection)
+            if left:
+                what = f"host {connection.host} does not say that its ranks have ended; are they still there?"
+                log.error("%s", what, extra=tagged("host_silent", host=connection.host))
+                self.give_up(connection)
+            for each in left:
+                each.status = -signal.SIGKILL
 
     def _send(self, number: int) -> None:
         for each in self.connections:
             each.send(Signal(EVERY, number))
 
-    def end_ranks(self) -> None:
-        """Tell all ranks to end, and see to it."""
-        if not self.is_over:
-            self.is_over = True
-            self._kill_at = time.monotonic() + self._grace_s
-            self._send(signal.SIGTERM)
-
-    # the loop
+    # what supervisors say
 
     def watch_connection(self, connection: Connection) -> None:
         """Listen to a supervisor."""
@@ -154,103 +157,65 @@ class Job:
         if connection.errors is not None:
             self.watch(connection.errors, lambda: self._hear_errors(connection))
 
-    def watch(self, descriptor: int, act: Callable[[], None]) -> None:
-        """Call `act` when the descriptor is readable."""
-        self._readable[descriptor] = act
-
-    def forget(self, descriptor: int) -> None:
-        """Watch this descriptor no more."""
-        self._readable.pop(descriptor, None)
-
-    def wait_for(self, condition: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Take turns until the condition holds; whether it does before the limit."""
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        while not condition():
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                return False
-            self._turn(left_s)
-        return True
-
-    def _turn(self, limit_s: float | None) -> None:
-        times = [] if limit_s is None else [limit_s]
-        if self._kill_at is not None:
-            times.append(max(0.0, self._kill_at - time.monotonic()))
-        for key, _ in self._select(min(times, default=None)):
-            if isinstance(key.data, list):
-                for act in key.data:
-                    act()
-            elif key.fd in self._readable:
-                self._readable[key.fd]()
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._kill_at = None
-            self._send(signal.SIGKILL)
-        if not self.signal and any(each.is_broken for each in self._descriptors):
-            self.interrupt(signal.SIGPIPE)
-
-    def _select(self, limit_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        writers: dict[int, list[Callable[[], None]]] = {}
-        for sink in self._descriptors:
-            if sink.waits:
-                writers.setdefault(sink.descriptor, []).append(sink.write_some)
-        for each in self.connections:
-            if each.waits:
-                writers[each.orders] = [each.write_some]
-        readers = self._readable
-        if any(sink.is_full for sink in self._descriptors):
-            readers = {self._woken.fileno(): self._read_signals}
-        with selectors.DefaultSelector() as selector:
-            for descriptor in readers:
-                selector.register(descriptor, selectors.EVENT_READ)
-            for descriptor, acts in writers.items():
-                selector.register(descriptor, selectors.EVENT_WRITE, acts)
-            return selector.select(limit_s)
-
     def _hear(self, connection: Connection) -> None:
         try:
             news = connection.read_some()
+            for each in news or ():
+                self._take(connection, each)
         except TransportError as error:
             log.error("%s", error, extra=tagged("host_lost", host=connection.host))
+            self.give_up(connection)
             news = None
         if news is None:
             self.forget(connection.news)
             connection.is_lost = True
             self._end_without(connection)
             self._host_lost(connection)
-            return
-        for each in news:
-            self._take(connection, each)
 
     def _hear_errors(self, connection: Connection) -> None:
         assert connection.errors is not None
         data = os.read(connection.errors, CHUNK)
         if not data:
-            del self._readable[connection.errors]
+            self.forget(connection.errors)
         elif connection.has_greeted:
             self.output.feed(connection.host, STDERR, data)
         else:
-            connection.said.extend(line for line in data.decode(errors="replace").splitlines() if line.strip())
+            said = data.decode(errors="replace").splitlines()
+            connection.said.extend(line[:MOST_SAID] for line in said if line.strip())
 
     def _take(self, connection: Connection, news: News) -> None:
         if isinstance(news, Greeting):
             connection.has_greeted, connection.port, connection.ssh = True, news.port, news.ssh
         elif isinstance(news, Output):
-            self._take_output(news)
-        elif isinstance(news, Started):
-            if news.number in self.ranks:
-                self.ranks[news.number].pid = news.pid
-        elif isinstance(news, Failed | Ended):
+            self._take_output(connection, news)
+        else:
+            rank = self._rank(connection, news.number)
+            if rank.connection is not connection:
+                return  # it was started again elsewhere
+            if isinstance(news, Started):
+                rank.pid = news.pid
+                return
             if isinstance(news, Failed):
                 self.reasons[news.number] = f"{connection.host}: {news.reason}"
-            rank = self.ranks.get(news.number)
-            if rank is not None and rank.connection is connection:
-                rank.status = news.status if isinstance(news, Ended) else 127
-                self.output.finish(_name(rank.number))
-                self._rank_ended(rank)
+            else:
+                rank.was_asked, rank.why = news.was_asked, news.why
+            rank.status = news.status if isinstance(news, Ended) else 127
+            self.output.finish(_name(rank.number))
+            self._rank_ended(rank)
 
-    def _take_output(self, news: Output) -> None:
+    def _rank(self, connection: Connection, number: int) -> Rank:
+        """The process of this number. Raises TransportError where there is none."""
+        if number not in self.ranks:
+            raise TransportError(f"{connection.host}: its supervisor speaks of process {number}, which is not there")
+        return self.ranks[number]
+
+    def _take_output(self, connection: Connection, news: Output) -> None:
+        rank = self._rank(connection, news.number)
         if news.stream == RESULT:
-            self.ranks[news.number].result += news.data
+            rank.result += news.data if rank.connection is connection else b""
+            if len(rank.result) > MOST_RESULT_BYTES:
+                most = f"more than {MOST_RESULT_BYTES} bytes"
+                raise TransportError(f"{connection.host}: rank {rank.number} returns {most}")
         elif news.number == AGGREGATOR and news.stream == STDOUT:
             for line in self._aggregator.feed(news.data):
                 word, *addresses = line.decode(errors="replace").split() or [""]
@@ -265,13 +230,12 @@ class Job:
         """Wait for all supervisors. Raises TransportError, which names a host that does not answer, and
         InterruptedLaunchError."""
         self.wait_for(
-            lambda: bool(self.signal) or all(each.has_greeted or each.is_lost for each in self.connections), limit_s
+            lambda: self._is_spoiled or all(each.has_greeted or each.is_lost for each in self.connections), limit_s
         )
-        if self.signal:
-            raise InterruptedLaunchError
+        self.check()
         for each in self.connections:
             if each.is_lost and each.errors is not None:
-                self.wait_for(lambda each=each: each.errors not in self._readable, 1.0)  # type: ignore[misc]
+                self.wait_for(lambda each=each: not self.is_watched(each.errors), 1.0)  # type: ignore[misc]
             if not each.has_greeted:
                 how = "ssh" if each.is_remote else "its supervisor"
                 why = each.said[-1] if each.said else f"no answer within --start-timeout {limit_s:g} s"
@@ -279,21 +243,40 @@ class Job:
                     why = "it ended at once; are Python and omnireduce at the same place there as here?"
                 raise TransportError(f"host {each.host}: {how}: {why.removeprefix('ssh: ')}")
 
+    @property
+    def _is_spoiled(self) -> bool:
+        """Whether the job cannot begin any more."""
+        return bool(self.signal or self._lost_early)
+
+    def check(self) -> None:
+        """Hear what has come while the job begins. Raises InterruptedLaunchError, and TransportError for a host that is
+        lost."""
+        self.turn()
+        if self.signal:
+            raise InterruptedLaunchError
+        if self._lost_early:
+            raise TransportError(f"lost host {self._lost_early} before its ranks were started")
+
     def start(self, number: int, connection: Connection, order: Start) -> None:
         """Start a process on a host."""
         self.ranks[number] = Rank(number, connection)
         connection.send(order)
 
-    def await_aggregator(self) -> tuple[str, ...]:
-        """The addresses of the job's own aggregators, when they are ready. Raises OmniReduceError when they cannot be;
+    def await_aggregator(self, shards: int) -> tuple[str, ...]:
+        """The addresses of the job's own aggregators, when they are ready. Raises TransportError when they cannot be;
         InterruptedLaunchError."""
         own = self.ranks[AGGREGATOR]
-        done = self.wait_for(lambda: bool(self.ready or self.signal) or own.status is not None, READY_S)
-        if self.signal:
-            raise InterruptedLaunchError
+        done = self.wait_for(lambda: bool(self.ready) or self._is_spoiled or own.status is not None, READY_S)
+        self.check()
         if not self.ready:
             why = "it ended" if done else f"it was not ready after {READY_S:g} s"
             raise TransportError(f"the aggregator of this job on {own.connection.host}: {why}")
+        try:
+            if len(self.ready) != shards or not all(parse_address(each).port for each in self.ready):
+                raise ConfigError(f"got {len(self.ready)} addresses, expected {shards} with ports")
+        except ConfigError as error:
+            where = f"the aggregator of this job on {own.connection.host}"
+            raise TransportError(f"{where} does not say where it is: {error}") from None
         return self.ready
 
     def carry_out(self, begin: Callable[[], None]) -> int:
@@ -333,12 +316,11 @@ class Job:
         elif rank.number < 0:
             if self.ready and not self.is_over:
                 self._fail(rank, "the aggregator of this job", rank.status or 1)
-        elif rank.status and not self.is_over:
-            self._fail(rank, self.called or f"rank {rank.number}", rank.status)
+        elif (rank.status or rank.was_asked) and not self.is_over:
+            self._fail(rank, self.called or f"rank {rank.number}", rank.status or 1)
 
     def _fail(self, rank: Rank, what: str, status: int) -> None:
-        how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-        where = f"{what} on {rank.connection.host}"
+        how, where = how_it_ended(rank, status), f"{what} on {rank.connection.host}"
         rank.status, self.failed = status, rank
         number = rank.number if rank.number >= 0 else None
         log.error("%s %s; the others end", where, how, extra=tagged("rank_failed", rank=number, status=status))
@@ -355,15 +337,19 @@ class Job:
         lost = self._running_on(connection)
         for each in lost:
             each.status = 1
+        if connection.has_greeted and not any(each.connection is connection for each in self.ranks.values()):
+            self._lost_early = connection.host
         if lost and not self.is_over:
             self.failed = lost[0]
             log.error("lost host %s", connection.host, extra=tagged("host_lost", host=connection.host))
             self.end_ranks()
 
     def give_up(self, connection: Connection) -> None:
-        """Forget a supervisor that has not greeted: it has started nothing."""
+        """Forget a supervisor that says nothing."""
         for descriptor in (connection.news, connection.errors):
-            self._readable.pop(-1 if descriptor is None else descriptor, None)
+            if descriptor is not None:
+                self.forget(descriptor)
+        self._end_without(connection)
         connection.kill()
         connection.is_lost = True
 
@@ -375,24 +361,35 @@ class Job:
     def close(self) -> None:
         """End all that is left, with its output, within bounds."""
         self.is_over = True
-        self._kill_at = None
         for each in self.connections:
             if each.has_greeted or each.is_lost:
                 each.close()
             else:
                 self.give_up(each)
         with suppress(OmniReduceError):
-            while not self.wait_for(lambda: all(each.is_lost for each in self.connections), self._grace_s + SLOWNESS_S):
-                if self.signal or not any(each.is_full for each in self._descriptors):
+            while not self.wait_for(self._is_left, self._grace_s + SLOWNESS_S):
+                if self.signal or not any(each.is_full for each in self.sinks):
                     break
         self.output.close()
-        limit_s = LAST_OUTPUT_S if self.signal else None
-        self.wait_for(lambda: not any(each.waits for each in self._descriptors), limit_s)
+        self.wait_for(lambda: bool(self.signal) or self._is_written())  # a reader may take its time
+        self.wait_for(lambda: self._is_hurried or self._is_written(), LAST_OUTPUT_S)
         for each in self.connections:
             each.kill()
-        self._give_back()
-        self._woken.close()
-        self._wakes.close()
+        super().close()
+
+    def _is_left(self) -> bool:
+        return self._is_hurried or all(each.is_lost for each in self.connections)
+
+    def _is_written(self) -> bool:
+        return not any(each.waits for each in self.sinks)
+
+
+def how_it_ended(rank: Rank, status: int) -> str:
+    """What became of a rank that has failed."""
+    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
+    if rank.was_asked:  # this program has not
+        how += ", after its host had told it to end"
+    return f"{how}: {rank.why}" if rank.why else how
 
 
 def _name(number: int) -> str:

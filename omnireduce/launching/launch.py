@@ -47,6 +47,9 @@ def start_ranks(job: Job, asked: Asked) -> None:
     first = job.connections[0]
     plan.serve(job, first)
     for slot in slots:
+        job.check()
+        if job.is_over:  # a rank has failed already
+            return
         connection = by_name[slot.host]
         job.start(slot.rank, connection, plan.rank(slot, asked.ranks, connection, first.port))
 

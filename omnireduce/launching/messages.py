@@ -16,13 +16,20 @@ from msgspec import Meta, Struct
 
 MAGIC = b"\0omnireduce-supervisor-1\n"  # its end is not its beginning: so it is found behind a part of itself
 MOST_NOISE = 1 << 20  # bytes before MAGIC
-MOST_BYTES = 1 << 31  # of a message: a function that `run` sends may have data
+MOST_BYTES = 1 << 31  # of an order: a function that `run` sends may have data
 CHUNK = 1 << 16  # bytes of output in a message
+MOST_NEWS_BYTES = 2 * CHUNK
 STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
 RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable that tells a process which descriptor RESULT has
 SSH_CONNECTION = "SSH_CONNECTION"  # the variable that sshd sets
 EVERY = -1  # in place of the number of a process: all of them
+AGGREGATOR = -2  # the number of the job's own aggregators; ranks have 0 and more
+MOST_SAID = 1000  # characters of a reason
 _LENGTH = struct.Struct(">I")
+_Number = Annotated[int, Meta(ge=AGGREGATOR, le=2**31)]
+_Pid = Annotated[int, Meta(ge=1, le=2**31)]
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+_Reason = Annotated[str, Meta(max_length=MOST_SAID)]
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -50,38 +57,41 @@ class Greeting(Struct, frozen=True, tag="greeting"):
     """The first message: the supervisor runs. `port` was free on all addresses of its host just now. `ssh` is what sshd
     says of its connection: the addresses of both ends, each with its port behind it."""
 
-    pid: int
-    port: Annotated[int, Meta(ge=1, le=65535)]
+    pid: _Pid
+    port: _Port
     ssh: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Started(Struct, frozen=True, tag="started"):
     """A process runs."""
 
-    number: int
-    pid: int
+    number: _Number
+    pid: _Pid
 
 
 class Failed(Struct, frozen=True, tag="failed"):
     """A process could not be started."""
 
-    number: int
-    reason: str
+    number: _Number
+    reason: _Reason
 
 
 class Output(Struct, frozen=True, tag="output"):
     """What a process has written."""
 
-    number: int
-    stream: int
-    data: bytes
+    number: _Number
+    stream: Annotated[int, Meta(ge=STDOUT, le=RESULT)]
+    data: Annotated[bytes, Meta(max_length=CHUNK)]
 
 
 class Ended(Struct, frozen=True, tag="ended"):
-    """A process has ended; `status` is minus the signal that ended it."""
+    """A process has ended; `status` is minus the signal that ended it. `was_asked`: the supervisor had sent it a signal
+    to end. `why`: what the system says about that, or nothing."""
 
-    number: int
-    status: int
+    number: _Number
+    status: Annotated[int, Meta(ge=-255, le=255)]
+    was_asked: bool = False
+    why: _Reason = ""
 
 
 Order = Start | Signal
@@ -98,10 +108,11 @@ def frame(message: Order | News) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they come, and gives the messages in them. With `magic` all before MAGIC is left out."""
+    """Takes bytes as they come, and gives the messages in them, each of at most so many bytes. With `magic` all before
+    MAGIC is left out."""
 
-    def __init__(self, *, magic: bool = False) -> None:
-        self._data, self._seeks = bytearray(), magic
+    def __init__(self, most_bytes: int, *, magic: bool = False) -> None:
+        self._data, self._most_bytes, self._seeks = bytearray(), most_bytes, magic
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The messages that are complete now. Raises ValueError for what cannot be one."""
@@ -110,8 +121,8 @@ class Frames:
             return
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
-            if length > MOST_BYTES:
-                raise ValueError(f"a message of {length} bytes, expected at most {MOST_BYTES}")
+            if length > self._most_bytes:
+                raise ValueError(f"a message of {length} bytes, expected at most {self._most_bytes}")
             if len(self._data) < _LENGTH.size + length:
                 return
             message = bytes(self._data[_LENGTH.size : _LENGTH.size + length])

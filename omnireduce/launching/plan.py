@@ -36,8 +36,8 @@ from omnireduce.launching.environment import (
     of_service,
 )
 from omnireduce.launching.hosts import Host, Slot, is_here
-from omnireduce.launching.job import AGGREGATOR, Job
-from omnireduce.launching.messages import Start
+from omnireduce.launching.job import Job
+from omnireduce.launching.messages import AGGREGATOR, Start
 
 EMBEDDED = "embedded"
 MOST_SHARDS = 64
@@ -186,7 +186,7 @@ class Plan:
         listen = Address(ANYWHERE if is_wide else "localhost", 0)
         words = ["-P", "-c", _AGGREGATOR, "aggregator", "--listen", str(listen), "--shards", str(self.shards), TREE]
         job.start(AGGREGATOR, connection, self._order(AGGREGATOR, [sys.executable, *words], environ, connection))
-        ready = job.await_aggregator()
+        ready = job.await_aggregator(self.shards)
         host = self.address if is_wide else listen.host
         self.service = of_service(tuple(str(Address(host, parse_address(each).port)) for each in ready), secret)
 

@@ -20,10 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from omnireduce.addresses import ANYWHERE, listen
+from omnireduce.control_groups import OutOfMemory
 from omnireduce.launching.messages import (
     CHUNK,
     EVERY,
     MAGIC,
+    MOST_BYTES,
+    MOST_SAID,
     RESULT,
     RESULT_FD,
     SSH_CONNECTION,
@@ -42,6 +45,7 @@ from omnireduce.launching.messages import (
 )
 
 MOST_WAITING = 1 << 20  # bytes that the launcher has not taken; then processes wait
+ENDING = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ORPHANS_S = 2.0  # for orphans to end by themselves, as the aggregator of rank 0 does
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
@@ -52,7 +56,7 @@ class _Process:
 
     def __init__(self, order: Start) -> None:
         self.number = order.number
-        self.is_over = False
+        self.is_over = self.was_asked = False
         self._theirs: list[int] = []
         self.streams: dict[int, int] = {}  # descriptor: stream
         environ = {**os.environb, **order.environ} if order.inherits else dict(order.environ)
@@ -100,6 +104,8 @@ class _Process:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def send(self, number: int) -> None:
+        has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        self.was_asked |= number in ENDING and not has_ended
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -118,8 +124,9 @@ class Supervisor:
 
     def __init__(self, orders: int, news: int, grace_s: float) -> None:
         self._orders, self._news, self._grace_s = orders, news, grace_s
-        self._frames, self._waiting = Frames(), bytearray(MAGIC)
+        self._frames, self._waiting = Frames(MOST_BYTES), bytearray(MAGIC)
         self._processes: dict[int, _Process] = {}
+        self._memory = OutOfMemory()
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._read_orders)
         self._paused: list[int] = []
@@ -191,7 +198,7 @@ class Supervisor:
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             what = getattr(error, "filename", None) or order.words[0]
             reason = f"{os.fsdecode(what)}: {getattr(error, 'strerror', None) or error}"
-            self._tell(Failed(order.number, reason.encode(errors="replace").decode()))
+            self._tell(Failed(order.number, reason.encode(errors="replace").decode()[:MOST_SAID]))
             return
         self._processes[order.number] = process
         self._tell(Started(order.number, process.pid))
@@ -227,14 +234,14 @@ class Supervisor:
                 left -= many
 
     def _finish(self, process: _Process) -> None:
-        status = process.status()
+        status, was_asked = process.status(), process.was_asked
         process.is_over = True
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
         self._drain(process)
         if status:
             process.send(signal.SIGKILL)  # its children have lost it
-        self._tell(Ended(process.number, status))
+        self._tell(Ended(process.number, status, was_asked, self._memory.news() if status and not was_asked else ""))
 
     def _tell(self, news: News) -> None:
         if self._is_deaf:

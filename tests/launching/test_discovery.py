@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +28,13 @@ class Taker:
         self.acts[descriptor] = act
 
     def forget(self, descriptor: int) -> None:
-        del self.acts[descriptor]
+        self.acts.pop(descriptor, None)
 
     def take_hosts(self, hosts: Sequence[Host]) -> None:
         self.taken.append(list(hosts))
 
-    def wait(self) -> None:
-        """Until the script has ended."""
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until the script has ended, or a turn has been taken and `until` holds."""
         while self.acts:
             with selectors.DefaultSelector() as selector:
                 for each in self.acts:
@@ -41,7 +42,10 @@ class Taker:
                 found = selector.select(WAIT_S)
                 assert found, "the script says nothing, and does not end"
                 for key, _ in found:
-                    self.acts[key.fd]()
+                    if key.fd in self.acts:
+                        self.acts[key.fd]()
+            if until():
+                return
 
 
 def script(folder: Path, text: str) -> Path:
@@ -76,13 +80,27 @@ def test_a_script_that_was_never_executed_is_a_mistake(tmp_path: Path) -> None:
         Discovery(str(tmp_path / "none"), 1).look(Taker())
 
 
+def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> None:
+    """It may close its output and go on: nobody waits for it meanwhile. What it has started may keep the output."""
+    gate, said, job = tmp_path / "gate", tmp_path / "pid", Taker()
+    os.mkfifo(gate)
+    path = script(tmp_path, f"echo node1:2; exec 3>&1 >&-; sleep 1000 >&3 & echo $! >{said}; exec 3>&-; read x <{gate}")
+    looks = Discovery(str(path), 1)
+    looks.look(job)
+    with gate.open("wb") as writer:  # once the script reads
+        job.wait(until=lambda: not job.taken)
+        writer.write(b"\n")
+    job.wait()
+    assert job.taken == [[Host("node1", 2)]]
+    assert are_gone([int(said.read_text())])
+
+
 @pytest.mark.parametrize("how", ["late", "close"])
 def test_what_the_script_has_started_ends_with_it(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It holds the pipe, so the script is not over although it has ended."""
     said, job = tmp_path / "pid", Taker()
-    looks = Discovery(str(script(tmp_path, f"sleep 1000 & echo $! >{said}.new; mv {said}.new {said}")), 1)
+    looks = Discovery(str(script(tmp_path, f"sleep 1000 & echo $! >{said}.new; mv {said}.new {said}; wait")), 1)
     looks.look(job)
     assert eventually(said.exists)
     child = int(said.read_text())
@@ -92,10 +110,10 @@ def test_what_the_script_has_started_ends_with_it(
         assert runs(child)
         monkeypatch.setattr(discovery, "SCRIPT_S", 0.0)
         looks.look(job)
-        assert not job.acts
         assert "it took more than 0 s" in caplog.text
     else:
         looks.close()
+    assert not job.acts
     assert are_gone([child])
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launches import are_gone, launched, python, run
+from launches import ENDS_WELL, are_gone, launched, python, run
 from local_cluster import READY_S, WAIT_S
 
 from omnireduce.launching.command import read_words
@@ -161,6 +161,36 @@ while True:
         launcher.signal(signal.SIGTERM)
         assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
         assert are_gone([pid, *before[1]])
+
+
+def test_an_end_that_somebody_asked_for_is_not_that_of_the_training(tmp_path: Path) -> None:
+    """Rank 1 ends with status 0 because its host is gone, and comes back elsewhere."""
+    listed = tmp_path / "listed"
+    listed.write_text("localhost:1\n127.0.0.1:1\n")
+    script = tmp_path / "discover"
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o700)
+    words = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script), "--grace-period", "1"]
+    with launched(*words, *python(ENDS_WELL)) as launcher:
+        assert launcher.numbers(2).keys() == {0, 1}
+        listed.write_text("localhost:2\n")
+        assert launcher.numbers(1).keys() == {1}
+        assert "rank 1 on 127.0.0.1 ended because its host is no longer there; it is started again" in launcher.log
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(WAIT_S) == 128 + signal.SIGTERM
+
+
+def test_which_end_is_that_of_the_training() -> None:
+    asked = read_words(["--min-np", "1", "-np", "3", "true"])
+    connection: Any = SimpleNamespace(host="localhost", send=lambda _: None)
+    with ElasticJob(asked, Prefixed({}), []) as job:
+        job.ranks = {number: Rank(number, connection) for number in range(3)}
+        for number, was_asked in ((0, True), (1, True), (2, False)):
+            assert not job._is_finishing
+            job.ranks[number].status, job.ranks[number].was_asked = 0, was_asked
+            job._rank_ended(job.ranks[number])
+        assert job._is_finishing
+        assert job.status() == 0
 
 
 def test_of_ranks_that_fail_after_one_has_ended_well_the_first_counts() -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import FAMILY, RUN, SUM, are_gone, environ_of, launched, lines, python, run
+from launches import ENDS_WELL, FAMILY, RUN, SUM, are_gone, environ_of, launched, lines, python, run
 from local_cluster import READY_S, ROOT, WAIT_S, children, eventually
 
 from omnireduce.launching.output import LINE
@@ -176,6 +176,16 @@ def test_nothing_is_left_when_one_of_them_is_killed(who: str) -> None:
             assert launcher.wait() == 1
             assert "lost host localhost" in launcher.log
             assert are_gone([*pids, others[0]])
+
+
+def test_a_rank_that_its_host_has_told_to_end_has_not_ended_well() -> None:
+    """As where the host is shut down, which tells the supervisor."""
+    with launched("-np", "1", *python(ENDS_WELL)) as launcher:
+        launcher.numbers(1)
+        [supervisor] = children(launcher.pid)
+        os.kill(supervisor, signal.SIGTERM)
+        assert launcher.wait() == 1
+        assert "rank 0 on localhost ended with status 1, after its host had told it to end" in launcher.log
 
 
 def test_a_launcher_that_is_killed_lets_ranks_end_in_order() -> None:

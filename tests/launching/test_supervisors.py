@@ -68,7 +68,7 @@ NOISE = st.binary(max_size=50) | st.integers(0, len(MAGIC) - 1).map(lambda size:
 def test_messages_come_out_as_they_went_in(payloads: list[bytes], noise: bytes, data: st.DataObject) -> None:
     sent = [Output(number, 1, payload) for number, payload in enumerate(payloads)] + [Ended(0, -9)]
     stream = noise + MAGIC + b"".join(map(frame, sent))
-    frames, found, at = Frames(magic=True), [], 0
+    frames, found, at = Frames(MOST_BYTES, magic=True), [], 0
     while at < len(stream):
         size = data.draw(st.integers(1, 400))
         found += [decode_news(message) for message in frames.feed(stream[at : at + size])]
@@ -78,9 +78,9 @@ def test_messages_come_out_as_they_went_in(payloads: list[bytes], noise: bytes, 
 
 def test_nonsense_is_no_message() -> None:
     with pytest.raises(ValueError, match="expected at most"):
-        list(Frames().feed((MOST_BYTES + 1).to_bytes(4, "big")))
+        list(Frames(MOST_BYTES).feed((MOST_BYTES + 1).to_bytes(4, "big")))
     with pytest.raises(ValueError, match="none of a supervisor"):
-        list(Frames(magic=True).feed(bytes(MOST_NOISE + 1)))
+        list(Frames(MOST_BYTES, magic=True).feed(bytes(MOST_NOISE + 1)))
     with pytest.raises(ValueError, match="Expected"):
         decode_news(b"\x01")
 

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from omnireduce.addresses import Address, loopback
 from omnireduce.config import Config, Security
+from omnireduce.control_groups import OutOfMemory
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.loading import search_path
@@ -217,6 +218,7 @@ class Child:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = [config.protocol.codec] if config.protocol.has_own else []
         codecs = dict.fromkeys([*config.aggregator.codecs, *own])
+        self._memory = OutOfMemory()
         # Where this rank finds the modules of its codecs, the aggregator must find them, too.
         where = {"PYTHONPATH": os.pathsep.join(search_path())} if codecs else {}
         try:
@@ -257,14 +259,25 @@ class Child:
             while not isinstance(news, Ready | Failed) and (data := self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)):
                 news = decode_news(data)
         if news is None or isinstance(news, Failed):
-            reason = "its process has ended" if news is None else news.reason
+            reason = self._how_it_ended() if news is None else news.reason
             raise TransportError(f"the aggregator that rank 0 starts cannot serve: {reason}")
         return news
+
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(MOMENT_S)
+        status = self._process.returncode
+        how = "its process has ended" if status is None else f"its process has ended with status {status}"
+        if status is not None and status < 0:
+            how = f"its process was ended by signal {-status}"
+        why = self._memory.news()
+        return f"{how}: {why}" if why else how
 
     def close(self) -> None:
         """Tell it that this rank needs it no more. It ends when the other ranks have left, too: wait a moment for that,
         so that normally nothing is left."""
         if self._process.returncode is not None:
+            self._socket.close()
             return
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)  # this counts for the copies in forked processes, too

@@ -1,0 +1,125 @@
+"""The launcher's loop: all that it waits for, in one selector, so that nothing waits for something that is full.
+
+Every wait ends: by what it waits for, by its limit, or by a signal to this process, which the loop always reads.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from omnireduce.launching.connection import Connection
+from omnireduce.launching.messages import CHUNK
+from omnireduce.launching.output import Descriptor
+
+FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (*FATAL, signal.SIGUSR1, signal.SIGUSR2)
+Act = Callable[[], None]
+
+
+class Loop:
+    """Calls what has to be done when a descriptor is readable, a time has come, or a signal. `sinks` that may be full
+    and `connections` get what waits for them."""
+
+    def __init__(self, connections: Sequence[Connection], sinks: Sequence[Descriptor]) -> None:
+        self.connections, self.sinks = list(connections), sinks
+        self._readable: dict[int, Act] = {}
+        self._alarms: dict[str, tuple[float, Act]] = {}
+        self._give_back: Act = lambda: None
+        self._woken, self._wakes = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+        self.watch(self._woken.fileno(), self._read_signals)
+
+    def take_signal(self, number: int) -> None:
+        """A signal has come, or SIGPIPE: nobody reads a sink any more."""
+        raise NotImplementedError
+
+    def take_signals(self) -> None:
+        """From now on signals to this process are the loop's, until it is closed. Main thread only."""
+        wakeup = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        # As nohup wants it, an ignored SIGHUP stays ignored.
+        taken = [each for each in FORWARDED if signal.getsignal(each) != signal.SIG_IGN or each != signal.SIGHUP]
+        before = {each: signal.signal(each, lambda *_: None) for each in taken}
+
+        def give_back() -> None:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            signal.set_wakeup_fd(wakeup)
+
+        self._give_back = give_back
+
+    def _read_signals(self) -> None:
+        for number in self._woken.recv(CHUNK):
+            if number in FORWARDED:
+                self.take_signal(number)
+
+    def watch(self, descriptor: int, act: Act) -> None:
+        """Call `act` when the descriptor is readable."""
+        self._readable[descriptor] = act
+
+    def forget(self, descriptor: int) -> None:
+        """Watch this descriptor no more."""
+        self._readable.pop(descriptor, None)
+
+    def is_watched(self, descriptor: int) -> bool:
+        """Whether something is called when the descriptor is readable."""
+        return descriptor in self._readable
+
+    def call_after(self, seconds: float, name: str, act: Act) -> None:
+        """Call `act` when so much time has passed, unless something is called under this name before that."""
+        at = time.monotonic() + seconds
+        self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda each: each[0])
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float | None = None) -> bool:
+        """Take turns until the condition holds; whether it does before the limit. Without a limit, what `call_after`
+        and `take_signal` do must make it hold."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while not condition():
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            self.turn(left_s)
+        return True
+
+    def turn(self, limit_s: float | None = 0.0) -> None:
+        """Do what can be done now; wait for it, up to the limit."""
+        times = [at - time.monotonic() for at, _ in self._alarms.values()] + ([] if limit_s is None else [limit_s])
+        for key, _ in self._select(max(0.0, min(times)) if times else None):
+            if isinstance(key.data, list):
+                for act in key.data:
+                    act()
+            elif key.fd in self._readable:
+                self._readable[key.fd]()
+        now = time.monotonic()
+        for name in [name for name, (at, _) in self._alarms.items() if at <= now]:
+            self._alarms.pop(name)[1]()
+        if any(each.is_broken for each in self.sinks):
+            self.take_signal(signal.SIGPIPE)
+
+    def _select(self, limit_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        writers: dict[int, list[Act]] = {}
+        for sink in self.sinks:
+            if sink.waits:
+                writers.setdefault(sink.descriptor, []).append(sink.write_some)
+        for each in self.connections:
+            if each.waits:
+                writers[each.orders] = [each.write_some]
+        readers = self._readable
+        if any(sink.is_full for sink in self.sinks):
+            readers = {self._woken.fileno(): self._read_signals}
+        with selectors.DefaultSelector() as selector:
+            for descriptor in readers:
+                selector.register(descriptor, selectors.EVENT_READ)
+            for descriptor, acts in writers.items():
+                selector.register(descriptor, selectors.EVENT_WRITE, acts)
+            return selector.select(limit_s)
+
+    def close(self) -> None:
+        """Give signals back."""
+        self._give_back()
+        self._woken.close()
+        self._wakes.close()
