@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Mapping
 
@@ -22,6 +23,8 @@ def notify(*state: str) -> None:
 def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
     """Within how many seconds systemd wants the next WATCHDOG=1 of this process; None when it wants none."""
     microseconds = environ.get("WATCHDOG_USEC", "")
-    if not microseconds.isdecimal() or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+    if not re.fullmatch("[0-9]{1,18}", microseconds) or environ.get("WATCHDOG_PID", str(os.getpid())) != str(
+        os.getpid()
+    ):
         return None
     return int(microseconds) / 1e6 or None

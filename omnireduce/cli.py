@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +74,25 @@ def config_options(command: _F) -> _F:
         help="TOML file with the configuration. [default: the one that OMNIREDUCE_CONFIG names, if any]",
     )
     return config_file(overrides(command))
+
+
+class NumberRange(click.FloatRange):
+    """A number within limits. NaN, which is neither below nor above any limit, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{found} is not a number in the range {self._describe_range()}.", param, ctx)
+        return found
+
+
+def whole_numbers(text: str, least: int, most: int) -> list[int]:
+    """The whole numbers in `1,4,8`, each from `least` to `most`; none if the text has anything else."""
+    try:
+        found = [int(each) for each in text.split(",") if each.strip()]
+    except ValueError:  # no number, or one of thousands of digits
+        return []
+    return found if all(least <= each <= most for each in found) else []
 
 
 json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")

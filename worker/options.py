@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from omnireduce.cli import whole_numbers
+
 MOST = 1 << 40  # of elements, or of jobs
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -20,10 +22,7 @@ def launch_options(command: _F) -> _F:
 
 def numbers(text: str, option: str) -> list[int]:
     """The numbers in `1,4,8`, all 1 or more. Raises BadParameter."""
-    try:
-        found = [int(each) for each in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1 or max(found) > MOST:
-        raise click.BadParameter(f"got {text!r}, expected numbers like 1,1000, up to 2^40", param_hint=option)
+    found = whole_numbers(text, 1, MOST)
+    if not found:
+        raise click.BadParameter(f"got {text[:80]!r}, expected numbers like 1,1000, up to 2^40", param_hint=option)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from omnireduce.cli import whole_numbers
 from omnireduce.console.traces.reduced import Reduced, read_reduced
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
@@ -50,9 +50,6 @@ def report_plan(asked: Asked, json_path: str | None) -> None:
     """Print the predictions and the best plan. Raises UsageError, FileError."""
     if json_path:
         check_writable(json_path)
-    for name in ("density", "link_gbps", "latency_us", "cores", "speed", "rack_gbps"):
-        if not math.isfinite(getattr(asked, name)):
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(asked, name):g}: expected a finite number")
     if asked.block_size % 8:
         raise UsageError(f"--block-size {asked.block_size}: expected a multiple of 8")
     if asked.ranks % asked.hosts:
@@ -181,8 +178,7 @@ def _as_json(found: Study, reduced: Reduced | None) -> dict[str, object]:
 
 def _parse_shards(text: str) -> list[int]:
     """Numbers with commas between them. Raises UsageError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    found = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
-    if not all(1 <= each <= MOST_SHARDS for each in found):
-        raise UsageError(f"--shards {text!r}: expected numbers from 1 to {MOST_SHARDS}, such as 1,2,4")
+    found = whole_numbers(text, 1, MOST_SHARDS)
+    if text and not found:
+        raise UsageError(f"--shards {text[:80]!r}: expected numbers from 1 to {MOST_SHARDS}, such as 1,2,4")
     return sorted(set(found))

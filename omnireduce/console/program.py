@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from omnireduce.cli import Group, config_options, json_option
+from omnireduce.cli import Group, NumberRange, config_options, json_option, whole_numbers
 from omnireduce.config import dump_config, load_config, override_config, reference_toml, split_list
 from omnireduce.console.programs.command import coconet
 from omnireduce.errors import UsageError
@@ -19,7 +19,7 @@ _LARGEST_BLOCK = 65536
 
 _link_gbps = click.option(
     "--link-gbps",
-    type=click.FloatRange(0, 1e6, min_open=True),
+    type=NumberRange(0, 1e6, min_open=True),
     default=10.0,
     show_default=True,
     help="Bandwidth of a link in each direction, Gbit/s.",
@@ -58,11 +58,9 @@ def slurm_script(command: tuple[str, ...], **asked: Any) -> None:
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options
 @click.option("--watch/--once", default=None, help="Go on until Ctrl-C, or not.  [default: --watch on a terminal]")
+@click.option("--every", type=NumberRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option(
-    "--every", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
-)
-@click.option(
-    "--timeout", type=click.FloatRange(0.1, 60), default=2.0, show_default=True, help="Seconds to wait for an answer."
+    "--timeout", type=NumberRange(0.1, 60), default=2.0, show_default=True, help="Seconds to wait for an answer."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all that the aggregators say, as JSON, once.")
 def status(
@@ -157,23 +155,21 @@ def density(
 @click.option("--job", help="Which job, if there are traces of several.")
 @click.option("--elements", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the tensor.")
 @click.option("--dtype", default="float32", show_default=True)
-@click.option(
-    "--density", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="Blocks that are not zero."
-)
+@click.option("--density", type=NumberRange(0, 1), default=0.01, show_default=True, help="Blocks that are not zero.")
 @click.option("--overlap", default="random", show_default=True, help="Of the ranks' blocks: random, full or none.")
 @click.option("--block-size", type=click.IntRange(8, _LARGEST_BLOCK), default=256, show_default=True, help="Elements.")
 @click.option("--ranks", type=click.IntRange(2, 65536), default=8, show_default=True, help="In all.")
 @click.option("--hosts", type=click.IntRange(1, 65536), help="Hosts with ranks.  [default: as many as ranks]")
 @_link_gbps
-@click.option("--latency-us", type=click.FloatRange(0, 1e6), default=50.0, show_default=True, help="Of a link.")
-@click.option("--cores", type=click.FloatRange(0, min_open=True), default=8.0, show_default=True, help="Of each host.")
+@click.option("--latency-us", type=NumberRange(0, 1e6), default=50.0, show_default=True, help="Of a link.")
+@click.option("--cores", type=NumberRange(0, min_open=True), default=8.0, show_default=True, help="Of each host.")
 @click.option(
-    "--speed", type=click.FloatRange(0.01, 100), default=1.0, show_default=True,
+    "--speed", type=NumberRange(0.01, 100), default=1.0, show_default=True,
     help="Of a processor; 1 is one for which a message costs 130 us.",
 )  # fmt: skip
 @click.option("--shards", default="", help="Numbers to try, such as 1,4.  [default: 1, 2, 4, … to hosts]")
 @click.option("--racks", type=click.IntRange(0), default=0, help="Into which the hosts are divided.  [default: none]")
-@click.option("--rack-gbps", type=click.FloatRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
+@click.option("--rack-gbps", type=NumberRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
 @json_option
 def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
     """Predict how long an all-reduce takes, and what it costs: for shards beside the ranks, and on hosts of their own,
@@ -263,8 +259,8 @@ def _refuse_two_inputs(asked: dict[str, Any]) -> None:
 
 
 def _parse_block_sizes(text: str) -> list[int]:
-    sizes = [int(part) if part.strip().isascii() and part.strip().isdigit() else 0 for part in text.split(",")]
-    if not all(8 <= size <= _LARGEST_BLOCK and size % 8 == 0 for size in sizes):
+    sizes = whole_numbers(text, 8, _LARGEST_BLOCK)
+    if not sizes or any(size % 8 for size in sizes):
         expected = f"multiples of 8 from 8 to {_LARGEST_BLOCK}, comma-separated"
-        raise click.BadParameter(f"got {text!r}, expected {expected}", param_hint="--block-sizes")
+        raise click.BadParameter(f"got {text[:80]!r}, expected {expected}", param_hint="--block-sizes")
     return sorted(set(sizes))

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from omnireduce.cli import Command, config_options
+from omnireduce.cli import Command, NumberRange, config_options
 from omnireduce.config import load_config
 from omnireduce.errors import ConfigError
 from omnireduce.files.paths import user_path, whole_path
 from omnireduce.launching.elastic import cooldown, elastic_options, ranks_of_elastic
 from omnireduce.launching.flags import horovod_options, variables_of
-from omnireduce.launching.hosts import Host, parse_hosts, read_hostfile
+from omnireduce.launching.host_lists import Host, parse_hosts, read_hostfile
 from omnireduce.launching.plan import Asked
 from omnireduce.launching.yaml_file import read_yaml
 from omnireduce.logs import start_logs
@@ -60,11 +60,11 @@ def _launch_options(command: F) -> F:
             help="Interface of this host at which others reach the aggregators. One only.",
         ),
         click.option(
-            "--start-timeout", type=click.FloatRange(0.1, 86400), default=30.0, show_default=True,
+            "--start-timeout", type=NumberRange(0.1, 86400), default=30.0, show_default=True,
             envvar="HOROVOD_START_TIMEOUT", help="Seconds for all hosts to answer.",
         ),
         click.option(
-            "--grace-period", type=click.FloatRange(0, 86400), default=10.0, show_default=True,
+            "--grace-period", type=NumberRange(0, 86400), default=10.0, show_default=True,
             help="Seconds from SIGTERM to SIGKILL.",
         ),
         click.option("--output-filename", metavar="DIR", help="Write output also to DIR/rank.N/stdout and stderr."),

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from omnireduce.errors import ConfigError
-from omnireduce.launching.hosts import Host, discovered
+from omnireduce.files.paths import decode_text
+from omnireduce.launching.host_lists import Host, parse_lines
 from omnireduce.launching.messages import CHUNK
 from omnireduce.logs import tagged
 
@@ -92,7 +93,7 @@ class Discovery:
             data = os.read(self._output, CHUNK)
         except BlockingIOError:
             return 0
-        self._text += data[: _MOST_LISTED - len(self._text)]
+        self._text += data[: _MOST_LISTED + 1 - len(self._text)]
         return len(data)
 
     def _finish(self, job: Taker, pid: int) -> None:
@@ -105,8 +106,12 @@ class Discovery:
             how = "with status" if ended.si_code == os.CLD_EXITED else "by signal"
             self._complain(f"it ended {how} {ended.si_status}")
             return
+        if len(self._text) > _MOST_LISTED:  # a list that is cut off would leave hosts out
+            self._complain(f"it printed more than {_MOST_LISTED} bytes")
+            return
         try:
-            found = discovered(self._text.decode(errors="replace"), "it printed a wrong line", self._slots)
+            text = decode_text(bytes(self._text), "what it printed", expected="a list of hosts")
+            found = parse_lines(text, "what it printed", self._slots)
         except ConfigError as error:
             self._complain(str(error))
         else:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from omnireduce.cli import NumberRange
 from omnireduce.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,12 +30,12 @@ def elastic_options(command: F) -> F:
             help="Of hosts for which the script prints no number.",
         ),
         click.option(
-            "--elastic-timeout", type=click.FloatRange(0.1, 1e6), default=600.0, show_default=True,
+            "--elastic-timeout", type=NumberRange(0.1, 1e6), default=600.0, show_default=True,
             envvar="HOROVOD_ELASTIC_TIMEOUT", help="Seconds with fewer than --min-np ranks after which the job ends.",
         ),
         click.option("--reset-limit", type=click.IntRange(0), help="How often ranks may start again.  [default: any]"),
         click.option(
-            "--blacklist-cooldown-range", nargs=2, type=click.FloatRange(0, 1e6), metavar="FIRST MOST",
+            "--blacklist-cooldown-range", nargs=2, type=NumberRange(0, 1e6), metavar="FIRST MOST",
             help="Seconds for which a host where a rank failed gets none; twice as long each time.  [default: 60 3600]",
         ),
     ]  # fmt: skip

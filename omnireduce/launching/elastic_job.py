@@ -19,7 +19,8 @@ from omnireduce.config import override_config
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launching.connection import Connection
 from omnireduce.launching.discovery import Discovery
-from omnireduce.launching.hosts import Host, Slot, place
+from omnireduce.launching.host_lists import Host
+from omnireduce.launching.hosts import Slot, place
 from omnireduce.launching.job import InterruptedLaunchError, Job, Rank, how_it_ended
 from omnireduce.launching.launch import HERE, connect
 from omnireduce.launching.messages import STDERR, STDOUT, Signal

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import click
 
+from omnireduce.cli import NumberRange
 from omnireduce.errors import ConfigError
 from omnireduce.files.paths import whole_path
 from omnireduce.runtime.tracing.trace import DYNAMIC
 
 F = TypeVar("F", bound=Callable[..., Any])
-_NUMBER = click.FloatRange(0, 1e9)
+_NUMBER = NumberRange(0, 1e9)
 
 
 def _same(value: Any) -> str:

@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from omnireduce.runtime.member.launcher import Launch, detect_launch
+from omnireduce.errors import UsageError
+from omnireduce.runtime.member.launcher import Launch, detect_launch, number_in
 
 
 def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
@@ -17,16 +18,20 @@ def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
         found |= {"LOCAL_RANK": launch.local_rank, "LOCAL_SIZE": launch.local_size}
         if launch.local_size == launch.size:
             found |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
-    for rank, size in (("SLURM_NODEID", "SLURM_STEP_NUM_NODES"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
-        if "CROSS_RANK" not in found and rank in environ and size in environ:
-            found |= {"CROSS_RANK": int(environ[rank]), "CROSS_SIZE": int(environ[size])}
+    for names in (("SLURM_NODEID", "SLURM_STEP_NUM_NODES"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+        if "CROSS_RANK" not in found and all(name in environ for name in names):
+            found |= zip(("CROSS_RANK", "CROSS_SIZE"), (number_in(name, environ) for name in names), strict=True)
     return {f"HOROVOD_{name}": str(number) for name, number in found.items()}
 
 
 def main() -> None:
     """Become the command in the arguments."""
     words = sys.argv[1:]
-    environ = os.environ | variables(detect_launch(), os.environ)
+    try:
+        environ = os.environ | variables(detect_launch(), os.environ)
+    except UsageError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(2)
     try:
         os.execvpe(words[0], words, environ)
     except OSError as error:

@@ -14,7 +14,8 @@ from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.interpreters import TREE
 from omnireduce.launching.connection import Connection, goes_by_ssh, words_of_supervisor
-from omnireduce.launching.hosts import Host, place
+from omnireduce.launching.host_lists import Host
+from omnireduce.launching.hosts import place
 from omnireduce.launching.job import Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Descriptor, Plain, Prefixed, Sink

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 from omnireduce.interpreters import TREE, program_of
-from omnireduce.launching.hosts import Host
+from omnireduce.launching.host_lists import Host, names_in
+from omnireduce.launching.hosts import is_here
 from omnireduce.launching.job import Job
 from omnireduce.launching.plan import Asked, Plan
 
@@ -79,17 +80,15 @@ def _is_open_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def _listed(hosts: Sequence[Host]) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    return ",".join(map(str, hosts))
 
 
 def hosts_of(asked: Asked, environ: Mapping[str, str]) -> list[str]:
     """The hosts on which ranks will be, as far as anybody says it; this one first, where aggregators would be."""
     if asked.hosts:
-        return ["localhost", *(host.name for host in asked.hosts if host.name != "localhost")]
-    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-    many = int(nodes) if nodes.isascii() and nodes.isdigit() else 1
-    names = environ.get("SLURM_JOB_NODELIST", "") if asked.launcher == "srun" else ""
-    return ["localhost", *(f"{names}.{each}" for each in range(1, many))] if names else ["localhost"]
+        return ["localhost", *(host.name for host in asked.hosts if not is_here(host.name))]
+    others = names_in(environ.get("SLURM_JOB_NODELIST", "")) if asked.launcher == "srun" else []
+    return ["localhost", *(name for name in others if not is_here(name))]
 
 
 def start_other(job: Job, asked: Asked) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,8 @@ from omnireduce.launching.environment import (
     of_rank,
     of_service,
 )
-from omnireduce.launching.hosts import Host, Slot, is_here
+from omnireduce.launching.host_lists import Host
+from omnireduce.launching.hosts import Slot, is_here
 from omnireduce.launching.job import Job
 from omnireduce.launching.messages import AGGREGATOR, Start
 
@@ -86,7 +88,7 @@ def shards_to_start(asked: Asked, hosts: int) -> int:
             why = f"the ranks are on {hosts} hosts" if hosts > 1 else "an elastic job wants one that outlives rank 0"
             raise ConfigError(f"--aggregators embedded: {why}; give a number, or leave it out")
         return 0
-    if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MOST_SHARDS):
+    if not re.fullmatch("[0-9]{1,9}", wanted) or not 1 <= int(wanted) <= MOST_SHARDS:
         raise ConfigError(f"--aggregators: got {wanted[:40]!r}, expected 1 to {MOST_SHARDS}, or embedded")
     return int(wanted)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from omnireduce.addresses import loopback
 from omnireduce.errors import UsageError
+from omnireduce.launching.host_lists import names_in
 from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
 from omnireduce.runtime.member.local_first import local_first as first_of_host
 
@@ -58,5 +58,4 @@ def _address(launch: Launch, environ: MutableMapping[str, str]) -> str:
     if launch.size == launch.local_size:
         return loopback()
     hosts = environ.get("SLURM_STEP_NODELIST", "") if launch.launcher == "Slurm" else ""
-    first = re.match(r"([^,\[\]]+)(?:\[([0-9]+)[^\]]*\]([^,\[\]]*))?", hosts)  # such as node[03-05,9]-ib,other
-    return "".join(part or "" for part in first.groups()) if first else ""
+    return next(iter(names_in(hosts)), "")

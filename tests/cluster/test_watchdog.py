@@ -126,6 +126,7 @@ def test_a_host_that_was_stopped_is_no_hang() -> None:
         ({"WATCHDOG_USEC": "30000000"}, 30.0),
         ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 30.0),
         ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None),
+        ({"WATCHDOG_USEC": "9" * 5000}, None),
         ({"WATCHDOG_USEC": "0"}, None),
         ({"WATCHDOG_USEC": "soon"}, None),
     ],

@@ -20,7 +20,7 @@ from omnireduce.files.output import check_writable, make_folder, write_file
 from omnireduce.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
 from omnireduce.files.tensors import read_tensors
 from omnireduce.launching.command import read_words
-from omnireduce.launching.hosts import Host, read_hostfile
+from omnireduce.launching.host_lists import Host, read_hostfile
 from omnireduce.launching.messages import STDOUT
 from omnireduce.launching.output import Prefixed, Stream
 from omnireduce.launching.yaml_file import read_yaml

@@ -14,7 +14,7 @@ from local_cluster import WAIT_S, eventually
 from omnireduce import ConfigError
 from omnireduce.launching import discovery
 from omnireduce.launching.discovery import Discovery
-from omnireduce.launching.hosts import Host
+from omnireduce.launching.host_lists import Host
 
 
 class Taker:

@@ -123,7 +123,13 @@ def test_hosts_come_from_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("exit 3", "it ended with status 3"), ("echo what is this", "it printed a wrong line: got")]
+    ("text", "message"),
+    [
+        ("exit 3", "it ended with status 3"),
+        ("echo what is this", "what it printed, line 1: got"),
+        ("printf localhost:; head -c 5000 /dev/zero | tr '\\0' 9", "line 1: got 'localhost:9999"),
+        ("yes localhost | head -c 1048577", "it printed more than 1048576 bytes"),
+    ],
 )
 def test_a_script_that_fails_is_said(tmp_path: Path, text: str, message: str) -> None:
     script = tmp_path / "discover"

@@ -49,6 +49,10 @@ def complaint(*words: str) -> str:
         (["-np", "1", "--launcher", "ssh", "--mpi", "true"], "--launcher, --mpi and --gloo say different things"),
         (["-np", "1", "--gloo", "--mpi", "true"], "--launcher, --mpi and --gloo say different things"),
         (["-np", "1", "--aggregators", "many", "true"], "--aggregators: got 'many', expected 1 to 64, or embedded"),
+        (
+            ["-np", "1", "--aggregators", "9" * 5000, "true"],
+            "--aggregators: got '99999999999999999999",
+        ),
         (["-np", "2", "--set", "a.b=1", "true"], "--set: a: unknown section"),
         (["-np", "2", "-x", "NO_SUCH_VARIABLE", "true"], "-x NO_SUCH_VARIABLE: expected NAME=VALUE"),
         (["-np", "2", "--network-interfaces", "none0", "true"], "--network-interfaces: none0: "),
@@ -64,6 +68,21 @@ def complaint(*words: str) -> str:
 )
 def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None:
     assert complaint(*words).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("-np", "9" * 5000, "is not a valid integer"),
+        ("--start-timeout", "nan", "nan is not a number in the range 0.1<=x<=86400"),
+        ("--grace-period", "inf", "inf is not in the range"),
+        ("--fusion-threshold-mb", "nan", "nan is not a number in the range"),
+    ],
+)
+def test_what_is_no_number_is_said(flag: str, value: str, reason: str) -> None:
+    done = CliRunner().invoke(main, ["run", "-np", "1", flag, value, "true"])
+    assert done.exit_code == 2
+    assert reason in done.output
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.flags)

@@ -15,8 +15,8 @@ from local_cluster import MPIRUN, READY_S, WAIT_S
 
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
-from omnireduce.launching.hosts import Host
-from omnireduce.launching.others import _is_open_mpi, words_of
+from omnireduce.launching.host_lists import Host
+from omnireduce.launching.others import _is_open_mpi, words_of, wrapped
 from omnireduce.launching.plan import Asked
 from omnireduce.runtime.member.launcher import detect_launch, launch_id
 
@@ -109,6 +109,16 @@ def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path) -> None:
     environ = fake(tmp_path, "torchrun", "")
     with pytest.raises(ConfigError, match="--launcher torchrun starts ranks on one host only"):
         words_of(asked("torchrun", Host("a", 2), Host("b", 2)), environ)
+
+
+@pytest.mark.parametrize("more", [{"SLURM_NODEID": "9" * 5000, "SLURM_STEP_NUM_NODES": "2"}, {"PMI_SIZE": "x"}])
+def test_what_a_launcher_says_wrongly_is_named_in_a_line(more: dict[str, str]) -> None:
+    environ = {"PMI_RANK": "0", "PMI_SIZE": "2"} | more
+    done = subprocess.run(wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(("Error: SLURM_NODEID: got", "Error: PMI_SIZE: got"))
+    assert len(line) < 200
 
 
 OWN = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from omnireduce.cli import config_options, json_option
+from omnireduce.cli import NumberRange, config_options, json_option
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.logs import start_logs
 from omnireduce.worker.options import MOST, launch_options, numbers
@@ -56,7 +56,7 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
         ),
         _switch("--verify", f"Check {verify}, from above and from below."),
         click.option(
-            "--err", type=click.FloatRange(0, 100), default=1.0, show_default=True,
+            "--err", type=NumberRange(0, 100), default=1.0, show_default=True,
             help="By how many per cent a float may be wrong.",
         ),
         _switch("--random", "Sum random values."),

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from omnireduce.cli import Command, config_options
+from omnireduce.cli import Command, NumberRange, config_options
 from omnireduce.config import load_config
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.interpreters import program_of
@@ -30,9 +30,7 @@ _RANK = program_of("omnireduce.bench.tuning.session")
 )
 @click.option("--elements", type=click.IntRange(1, 1 << 34), default=2_000_000, show_default=True, help="Of a step.")
 @click.option("--arrays", type=click.IntRange(1, 1000), default=24, show_default=True, help="Of a step.")
-@click.option(
-    "--density", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Blocks that are not zero."
-)
+@click.option("--density", type=NumberRange(0, 1), default=0.1, show_default=True, help="Blocks that are not zero.")
 @click.option("--any-order", is_flag=True, help="Each rank submits in an order of its own, another one in each step.")
 @click.option("--log", "log_path", metavar="FILE", help="Write a line for each sample to FILE, as CSV.")
 @click.option(

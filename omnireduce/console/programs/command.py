@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from typing import Any
 
 import click
 
-from omnireduce.cli import Group, config_options
+from omnireduce.cli import Group, config_options, whole_numbers
 from omnireduce.config import load_config
 from omnireduce.errors import UsageError
 from omnireduce.interpreters import program_of
@@ -112,10 +111,9 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
 
 def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
     """Whole numbers with commas between them."""
-    parts = [each.strip() for each in text.split(",")]
-    found = [int(each) if re.fullmatch(r"[0-9]+(_[0-9]+)*", each) else 0 for each in parts]
-    if not all(least <= each <= most for each in found):
-        raise UsageError(f"{option} {text}: expected numbers from {least} to {most}, such as {least},{4 * least}")
+    found = whole_numbers(text, least, most)
+    if not found:
+        raise UsageError(f"{option} {text[:80]}: expected numbers from {least} to {most}, such as {least},{4 * least}")
     return found
 
 

@@ -250,7 +250,7 @@ def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
     if rank_name not in environ or size_name not in environ:
         given, missing = (rank_name, size_name) if rank_name in environ else (size_name, rank_name)
         raise UsageError(f"{variables.launcher}: got {given} but not {missing}, expected both or neither")
-    rank, size = _number(rank_name, environ), _number(size_name, environ)
+    rank, size = number_in(rank_name, environ), number_in(size_name, environ)
     if rank >= size:
         raise UsageError(
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
@@ -277,8 +277,8 @@ def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
     """The number in the first of these variables that is set, which counts on this host only; None if none is set."""
     name = next((name for name in names if name in environ), None)
     if name == TASKS_PER_NODE:
-        return _tasks_of_node(environ[name], _number("SLURM_NODEID", environ)) if "SLURM_NODEID" in environ else None
-    return _number(name, environ) if name else None
+        return _tasks_of_node(environ[name], number_in("SLURM_NODEID", environ)) if "SLURM_NODEID" in environ else None
+    return number_in(name, environ) if name else None
 
 
 def _tasks_of_node(text: str, node: int) -> int:
@@ -293,10 +293,11 @@ def _tasks_of_node(text: str, node: int) -> int:
     raise UsageError(f"{TASKS_PER_NODE}: got {text!r}, expected a number of tasks for each node, such as 2(x3),1")
 
 
-def _number(name: str, environ: Mapping[str, str]) -> int:
+def number_in(name: str, environ: Mapping[str, str]) -> int:
+    """The number that a launcher says in this variable. Raises UsageError."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise UsageError(f"{name}: got {text!r}, expected an int that is not negative")
+        raise UsageError(f"{name}: got {text[:80]!r}, expected an int that is not negative")
     return int(text)
 
 
