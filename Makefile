@@ -38,7 +38,7 @@ site: $(READY) ## build the documents as a site in site/; a warning is an error
 check: lint types test ## lint, types and tests: what CI runs
 
 simulate: $(READY) ## run simulated clusters with faults from seeds, and from new ones; minutes. ARGS="--seeds 0:100000"
-	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:200 --hosts 200 --relays 200 --programs 200 --new 1000)
+	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:200 --hosts 200 --relays 200 --programs 200 --refusals 200 --new 1000)
 
 fuzz: $(READY) ## play hostile input from a new seed to both sides; half a minute. ARGS="stranger --examples 100000"
 	@$(BIN)/python -m tests.fuzz $(or $(ARGS),--examples 500)

@@ -23,7 +23,7 @@ from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 Kind = Literal[
     "allreduce", "allreduce_rows", "reduce_scatter", "reduce",
     "broadcast", "allgather", "gather", "scatter", "alltoall", "barrier",
-    "allgather_ragged", "broadcast_object", "allgather_object",
+    "allgather_ragged", "broadcast_object", "allgather_object", "refusal",
 ]  # fmt: skip
 Op = Literal["sum", "mean", "min", "max", "prod", "any", "all"]
 """How the elements of all ranks are combined; `any` and `all` are for bool, the others for numbers."""
@@ -38,6 +38,7 @@ CODED_OPS: tuple[Op, ...] = ("sum", "mean")  # what codecs work on, of float32
 NAME_CHARACTERS = 200
 DTYPE_CHARACTERS = 60
 GROUP_CHARACTERS = 40
+REFUSED_BYTES = 600  # of UTF-8
 CODEC_CHARACTERS = 50
 CODED_ELEMENTS = 1 << 14  # most of a block that a codec encodes: a shard decodes that of all ranks in one step
 MAX_SEED = (1 << 63) - 1
@@ -57,7 +58,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     arrays of this shape travel. `group`: where the arrays are some of a group, a text that stands for the whole group,
     else empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
     `codec`: how blocks travel; empty: as they are. `seed`: of what a codec draws at random. `program`: what the
-    shards do with sums before all ranks get them.
+    shards do with sums before all ranks get them. `refused`: of a "refusal", which takes the place of a call that this
+    rank has refused by itself, why it has; else empty.
     """
 
     kind: Kind
@@ -74,10 +76,11 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     codec: str = ""
     seed: int = 0
     program: BlockProgram | None = None
+    refused: str = ""
 
     def __post_init__(self) -> None:
         wrong = self._wrong_words() or self._wrong_shape() or self._wrong_numbers() or self._wrong_codec()
-        wrong = wrong or self._wrong_program()
+        wrong = wrong or self._wrong_program() or self._wrong_refusal()
         if wrong:
             raise UsageError(wrong)
 
@@ -148,6 +151,13 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
             return f"a name and a program of {len(self.encoded)} bytes; expected at most {EXTRA_BYTES}"
         return ""
 
+    def _wrong_refusal(self) -> str:
+        if (self.kind == "refusal") != bool(self.refused) or (self.refused and self.name):
+            return f"{self.kind} '{self.name}', refused because of {self.refused[:40]!r}: expected a refusal, unnamed"
+        if len(self.refused.encode()) > REFUSED_BYTES or not self.refused.isprintable():
+            return f"refused because of {self.refused[:40]!r}: expected up to {REFUSED_BYTES} bytes that can be shown"
+        return ""
+
     @property
     def _ops(self) -> tuple[Op, ...]:
         if not self.reduces:
@@ -209,6 +219,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
 
     @cached_property
     def _text(self) -> str:
+        if self.refused:
+            return f"a call that was refused: {self.refused}"
         said = self.kind + (f" '{self.name}'" if self.name else "")
         said += f" of a group, {self.group}:" if self.group else ""
         if self.kind == "barrier":

@@ -180,6 +180,24 @@ def test_packets_out_of_range(kind: Any, packets: int) -> None:
         Descriptor(kind, "", "int8", (), item_bytes=int(kind != "reduce"), packets=packets)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "refused", "said"),
+    [
+        ("refusal", "", "", "expected a refusal, unnamed"),
+        ("refusal", "w", "because", "expected a refusal, unnamed"),
+        ("barrier", "", "because", "expected a refusal, unnamed"),
+        ("refusal", "", "a\nb", "expected up to 600 bytes that can be shown"),
+        ("refusal", "", "\N{EURO SIGN}" * 201, "expected up to 600 bytes that can be shown"),
+    ],
+)
+def test_a_refusal_says_why_and_nothing_else_does(kind: Any, name: str, refused: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Descriptor(kind, name, "uint8", (0,), item_bytes=1, refused=refused)
+    longest = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused="\N{EURO SIGN}" * 200)
+    assert decode_descriptor(longest.encoded) == longest
+    assert str(longest) == "a call that was refused: " + "\N{EURO SIGN}" * 200
+
+
 def test_dtypes_in_words() -> None:
     assert dtype_text(np.dtype([("step", "<i8"), ("lr", "<f4")])) == "[('step', '<i8'), ('lr', '<f4')]"
     one, other = (dtype_text(np.dtype([(f"{stem} {i}", "f8") for i in range(100)])) for stem in ("a", "b"))
@@ -189,10 +207,10 @@ def test_dtypes_in_words() -> None:
 
 
 def test_calls_travel_as_before() -> None:
-    """The bytes of protocol version 19: whoever changes them raises PROTOCOL_VERSION."""
+    """The bytes of protocol version 20: whoever changes them raises PROTOCOL_VERSION."""
     called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
     assert (
-        called.encoded.hex() == "9eae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000a000c0"
+        called.encoded.hex() == "9fae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000a000c0a0"
     )
 
 

@@ -12,8 +12,9 @@ from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.account import Account, Wait
-from omnireduce.protocol.broken_rules import BrokenRuleError, MismatchError, mismatch
+from omnireduce.protocol.broken_rules import BrokenRuleError
 from omnireduce.protocol.coding import coding_of
+from omnireduce.protocol.differences import Begun, MismatchError, check_refusals
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
 from omnireduce.protocol.gathering import THROUGH
 from omnireduce.protocol.hosts import Dealing
@@ -300,14 +301,14 @@ class AggregatorMachine:
         if rank not in self._senders.places and header.collective > self._number:
             return False
         extra = message_extra(self._arena[row], header)
-        first, expected = self._first
-        if (header.collective, extra) != (self._number, expected):
-            assert self._descriptor is not None
-            one, other = self._numbers[first], self._numbers[rank]
-            raise mismatch((one, self._number, self._descriptor), (other, header.collective, extra))
+        if (header.collective, extra) != (self._number, self._first[1]):
+            check_refusals(self._begun(*self._first, self._number), self._begun(rank, extra, header.collective))
         if rank not in self._senders.places:
             raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
         return True
+
+    def _begun(self, rank: int, encoded: bytes, number: int) -> Begun:
+        return Begun(self._numbers[rank], self._ranks[rank].name, number, decode_descriptor(encoded))
 
     def _merge(self, current: Reduction) -> bool:
         if self._filling < 0:
@@ -395,6 +396,5 @@ class AggregatorMachine:
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, MismatchError):
-            low, high = sorted(self._numbers[each] for each in (self._first[0], rank))
-            return self.abort(Cause(f"ranks {low} and {high}", f"submitted different collectives: {error}"), "mismatch")
+            return self.abort(error.cause, "mismatch")
         return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)

@@ -48,7 +48,7 @@ from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.host_account import Counts, HostAccount
 from omnireduce.protocol.host_delays import late_ranks, owed_ranks
-from omnireduce.protocol.host_faults import HostError, ShortageError, difference, encoded_at
+from omnireduce.protocol.host_faults import HostError, ShortageError, check_begun, encoded_at
 from omnireduce.protocol.host_legs import Leg, legs_of
 from omnireduce.protocol.host_preset import Group, preset
 from omnireduce.protocol.host_rows import HostRows
@@ -160,7 +160,7 @@ class HostExchange:
         """Take the steps that the others' counters allow, as many as one turn may. Yields collectives, once for each
         leg that is complete here, and ranks to wake.
 
-        Raises DifferenceError when the ranks have begun different collectives, HostError when a region is not in order,
+        Raises MismatchError when the ranks have begun different collectives, HostError when a region is not in order,
         and ShortageError when there is no memory for rows.
         """
         while self._queue:
@@ -181,7 +181,7 @@ class HostExchange:
                 yield collective
                 return  # one in a turn: other threads may wait for theirs
             elif did == DIFFERS:
-                raise self._difference(collective)
+                self._check_begun(collective)
             elif did == BROKEN:
                 raise HostError(int(self._state[0]["culprit"]))
             elif did != WANTS:
@@ -392,8 +392,8 @@ class HostExchange:
         self._is_prepared = False
         self._ints, self._words = np.empty(0, np.int64), np.empty(0, np.uint64)
 
-    # faults
-
-    def _difference(self, collective: Collective) -> Exception:
-        encoded = [encoded_at(self._ints, self._descriptor_at(rank)) for rank in range(self._ranks)]
-        return difference(collective.number, encoded, int(self._state[0]["culprit"]), self.neighbours.ranks)
+    def _check_begun(self, collective: Collective) -> None:
+        """Descriptors differ: that is right where all ranks have refused their call."""
+        encoded, s = [encoded_at(self._ints, self._descriptor_at(rank)) for rank in range(self._ranks)], self._state[0]
+        check_begun(collective.number, encoded, int(s["culprit"]), self.neighbours.ranks, self.names)
+        s["has_agreed"] = 1

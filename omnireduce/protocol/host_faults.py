@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnireduce.descriptor import decode_descriptor, told_apart
+from omnireduce.descriptor import decode_descriptor
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.regions import EXTRA_WORDS
-
-
-class DifferenceError(Exception):
-    """The first rank and `rank` have begun different collectives."""
-
-    def __init__(self, rank: int, difference: str) -> None:
-        super().__init__(difference)
-        self.rank = rank
+from omnireduce.protocol.differences import Begun, check_refusals
 
 
 class HostError(Exception):
@@ -40,14 +33,21 @@ def encoded_at(ints: Array, at: int) -> bytes:
     return found[:size]
 
 
-def difference(number: int, encoded: Sequence[bytes], culprit: int, ranks: Sequence[int]) -> Exception:
-    """What the first rank has begun as collective `number`, and another that has begun something else; `encoded` are
-    the descriptors of all ranks of the host, which are `ranks` of the job. One that cannot be read is the fault of
-    `culprit`."""
-    other = next((rank for rank in range(1, len(encoded)) if encoded[rank] != encoded[0]), 0)
+def check_begun(
+    number: int, encoded: Sequence[bytes], culprit: int, ranks: Sequence[int], names: Sequence[str]
+) -> None:
+    """Raises MismatchError when ranks of a host have begun what is not the same as collective `number`, unless all of
+    them have refused their call. `encoded` are their descriptors, and they are `ranks` of the job. Raises HostError for
+    a descriptor that cannot be read: the fault of `culprit`."""
     try:
-        words = told_apart(decode_descriptor(encoded[0]), decode_descriptor(encoded[other]))
-    except ProtocolError:
-        return HostError(culprit)
-    said = "; ".join(f"rank {ranks[each]} called {what}" for each, what in zip((0, other), words, strict=True))
-    return DifferenceError(other, f"collective {number}: {said}")
+        begun = [
+            Begun(rank, name, number, decode_descriptor(each))
+            for rank, name, each in zip(ranks, names, encoded, strict=True)
+        ]
+    except ProtocolError as error:
+        raise HostError(culprit) from error
+    calls = [each for each in begun if not each.descriptor.refused]
+    first = next((each for each in begun if each.descriptor.refused), begun[0])
+    for each in calls:
+        if each.descriptor != first.descriptor:
+            check_refusals(first, each)

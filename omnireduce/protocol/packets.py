@@ -1,6 +1,7 @@
 """Parts of any size, one of each rank, as a worker's share of a collective: cut into packets that are numbered by rank.
 
 A part is the bytes of an array, zeros up to the end of the last packet but for 8 bytes, and there its number of items.
+In place of its part a rank may say why it has none: then the part is a text, and the highest bit of these 8 bytes is 1.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.descriptor import PACKET_BYTES
+from omnireduce.descriptor import PACKET_BYTES, REFUSED_BYTES
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
@@ -17,6 +18,7 @@ from omnireduce.protocol.operands import Memory
 from omnireduce.protocol.rows import RowSet
 
 COUNT_BYTES = 8
+IS_REFUSAL = 1 << 63
 
 
 class Packets(RowSet):
@@ -24,7 +26,7 @@ class Packets(RowSet):
 
     `own`: the packets of this worker's part, none of one that sends nothing; `like`: (0, ...), what the items of all
     parts are. `rank` is this worker's, and a part has at most `most` packets. After `finish`, `parts` holds an array
-    (items, ...) of each sender.
+    (items, ...) of each sender, and `refused` says why ranks have refused their part, which is empty then.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Packets(RowSet):
         self.nbytes = own.nbytes  # the other parts are as large as they are
         self._senders, self._most, self._like = senders, most, like
         self.parts: list[Array] = []
+        self.refused: dict[int, str] = {}
 
     def finish(self) -> None:
         super().finish()
@@ -53,6 +56,9 @@ class Packets(RowSet):
     def _unpacked(self, rank: int, data: Array) -> Array:
         shape, dtype = self._like.shape[1:], self._like.dtype
         items = int(data[-COUNT_BYTES:].view(np.uint64)[0])
+        if items & IS_REFUSAL:
+            self.refused[rank] = self._text(rank, data, items ^ IS_REFUSAL)
+            return self._like
         nbytes = items * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if packet_count(nbytes) * PACKET_BYTES != data.size:
             raise ProtocolError(f"a result with {data.size} bytes of packets of rank {rank} for {items} items")
@@ -60,6 +66,16 @@ class Packets(RowSet):
             return data[:nbytes].view(dtype).reshape(items, *shape)
         except (ValueError, OverflowError) as error:  # of items without bytes there may be any number
             raise ProtocolError(f"a result with {items} items of rank {rank}: {error}") from None
+
+    @staticmethod
+    def _text(rank: int, data: Array, nbytes: int) -> str:
+        try:
+            text = data[:nbytes].tobytes().decode()
+        except UnicodeDecodeError:
+            text = ""
+        if nbytes > REFUSED_BYTES or data.size != PACKET_BYTES or not (text and text.isprintable()):
+            raise ProtocolError(f"a refusal of rank {rank} of {nbytes} bytes in {data.size}, or one that is no text")
+        return text
 
 
 def packet_count(nbytes: int) -> int:
@@ -74,3 +90,10 @@ def packed(x: Array) -> Array:
     rows[x.nbytes :] = 0
     rows[-COUNT_BYTES:].view(np.uint64)[0] = len(x)
     return rows.reshape(-1, PACKET_BYTES)
+
+
+def packed_refusal(why: str) -> Array:
+    """The packets of a rank that refuses its part, as those of `packed`. `why`: printable, up to REFUSED_BYTES."""
+    rows = packed(np.frombuffer(why.encode(), np.uint8))
+    rows.reshape(-1)[-COUNT_BYTES:].view(np.uint64)[0] |= np.uint64(IS_REFUSAL)
+    return rows

@@ -10,9 +10,10 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.collective import Collective, sum_of_host
+from omnireduce.protocol.differences import MismatchError
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
-from omnireduce.protocol.host_faults import DifferenceError, HostError, ShortageError
+from omnireduce.protocol.host_faults import HostError, ShortageError
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.operands import Operand
@@ -166,10 +167,8 @@ class WorkerMachine:
                     if outcome.host_sum is not None:
                         outcome.host_sum.ready = outcome.operand.layout.blocks
             self._hand_over(host)
-        except DifferenceError as error:
-            what = f"submitted different collectives: {error}"
-            first, other = self._neighbours.ranks[0], self._neighbours.ranks[error.rank]
-            self._accuse(Cause(f"ranks {first} and {other}", what, mismatch=True), now)
+        except MismatchError as error:
+            self._accuse(error.cause, now)
         except HostError as error:
             self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         except ShortageError as error:

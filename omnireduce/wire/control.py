@@ -12,7 +12,7 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 RELAY_CHARACTERS = 255  # of the address of a relay
@@ -47,8 +47,8 @@ class Cause(msgspec.Struct, frozen=True):
     """Why a collective or job ended: who, and what happened.
 
     `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; a worker may
-    still wait for what other shards owe it of the last collective. `mismatch`: ranks that share memory have found that
-    they have begun different collectives.
+    still wait for what other shards owe it of the last collective. `mismatch`: ranks have begun different collectives,
+    or some have refused the one that others have begun.
     """
 
     culprit: _Text

@@ -160,7 +160,7 @@ def packets(data: bytes) -> str:
     except UNDECODABLE:
         return "no packets"
     numbers = np.array(sorted(said), np.int64)
-    rows = np.zeros((len(said), PACKET_BYTES), np.uint8)
+    rows = np.full((len(said), PACKET_BYTES), ord("x"), np.uint8)
     rows[:, -COUNT_BYTES:].view(np.uint64)[:, 0] = [said[number] for number in sorted(said)]
     some, none = (_unpacked(said, numbers, rows, width) for width in (2, 0))
     return some if some != "ProtocolError" else f"{some}, {none} of no bytes"
@@ -178,8 +178,10 @@ def _unpacked(said: dict[int, int], numbers: Array, rows: Array, width: int) -> 
         assert not packets_are_proper(said, MOST_PACKETS, 4 * width)
         return kind_of(error)
     assert packets_are_proper(said, MOST_PACKETS, 4 * width)
-    assert all(part.shape[1:] == (width,) and len(part) in said.values() for part in operand.parts)
-    return "parts"
+    assert all(part.shape[1:] == (width,) for part in operand.parts)
+    assert all(len(part) in said.values() for rank, part in enumerate(operand.parts) if rank not in operand.refused)
+    assert all(set(text) == {"x"} for text in operand.refused.values())
+    return "refusal" if operand.refused else "parts"
 
 
 TARGETS: dict[str, Callable[[bytes], str]] = {

@@ -25,7 +25,7 @@ from .seeds import FIRST, TENSOR
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")
-MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier", *PACKED)
+MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier", "refusal", *PACKED)
 MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
 
 
@@ -98,7 +98,10 @@ def descriptor_is_proper(found: Descriptor) -> bool:
         and len(found.group) <= 60
         and found.group.isascii()
         and len(found.dtype) <= 60
-        and f"{found.name}{found.dtype}{found.group}".isprintable()
+        and f"{found.name}{found.dtype}{found.group}{found.refused}".isprintable()
+        and (
+            0 < len(found.refused.encode()) <= 600 and not found.name if found.kind == "refusal" else not found.refused
+        )
         and len(found.encoded) <= 1024
         and program_is_proper(found)
     )
@@ -107,11 +110,15 @@ def descriptor_is_proper(found: Descriptor) -> bool:
 def packets_are_proper(said: dict[int, int], most: int, item_bytes: int) -> bool:
     """Whether these packets, with the number of items that each says if it is the last one, are a part of each of two
     ranks: items of so many bytes, and 8 bytes more, in packets of 1024. Of items of no bytes, made of numbers of 4, an
-    array can have fewer than 2**61."""
+    array can have fewer than 2**61. A text of up to 600 bytes in one packet says why a part is missing."""
     for rank in (0, 1):
         mine = [number for number in range(rank * most, (rank + 1) * most) if number in said]
         if not mine or mine != list(range(rank * most, rank * most + len(mine))):
             return False
+        if said[mine[-1]] >= 2**63:
+            if len(mine) > 1 or not 0 < said[mine[-1]] - 2**63 <= 600:
+                return False
+            continue
         nbytes = said[mine[-1]] * item_bytes + 8
         if said[mine[-1]] >= 2**61:
             return False
@@ -148,7 +155,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 19
+        hello.version == 20
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255

@@ -63,7 +63,8 @@ MIXED = BlockProgram(
     True, 1, False, False,
 )  # fmt: skip
 THROUGH = Descriptor("allreduce", "", "float32", (5, 60), "mean", 16, program=MIXED)
-CALLS = [TENSOR, ROWS, HALVES, MOVED, GATHERED, ANY, RAGGED, OBJECT, PARTS, THROUGH]
+REFUSAL = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused="x is a list; expected a numpy.ndarray")
+CALLS = [TENSOR, ROWS, HALVES, MOVED, GATHERED, ANY, RAGGED, OBJECT, PARTS, THROUGH, REFUSAL]
 
 
 def control(*messages: ControlMessage) -> bytes:
@@ -161,6 +162,9 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-small": encode([[0, 0], [8, 127]]),
         "valid-large": encode([[0, 3], *([number, 7 * 128 - 1] for number in range(8, 15))]),
         "gap": encode([[0, 0], [8, 200], [10, 200]]),
+        "valid-refusal": encode([[0, 0], [8, 1 << 63 | 40]]),
+        "refusal-of-no-reason": encode([[0, 0], [8, 1 << 63]]),
+        "refusal-of-two-packets": encode([[0, 0], [8, 0], [9, 1 << 63 | 40]]),
         "many-items": encode([[0, 0], [8, 2**61]]),
         "as-many-as-there-can-be": encode([[0, 0], [8, 2**61 - 1]]),
     },
@@ -168,6 +172,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-whole": WHOLE,
         "valid-part": IN_TWO[0],
         "valid-empty": block_message([], 38, extra=FIRST),
+        "valid-refusal": block_message([], 0, block_bytes=8, extra=REFUSAL.encoded),
         "valid-run": DENSE,
         "valid-runs": block_message(TWO_RUNS, 38, extra=FIRST, runs=[(3, 6), (20, 18)]),
         "valid-steps": block_message([0, 3, 37], 38, extra=FIRST, steps=bytes([0, 3, 34])),

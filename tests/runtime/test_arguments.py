@@ -140,20 +140,20 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
 
 
 def test_unsuitable_arguments_are_refused_with_the_reason(local: Config) -> None:
-    """Rank 0 makes every mistake; then the job still works, and its count has no refused collective in it."""
+    """Two ranks make every mistake; then the job still works."""
 
-    def run(comm: Communicator) -> tuple[dict[str, str], Any, int]:
+    def run(comm: Communicator) -> tuple[dict[str, str], Any]:
         found = {}
-        for what, (call, _) in REFUSED.items() if comm.rank == 0 else ():
+        for what, (call, _) in REFUSED.items():
             with pytest.raises(UsageError) as caught:
                 call(comm)
             found[what] = str(caught.value)
-        return found, comm.allreduce(np.full(5, comm.rank + 1)).tolist(), comm.statistics().collectives
+        return found, comm.allreduce(np.full(5, comm.rank + 1)).tolist()
 
-    [(found, *after), _] = run_job(local, 2, run)
-    wrong = {what: text for what, text in found.items() if REFUSED[what][1] not in text}
-    assert not wrong
-    assert after == [[3] * 5, 1]
+    for found, after in run_job(local, 2, run):
+        wrong = {what: text for what, text in found.items() if REFUSED[what][1] not in text}
+        assert not wrong
+        assert after == [3] * 5
     assert X.tolist() == [1] * 64
     assert READ_ONLY.tolist() == [1] * 64
 
@@ -224,22 +224,19 @@ def test_an_array_in_flight_cannot_be_used_again(local: Config) -> None:
 
     def run(comm: Communicator) -> tuple[int, list[float], list[float]]:
         x, out, total, refused = np.ones(1000, np.float32), np.zeros(1000, np.float32), np.zeros(1000, np.float32), 0
-        if comm.rank == 0:
-            handles = [comm.allreduce_async(x, out=out), comm.allreduce_async(x, out=total)]
-            for call in calls:
-                with pytest.raises(UsageError, match="in use by a collective that is under way; wait for its handle"):
-                    call(comm, x, out)
-                refused += 1
-            go_on.set()
-            for handle in handles:
-                handle.wait()
-        else:
+        last = comm.size - 1  # which comes late
+        if comm.rank == last:
             assert go_on.wait(30)
-            comm.allreduce(x, out=out)
-            comm.allreduce(x, out=total)
-        comm.allreduce(x)  # now it is free again
+        handles = [comm.allreduce_async(x, out=out), comm.allreduce_async(x, out=total)]
+        for call in calls if comm.rank == 0 else ():
+            with pytest.raises(UsageError, match="in use by a collective that is under way; wait for its handle"):
+                call(comm, x, out)
+            refused += 1
+        go_on.set()
+        for handle in handles:
+            handle.wait()
         return refused, out.tolist() + total.tolist(), x.tolist()
 
     go_on = threading.Event()
     [(refused, sums, after), _] = start_job(local, 2, run).results()
-    assert (refused, sums, after) == (len(calls), [2.0] * 2000, [2.0] * 1000)
+    assert (refused, sums, after) == (len(calls), [2.0] * 2000, [1.0] * 1000)

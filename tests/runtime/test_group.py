@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
-from local_cluster import Daemon, configured, run_job
+from local_cluster import WAIT_S, Daemon, configured, run_job
 
 from omnireduce import AbortedError, ClosedError, Communicator, UsageError
 
@@ -38,8 +40,10 @@ def test_orders_of_collectives_are_apart(daemon: Daemon) -> None:
 
 def test_a_rank_that_ends_before_it_joins_a_group_is_named(daemon: Daemon) -> None:
     """At once: not after `cluster.join_timeout_s`."""
+    have_joined = threading.Barrier(2)
 
     def run(comm: Communicator) -> str:
+        have_joined.wait(WAIT_S)
         if comm.rank == 1:
             comm.__exit__(ValueError, ValueError("early"), None)
             return ""

@@ -99,13 +99,13 @@ def test_arguments_that_cannot_be(daemon: Daemon) -> None:
         for call in (comm.reduce, comm.gather, comm.scatter, comm.broadcast_object):
             with pytest.raises(UsageError, match="root 2: expected 0 to 1"):
                 call(x, root=2)  # type: ignore[operator]
-        if comm.rank == 0:
-            with pytest.raises(UsageError, match=r"parts is None on the root; expected an array of \(2, 3\)"):
-                comm.scatter(x)
-            with pytest.raises(UsageError, match=r"parts is float32\[3, 3\]; expected float32\[2, 3\]"):
-                comm.scatter(x, np.ones((3, 3), np.float32))
-            with pytest.raises(UsageError, match="parts is float64"):
-                comm.scatter(x, np.ones((2, 3)))  # type: ignore[arg-type]
+        me = comm.rank
+        with pytest.raises(UsageError, match=r"parts is None on the root; expected an array of \(2, 3\)"):
+            comm.scatter(x, root=me)
+        with pytest.raises(UsageError, match=r"parts is float32\[3, 3\]; expected float32\[2, 3\]"):
+            comm.scatter(x, np.ones((3, 3), np.float32), root=me)
+        with pytest.raises(UsageError, match="parts is float64"):
+            comm.scatter(x, np.ones((2, 3)), root=me)  # type: ignore[arg-type]
         for wrong in (x, np.float32(1)[...]):
             with pytest.raises(UsageError, match="expected one part for each of the 2 ranks"):
                 comm.alltoall(wrong)

@@ -38,6 +38,7 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
 @click.option("--hosts", default=0, metavar="COUNT", help="Also run so many in which ranks share a host.")
 @click.option("--relays", default=0, metavar="COUNT", help="Also run so many in which there are relays.")
 @click.option("--programs", default=0, metavar="COUNT", help="Also run so many in which sums go through programs.")
+@click.option("--refusals", default=0, metavar="COUNT", help="Also run so many in which ranks refuse calls.")
 @click.option("--new", default=0, metavar="COUNT", help="Also run so many seeds that nobody ran, of all sorts.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default="cores", metavar="COUNT", help="Processes.")
 @click.option("--replay", type=int, metavar="SEED", help="Run one seed and show its plan and its last events.")
@@ -48,8 +49,8 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
 @click.option("--mutation", default="", metavar="NAME", help="Put this bug into the product first.")
 @click.option("--mutations", is_flag=True, help="Show that the simulator catches every deliberate bug.")
 def main(
-    seeds: list[range], hosts: int, relays: int, programs: int, new: int, jobs: int, replay: int | None, fault: str,
-    event: int, failures: int, verbose: bool, mutation: str, mutations: bool,
+    seeds: list[range], hosts: int, relays: int, programs: int, refusals: int, new: int, jobs: int, replay: int | None,
+    fault: str, event: int, failures: int, verbose: bool, mutation: str, mutations: bool,
 ) -> None:  # fmt: skip
     """Run simulated clusters in virtual time; exit status 1 when one goes wrong."""
     if mutations:
@@ -57,7 +58,7 @@ def main(
     if mutation:
         mutate.install(_known(mutation))
     from . import campaign
-    from .draw import FIRST_OF_HOSTS, FIRST_OF_PROGRAMS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL
+    from .draw import FIRST_OF_HOSTS, FIRST_OF_PROGRAMS, FIRST_OF_REFUSALS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL
     from .faults import FROM_THE_START
     from .plan import KINDS
 
@@ -70,9 +71,10 @@ def main(
     of_hosts = [first + number for number in range(hosts // 2) for first in firsts]
     of_relays = range(FIRST_OF_RELAYS, FIRST_OF_RELAYS + relays)
     of_programs = range(FIRST_OF_PROGRAMS, FIRST_OF_PROGRAMS + programs)
-    fifths = ((new // 5, each) for each in (*firsts, FIRST_OF_RELAYS, FIRST_OF_PROGRAMS))
-    fresh = [_new_seeds(count, first) for count, first in ((new - 4 * (new // 5), 0), *fifths)]
-    numbers = [*itertools.chain(*seeds, of_hosts, of_relays, of_programs, *fresh)]
+    of_refusals = range(FIRST_OF_REFUSALS, FIRST_OF_REFUSALS + refusals)
+    sixths = ((new // 6, each) for each in (*firsts, FIRST_OF_RELAYS, FIRST_OF_PROGRAMS, FIRST_OF_REFUSALS))
+    fresh = [_new_seeds(count, first) for count, first in ((new - 5 * (new // 6), 0), *sixths)]
+    numbers = [*itertools.chain(*seeds, of_hosts, of_relays, of_programs, of_refusals, *fresh)]
     total, more = campaign.Campaign(), f" --mutation {shlex.quote(mutation)}" if mutation else ""
     stopped = _stopped_by_ctrl_c()
     for outcome in campaign.run_all((campaign.Task(seed, fault, event) for seed in numbers), jobs):

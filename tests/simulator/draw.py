@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from .plan import KINDS, OF_A_SHARD, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
+from .plan import DRAWN_APART, KINDS, OF_A_SHARD, OF_JOINING, Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
 from .tamper import LIES, RULES
-from .workload import PROGRAMS, STATE_BYTES, draw_collective
+from .workload import PROGRAMS, STATE_BYTES, draw_collective, refusal
 
 FIRST_OF_HOSTS = 10**12  # from this seed on, the ranks of most jobs share a host; older seeds stay as they are
 FIRST_OF_SEVERAL = 2 * 10**12  # from this seed on, most jobs have several hosts
 FIRST_OF_RELAYS = 3 * 10**12  # from this seed on, there are relays
 FIRST_OF_PROGRAMS = 4 * 10**12  # from this seed on, most jobs have programs
+FIRST_OF_REFUSALS = 5 * 10**12  # from this seed on, ranks refuse calls
 OFTEN = {"tampering": 6, "lying shard": 6}  # there are many ways to break a rule
 
 
@@ -36,11 +37,15 @@ def draw_plan(seed: int) -> Plan:
         protocol = replace(protocol, relays=above, direct=relays.random() < 0.4)
     if seed >= FIRST_OF_PROGRAMS:
         programs = random.Random(f"{seed}/programs")
-        jobs = tuple(_draw_programs(programs, job) if programs.random() < 0.8 else job for job in jobs)
+        share = 0.2 if seed >= FIRST_OF_REFUSALS else 0.8
+        jobs = tuple(_draw_programs(programs, job) if programs.random() < share else job for job in jobs)
+    refusals = random.Random(f"{seed}/refusals")
+    if seed >= FIRST_OF_REFUSALS:
+        jobs = tuple(_draw_refusals(refusals, job) for job in jobs)
     options: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     if rng.random() < 0.85:
-        options = tuple(kind for kind in KINDS if kind not in OF_JOINING and rng.random() < 0.25)
+        options = tuple(kind for kind in KINDS if kind not in DRAWN_APART and rng.random() < 0.25)
         count = rng.choice([1, 1, 2, 4]) if options else 0
         often = [OFTEN.get(kind, 1) for kind in options]
         kinds = rng.choices(options, often, k=count) if options else []
@@ -50,6 +55,9 @@ def draw_plan(seed: int) -> Plan:
         if joining.random() < 0.2:
             options += (joining.choice(OF_JOINING),)
             faults += (_draw_fault(joining, options[-1], jobs, protocol),)
+    if seed >= FIRST_OF_REFUSALS and refusals.random() < 0.4:
+        options += ("refusal",)
+        faults += (_draw_fault(refusals, "refusal", jobs, protocol),)
     if seed >= FIRST_OF_RELAYS:
         faults = tuple(_anywhere(relays, fault, protocol) for fault in faults)
     return Plan(seed, network, protocol, jobs, faults, options)
@@ -70,6 +78,13 @@ def _draw_programs(rng: random.Random, job: JobPlan) -> JobPlan:
             each = replace(each, op="sum", dtype="float32", codec="", program=name)
         found.append(each)
     return replace(job, collectives=tuple(found), state_bytes=STATE_BYTES)
+
+
+def _draw_refusals(rng: random.Random, job: JobPlan) -> JobPlan:
+    """Let all ranks refuse some calls."""
+    refuse = [rng.random() < 0.25 for _ in job.collectives]
+    found = [refusal(each.seed) if at else each for at, each in zip(refuse, job.collectives, strict=True)]
+    return replace(job, collectives=tuple(found))
 
 
 def _draw_elastic(rng: random.Random, job: JobPlan) -> JobPlan:
@@ -140,6 +155,7 @@ def _draw_fault(rng: random.Random, kind: str, jobs: tuple[JobPlan, ...], protoc
         "world size": (1, -1),
         "misconfigured": (*range(12), *range(8, 12)),  # the last ones only disagree
         "mismatch": tuple(range(collectives)),
+        "refusal": tuple(range(collectives)),
         "garbage": tuple(range(3)),
         "tampering": tuple(range(len(RULES))),
         "lying shard": tuple(range(len(LIES))),

@@ -13,13 +13,15 @@ from omnireduce.wire.control import PROTOCOL_VERSION
 from .plan import OF_A_SHARD, Fault
 from .stranger import FOREIGN, ForeignSurvivor, Stranger
 from .tamper import LIES, RULES, TWICE, UNHEARD, UNSEEN, break_rule
+from .workload import refusal
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .worker import Worker
 
 FROM_THE_START = (  # not events
-    "late", "duplicate", "world size", "misconfigured", "mismatch", "slow reader", "other secret", "second launch",
+    "late", "duplicate", "world size", "misconfigured", "mismatch", "refusal", "slow reader", "other secret",
+    "second launch",
 )  # fmt: skip
 OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # of a rank that has joined
 OF_ONE = ("crash", "host death", "link loss")  # an elastic job goes on without this rank
@@ -229,6 +231,12 @@ def _hamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     elif fault.kind == "mismatch" and worker.program and job.ranks > 1:
         _mismatch(worker, int(fault.number))
         cluster.blame(job.name, "ranks ")
+        if any(each.kind == "refusal" for each in job.collectives):
+            cluster.blame(job.name, "rank ")  # the others may refuse what it calls
+    elif fault.kind == "refusal" and worker.program:
+        program = list(worker.program)
+        program[int(fault.number)] = refusal(int(fault.number))
+        worker.program = program
 
 
 def _misconfigure(worker: Worker, number: int) -> None:

@@ -24,6 +24,7 @@ KINDS = {  # of fault
     "world size": "a rank believes in another world size",
     "misconfigured": "a rank has other slots, stripes, order of shards or version than its peers, or says nonsense",
     "mismatch": "a rank submits another collective than the others, or one of another shape",
+    "refusal": "a rank refuses a call that the others make",
     "early leave": "a rank shuts down before the others",
     "garbage": "a rank sends what means nothing",
     "tampering": "a rank sends one message that breaks a rule of the protocol",
@@ -47,7 +48,8 @@ OF_A_SHARD = (
     "stranger",
     "foreign survivor",
 )
-OF_JOINING = ("other secret", "foreign survivor", "second launch")  # drawn apart, so that older seeds stay as they are
+OF_JOINING = ("other secret", "foreign survivor", "second launch")
+DRAWN_APART = (*OF_JOINING, "refusal")  # so that older seeds stay as they are
 
 
 @dataclass(frozen=True)

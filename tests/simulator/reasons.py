@@ -29,6 +29,7 @@ ABORTED: Mapping[str, tuple[str, ...]] = {  # by patterns
     r"shutting down": ("drain",),
     r"had shut down when": ("early leave",),
     r"shut down with": ("early leave",),
+    "refused collective": ("refusal", "mismatch", "tampering"),
     DIFFERENT: ("mismatch", "tampering"),  # a false number: a rank seems to have skipped some
     NOT_LEFT: (
         "freeze",

@@ -14,7 +14,15 @@ import pytest
 
 from .campaign import Task, report, run_all
 from .cluster import Cluster
-from .draw import FIRST_OF_HOSTS, FIRST_OF_PROGRAMS, FIRST_OF_RELAYS, FIRST_OF_SEVERAL, draw_plan, fault_at
+from .draw import (
+    FIRST_OF_HOSTS,
+    FIRST_OF_PROGRAMS,
+    FIRST_OF_REFUSALS,
+    FIRST_OF_RELAYS,
+    FIRST_OF_SEVERAL,
+    draw_plan,
+    fault_at,
+)
 from .faults import FROM_THE_START
 from .plan import KINDS
 
@@ -125,6 +133,11 @@ def test_sums_that_go_through_programs(chunk: int) -> None:
     assert_good(range(FIRST_OF_PROGRAMS + chunk, FIRST_OF_PROGRAMS + SEEDS, CHUNKS))
 
 
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_ranks_that_refuse_calls(chunk: int) -> None:
+    assert_good(range(FIRST_OF_REFUSALS + chunk, FIRST_OF_REFUSALS + SEEDS // 2, CHUNKS))
+
+
 def test_seeds_that_failed_once() -> None:
     assert_good(ONCE_WRONG)
 
@@ -151,7 +164,7 @@ def test_a_seed_is_a_run_in_every_process() -> None:
 
 
 def test_the_seeds_draw_every_kind_of_fault_and_most_find_a_victim() -> None:
-    plans = [draw_plan(seed) for seed in range(PLANS)]
+    plans = [draw_plan(seed) for seed in (*range(PLANS), *range(FIRST_OF_REFUSALS, FIRST_OF_REFUSALS + 20))]
     assert {fault.kind for plan in plans for fault in plan.faults} == set(KINDS)
     assert all(fault.kind in plan.options for plan in plans for fault in plan.faults)
     struck = drawn = 0

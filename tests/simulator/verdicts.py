@@ -104,10 +104,12 @@ class Verdicts:
             self.add(f"wrong: {what}: {damage}")
 
     def _all_submitted(self, worker: Worker, what: Collective, number: int) -> bool:
-        """Whether all ranks of the worker's job submitted `what`: a mismatch of all of them is none."""
+        """Whether all ranks of the worker's job submitted `what`: a mismatch of all of them is none. Refusals are
+        alike, whatever their reasons."""
         launch = worker.job.name, worker.job.launch
         mates = [each for each in self._cluster.workers if (each.job.name, each.job.launch) == launch]
-        same = {each.rank for each in mates if what in each.program[number : number + 1]}
+        there = [(each.rank, each.program[number]) for each in mates if number < len(each.program)]
+        same = {rank for rank, each in there if each == what or each.kind == what.kind == "refusal"}
         return len(same) >= worker.place[1]
 
     def judge_slots(self, worker: Worker) -> None:

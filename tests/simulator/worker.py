@@ -363,7 +363,7 @@ class Worker(Process):
                 return
             what = self.program[self._submitted]
             self._submitted += 1
-            descriptor = what.descriptor()
+            descriptor = what.descriptor(self.place[0])
             layout = self._dealing.layout(descriptor)
             work = Work(what, *self.place, layout, self._pool)
             number = self._machine.submit(descriptor, work.operand, now, BUILT_IN.get(what.codec))

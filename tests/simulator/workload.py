@@ -29,6 +29,7 @@ KINDS = {
     "allgather": 1,
     "barrier": 1,
 }  # and how often each is drawn
+WITHOUT_DATA = ("barrier", "refusal")
 STATE_BYTES = 1 << 19  # more than the states of a job take
 EXACT, LARGEST_EXACT = ("bf16", "fp16", "int8"), 127  # codecs that send integers of up to so much as they are
 GUARD, GUARD_BYTE = 512, 0xA5  # bytes around every target, to see what is written outside
@@ -67,8 +68,10 @@ class Collective:
     codec: str = ""  # of those that send small integers exactly, so that the oracle need not know it
     program: str = ""  # one of PROGRAMS, for a sum of float32
 
-    def descriptor(self) -> Descriptor:
+    def descriptor(self, rank: int = 0) -> Descriptor:
         kind: Any = self.kind
+        if kind == "refusal":
+            return Descriptor(kind, "", "uint8", (0,), item_bytes=1, refused=f"rank {rank} has reason {self.seed % 3}")
         op: Any = self.op
         rows = self.elements // self.block_size, self.block_size
         shape = rows if kind == "allreduce_rows" else (1, self.elements) if self.folded else (self.elements,)
@@ -84,6 +87,11 @@ class Collective:
         codec = f", codec {self.codec}" if self.codec else ""
         codec += f", program {self.program}" if self.program else ""
         return f"{self.kind}{where} {self.op} {self.dtype}[{self.elements}], blocks of {self.block_size}{codec}"
+
+
+def refusal(seed: int) -> Collective:
+    """What takes the place of a call that a rank refuses. Each rank has a reason of its own."""
+    return Collective("refusal", "sum", "uint8", 0, 8, 0.0, seed)
 
 
 def draw_collective(rng: random.Random, ranks: int) -> Collective:
@@ -185,7 +193,7 @@ class Work:
 
     def _dense(self, rank: int) -> Operand:
         what, mask = self.what, ELEMENT_TYPES[self.what.dtype].zero_mask
-        if what.root not in (-1, rank) or what.kind == "barrier":
+        if what.root not in (-1, rank) or what.kind in WITHOUT_DATA:
             return DenseTensor(None, self._target, self.layout, mask)
         if what.program:
             self._target[:] = 0  # blocks that nobody brings stay so

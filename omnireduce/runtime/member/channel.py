@@ -22,10 +22,10 @@ from omnireduce.protocol.hello_checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.hosts import Dealing
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
-from omnireduce.runtime.member.collectives import Way
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.rendezvous import Arrival
+from omnireduce.runtime.member.ways import Way
 from omnireduce.wire.control import Hello
 
 T = TypeVar("T")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.member import calls, groups, packed_calls
 from omnireduce.runtime.member.calls import Call, Place, Rows
-from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle, Together
-from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.member.refusals import tell
+from omnireduce.runtime.member.ways import Member, Way
 
 GROUPS = list, tuple, dict
 T = TypeVar("T")
@@ -27,47 +25,9 @@ G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
 
 
-class Way(NamedTuple):
-    """One channel of a rank: what its calls need to know, and the engine that drives them."""
-
-    place: Place
-    engine: Engine
-
-
-class Member(NamedTuple):
-    """A rank in one generation of a job. Tensors of up to `urgent_bytes` go the `urgent` way, which is the ordinary one
-    where there is no other.
-
-    All is replaced together, so that no call is made for one generation and started in another.
-    """
-
-    ordinary: Way
-    urgent: Way
-    urgent_bytes: int
-
-    @property
-    def owner(self) -> threading.Thread:
-        """The thread whose collectives need no name."""
-        return self.ordinary.place.owner
-
-    def owned_by(self, thread: threading.Thread) -> Member:
-        """The same, if this thread is the owner."""
-        ways = [each._replace(place=each.place._replace(owner=thread)) for each in (self.ordinary, self.urgent)]
-        return self._replace(ordinary=ways[0], urgent=ways[1])
-
-    def way(self, x: object, priority: object, block_size: object) -> Way:
-        """The way of `x`: what the caller says, else a small array is urgent. What has larger blocks than usual goes
-        the ordinary way: slots of the other one may be too small. Raises UsageError for a priority that is no
-        number."""
-        if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
-            return self.ordinary
-        if priority is not None:
-            return self.urgent if whole(priority, "priority") > 0 else self.ordinary
-        return self.urgent if isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes else self.ordinary
-
-
 class Collectives:
-    """Collectives on NumPy arrays; every rank must call the same ones in the same order."""
+    """Collectives on NumPy arrays; every rank must call the same ones in the same order. A call that raises here
+    before it was started has its place in that order, too: see `refuse`."""
 
     _member: Member
     drives_in_background: bool
@@ -132,7 +92,7 @@ class Collectives:
         another thread, and for a name that belongs to another thread; AbortedError or its subclass
         CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
-        way = self._member.way(x, priority, block_size)
+        way = self._way(x, priority, block_size)
         return self._start_allreduce(way, x, out, op=op, name=name, block_size=block_size, codec=codec).wait()
 
     @overload
@@ -167,7 +127,7 @@ class Collectives:
         The arrays belong to the collective until the handle is done. Raises what `allreduce` raises, except that
         a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
         """
-        way = self._member.way(x, priority, block_size)
+        way = self._way(x, priority, block_size)
         return self._in_background(
             way, lambda: self._start_allreduce(way, x, out, op=op, name=name, block_size=block_size, codec=codec)
         )
@@ -212,8 +172,8 @@ class Collectives:
         """Return the `x` of all ranks in a list, bit by bit, where the length of the first dimension may differ.
 
         `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects, of up to
-        `protocol.max_part_bytes` (1 GiB); dtype and `x.shape[1:]` are the same on all ranks. Raises what `allreduce`
-        raises.
+        `protocol.max_part_bytes` (1 GiB), else all ranks raise UsageError; dtype and `x.shape[1:]` are the same on all
+        ranks. Raises what `allreduce` raises.
         """
         return self._start(packed_calls.ragged_parts, x, name).wait()
 
@@ -267,8 +227,8 @@ class Collectives:
         neither str nor bytes. With `trust`, on all ranks, it is anything that can be pickled; then each rank and each
         aggregator of the job can run code in this process. It takes up to `protocol.max_part_bytes` (1 GiB).
 
-        Raises UsageError for other objects. On all ranks but the root it also raises UsageError for bytes of a peer
-        that are no such object. Otherwise it raises what `allreduce` raises.
+        Raises UsageError on all ranks for other objects of the root, and the job goes on. On all ranks but the root it
+        also raises UsageError for bytes of a peer that are no such object. Otherwise it raises what `allreduce` raises.
         """
         return self._start(packed_calls.object_of_root, x, root, name, trust).wait()
 
@@ -277,7 +237,8 @@ class Collectives:
         return self._start_async(packed_calls.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
-        """Return a list with an object equal to the `x` of each rank. See `broadcast_object` for what `x` may be."""
+        """Return a list with an object equal to the `x` of each rank. See `broadcast_object` for what `x` may be; where
+        that of one rank is anything else, all raise UsageError."""
         return self._start(packed_calls.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
@@ -354,9 +315,32 @@ class Collectives:
         """Start an `allreduce_tables`; see `allreduce_async`."""
         return self._in_background(self._member.ordinary, lambda: self._start_tables(tables, op, name))
 
+    def refuse(self, error: Exception) -> None:
+        """Take part in the next collective of the other ranks by refusing it, because of `error`. For programs that
+        find by themselves, before they call it, that this rank cannot take part.
+
+        If all ranks refuse, the job goes on; else all get an AbortedError that says what this one has refused, at once
+        where they wait already. Returns before the others know. Does nothing for an error that they have been told of,
+        and where the job is over. Raises nothing.
+        """
+        tell(self._member, error)
+
+    # Each `except` costs nothing where nothing is raised. What begins after the call was started is not inside.
+
+    def _way(self, x: object, priority: object, block_size: object) -> Way:
+        try:
+            return self._member.way(x, priority, block_size)
+        except Exception as error:
+            self.refuse(error)
+            raise
+
     def _start(self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         place, engine = self._member.ordinary
-        [handle] = engine.submit(make(place, *args, **kwargs))
+        try:
+            [handle] = engine.submit(make(place, *args, **kwargs))
+        except Exception as error:
+            self.refuse(error)
+            raise
         return handle
 
     def _start_async(
@@ -368,27 +352,40 @@ class Collectives:
         self, way: Way, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
     ) -> Handle[Any]:
         place, engine = way
-        if not isinstance(x, GROUPS):
-            call = calls.reduction(place, "allreduce", x, op=op, name=name, out=out, block_size=block_size, codec=codec)
-            return engine.submit(call)[0]
-        if out is not None or block_size is not None:
-            raise UsageError("out and block_size go with one array; a group is combined in place, in blocks of its own")
-        if codec is not None:
-            place = place._replace(codec=calls.check_codec(codec))
-        made = groups.arrays(place, x, op, name)
-        if codec not in (None, NONE) and made and all(each.codec is None for each in made):
-            raise UsageError(f"codec '{codec}' works on no array of the group: expected some of float32, sum or mean")
-        return Together(engine.submit(*made), lambda _: x)
+        try:
+            if not isinstance(x, GROUPS):
+                call = calls.reduction(
+                    place, "allreduce", x, op=op, name=name, out=out, block_size=block_size, codec=codec
+                )
+                return engine.submit(call)[0]
+            if out is not None or block_size is not None:
+                raise UsageError(
+                    "out and block_size go with one array; a group is combined in place, in blocks of its own"
+                )
+            handles = engine.submit(*groups.arrays(place, x, op=op, name=name, codec=codec))
+        except Exception as error:
+            self.refuse(error)
+            raise
+        return Together(handles, lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
         place, engine = self._member.ordinary
-        batch = groups.tables(place, tables, op, name)
-        return Together(engine.submit(*batch.calls), batch.result)
+        try:
+            batch = groups.tables(place, tables, op, name)
+            handles = engine.submit(*batch.calls)
+        except Exception as error:
+            self.refuse(error)
+            raise
+        return Together(handles, batch.result)
 
     def _in_background(self, way: Way, start: Callable[[], Handle[T]]) -> Handle[T]:
         if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
             return start()
-        way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
+        try:
+            way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
+        except Exception as error:
+            self.refuse(error)
+            raise
         handle = start()
         way.engine.drive_in_background()  # now there is something to drive
         return handle

@@ -24,7 +24,6 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
-from omnireduce.runtime.member.collectives import Member
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.fused import FusedCollectives
@@ -33,7 +32,9 @@ from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.parts_of_job import check_group, config_of_group
 from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.member.refusals import settle
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join_beside
+from omnireduce.runtime.member.ways import Member
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret, load_secret
@@ -68,9 +69,8 @@ class Communicator(FusedCollectives):
     communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
     say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. A
     name belongs to the thread that used it first, until that thread has ended, or until `reform`: use other names in
-    each thread. Handles may be waited for in any thread.
-
-    Another thread can become the one whose collectives need no name: see `take_over`.
+    each thread. Handles may be waited for in any thread. Another thread can become the one whose collectives need no
+    name: see `take_over`.
 
     Set `drives_in_background` to False in a program where some thread waits whenever a collective is under way: then no
     thread of the communicator's own competes with it. With `protocol.urgent_bytes` there are such threads all the same:
@@ -122,9 +122,8 @@ class Communicator(FusedCollectives):
         self._pools = Pool(), Pool()  # of each channel
         self._groups = set[Communicator]()  # that this one has created, until they are shut down
         self._name_in_parent, self._gave_up = "", False  # `shutdown` was called
-        self.drives_in_background = True
+        self.rank, self.drives_in_background = rank, True
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
-        self.rank = rank
         is_named = config.cluster.job != "auto" or name != job_name(config, None)
         self._embedded: Embedded | None = None
         if not config.cluster.aggregators:
@@ -349,6 +348,7 @@ class Communicator(FusedCollectives):
         with ExitStack() as stack:
             for each in inside or self._channels:
                 stack.callback(each.engine.shutdown)
+                stack.callback(settle, each.engine)  # before that
         return all(each.engine.is_closed for each in self._channels)
 
     def _has_closed(self) -> None:

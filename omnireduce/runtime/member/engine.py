@@ -59,6 +59,7 @@ class Engine(Interruptible):
         self.is_closed = False  # and that is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once, then; a signal handler may have asked for it
         self.observer: Observing | None = None  # where a profile or a timeline is wanted
+        self.refused: tuple[Started[Any], str] | None = None  # the last call that this rank has refused, and why
         self.other: Callable[[], Engine | None] | None = None  # that of the same communicator's other channel
         self._ended_there: Cause | None = None  # why that has ended
 
@@ -84,8 +85,6 @@ class Engine(Interruptible):
         self._refuse_nested()
         with self._lock:
             return function()
-
-    # collectives
 
     @entering
     def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
@@ -339,7 +338,8 @@ class Engine(Interruptible):
         if self.inside:
             with self._lock:
                 if not self.is_closed:
-                    self._asked_to_leave = self._here.asked = True
+                    self._asked_to_leave = True
+                    self.afterwards(self._shut_down, first=True)
                     self._lookout.wake()
         else:
             self._shut_down()

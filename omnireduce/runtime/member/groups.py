@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import BOOL_OPS
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError
+from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view, two_that_share
-from omnireduce.runtime.member.calls import Call, Place, Rows, reduction, rows
+from omnireduce.runtime.member.calls import Call, Place, Rows, check_codec, reduction, rows
 from omnireduce.wire.blocks import MAX_BLOCKS
 
 T = TypeVar("T")
@@ -35,8 +36,10 @@ class _Leaf(NamedTuple):
     array: Array
 
 
-def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
-    """All arrays in `x`, combined in place."""
+def arrays(place: Place, x: object, *, op: str, name: str, codec: str | None = None) -> list[Call[Any]]:
+    """All arrays in `x`, combined in place; those that `codec` works on travel by it."""
+    if codec is not None:
+        place = place._replace(codec=check_codec(codec))
     leaves = list(_leaves(x, ""))
     _check_apart(leaves)
     calls: list[Call[Any]] = []
@@ -47,6 +50,8 @@ def arrays(place: Place, x: object, op: str, name: str) -> list[Call[Any]]:
             calls.append(reduction(place, "allreduce", few[0].array, op=op, name=name, group=group))
         else:
             calls.append(_fused(place, few, op, name, group))
+    if codec not in (None, NONE) and calls and all(each.codec is None for each in calls):
+        raise UsageError(f"codec '{codec}' works on no array of the group: expected some of float32, sum or mean")
     return calls or [_fused(place, [], op, name, group)]  # another rank's group may have arrays: then all are told
 
 

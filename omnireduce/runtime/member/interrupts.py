@@ -1,14 +1,14 @@
 """Calls that a signal handler, or another callback, may interrupt to make a call of its own.
 
 A handler runs on top of whatever its thread does, which may be the middle of a turn. There it must neither touch the
-machine nor wait for the call that it interrupts. It can ask to leave; the outermost call does so before it returns.
+machine nor wait for the call that it interrupts. It can ask for something, such as to leave; the outermost call does
+that before it returns.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -20,13 +20,13 @@ Own = TypeVar("Own", bound="Interruptible")
 
 
 class Here(threading.local):
-    """For each thread: how many calls are under way, one on top of the other, and whether one was asked to leave."""
+    """For each thread: how many calls are under way, one on top of the other, and what is to be done after them."""
 
     depth = 0
-    asked = False
+    asked: tuple[Callable[[], None], ...] = ()
 
 
-class Interruptible(ABC):
+class Interruptible:
     """The base of a class with such calls."""
 
     _here: Here
@@ -37,6 +37,10 @@ class Interruptible(ABC):
         which has interrupted the call."""
         return self._here.depth > 0
 
+    def afterwards(self, function: Callable[[], None], *, first: bool = False) -> None:
+        """Call `function` when the outermost call of this thread is over, perhaps before others."""
+        self._here.asked = (function, *self._here.asked) if first else (*self._here.asked, function)
+
     def _refuse_nested(self) -> None:
         """Raise UsageError in a call on top of another one."""
         if self._here.depth > 1:
@@ -44,10 +48,6 @@ class Interruptible(ABC):
                 "a collective from a signal handler (or another callback) that interrupts a collective of the same "
                 "thread would wait for itself; let the handler set a flag, and call it from the program"
             )
-
-    @abstractmethod
-    def _shut_down(self) -> None:
-        """Leave, and close everything."""
 
 
 def entering(method: Callable[Concatenate[Own, P], T]) -> Callable[Concatenate[Own, P], T]:
@@ -63,7 +63,8 @@ def entering(method: Callable[Concatenate[Own, P], T]) -> Callable[Concatenate[O
         finally:
             here.depth = before
             if here.asked and not before:
-                here.asked = False
-                self._shut_down()
+                asked, here.asked = here.asked, ()
+                for function in asked:
+                    function()
 
     return entered

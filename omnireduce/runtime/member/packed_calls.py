@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.protocol.packets import Packets, packed, packet_count
+from omnireduce.protocol.packets import Packets, packed, packed_refusal, packet_count
 from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
 from omnireduce.runtime.member.calls import Call, Place, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
+from omnireduce.runtime.member.refusals import take_part_instead, told
 
 S = TypeVar("S", bound=np.generic)
 NOTHING = np.empty((0, PACKET_BYTES), np.uint8)
@@ -27,23 +28,23 @@ def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
     flat_view(x, "x", writable=False)
     called = _describe(place, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
-    packets = _packets(place, called, np.asarray(x), range(place.size), np.empty((0, *x.shape[1:]), x.dtype))
-    return Call(called, packets, lambda: packets.parts)
+    like = np.empty((0, *x.shape[1:]), x.dtype)
+    packets = _packets(place, called, lambda: np.asarray(x), range(place.size), like)
+    return Call(called, packets, lambda: _parts(packets))
 
 
 def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -> Call[Any]:
     """The root's `x`, or what is equal to it."""
     root, language = check_root(root, place.size), _language(trust)
-    own = _bytes_of(x, trust) if place.rank == root else None
     called = _describe(place, "broadcast_object", name, language, (), root=root)
-    packets = _packets(place, called, own, [root], BYTE)
+    packets = _packets(place, called, lambda: _bytes_of(x, trust) if place.rank == root else None, [root], BYTE)
     return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
 
 
 def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """What is equal to everybody's `x`."""
     called = _describe(place, "allgather_object", name, _language(trust), ())
-    packets = _packets(place, called, _bytes_of(x, trust), range(place.size), BYTE)
+    packets = _packets(place, called, lambda: _bytes_of(x, trust), range(place.size), BYTE)
     return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
 
 
@@ -64,16 +65,41 @@ def _describe(
     )  # fmt: skip
 
 
-def _packets(place: Place, called: Descriptor, own: Array | None, senders: Sequence[int], like: Array) -> Packets:
-    if own is not None and own.nbytes > place.part_bytes:
-        raise UsageError(
-            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {place.part_bytes}: send less at "
-            "once, or raise it on every rank"
+def _packets(
+    place: Place, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
+) -> Packets:
+    """This rank's part of the call: what `own` makes. Raises what that raises, and UsageError for too many bytes; then
+    a refusal can travel in place of the part."""
+
+    def made(rows: Array) -> Packets:
+        layout, most = place.layout(called), called.packets
+        return place.with_pool(
+            lambda pool: Packets(rows, like, layout, pool.take, rank=place.rank, senders=senders, most=most)
         )
-    rows, layout = NOTHING if own is None else packed(own), place.layout(called)
-    return place.with_pool(
-        lambda pool: Packets(rows, like, layout, pool.take, rank=place.rank, senders=senders, most=called.packets)
-    )
+
+    try:
+        return made(_rows_of(own(), place.part_bytes))
+    except Exception as error:
+        take_part_instead(error, lambda why: Call(called, made(packed_refusal(why)), lambda: None))
+        raise
+
+
+def _rows_of(own: Array | None, most: int) -> Array:
+    if own is None:
+        return NOTHING
+    if own.nbytes > most:
+        raise UsageError(
+            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {most}: send less at once, or "
+            "raise it on every rank"
+        )
+    return packed(own)
+
+
+def _parts(packets: Packets) -> list[Array]:
+    """Raises UsageError where a rank has refused its part."""
+    for rank, why in packets.refused.items():
+        raise told(UsageError(f"rank {rank} refused its part: {why}"))
+    return packets.parts
 
 
 def _bytes_of(x: object, trust: bool) -> Array:
@@ -81,4 +107,4 @@ def _bytes_of(x: object, trust: bool) -> Array:
 
 
 def _read(packets: Packets, at: int, rank: int, trust: bool) -> object:
-    return from_bytes(packets.parts[at].tobytes(), trust, f"rank {rank}")
+    return from_bytes(_parts(packets)[at].tobytes(), trust, f"rank {rank}")

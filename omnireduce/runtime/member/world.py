@@ -310,6 +310,11 @@ def barrier_async(*, name: str = "") -> Handle[None]:
     return running().barrier_async(name=name)
 
 
+def refuse(error: Exception) -> None:
+    """See `Communicator.refuse`."""
+    running().refuse(error)
+
+
 def reform(*, smallest: int | None = None, largest: int | None = None) -> None:
     """See `Communicator.reform`."""
     running().reform(smallest=smallest, largest=largest)

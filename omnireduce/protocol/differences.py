@@ -1,0 +1,58 @@
+"""Ranks that have begun different collectives in the same place, and ranks that refuse their call there.
+
+A rank that refuses a call by itself takes part in that place with a refusal. If all ranks refuse, the refusal is a
+collective like any other: it ends when all have begun it. Each rank may have another reason.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from omnireduce.descriptor import Descriptor, told_apart
+from omnireduce.errors import ProtocolError
+from omnireduce.wire.control import Cause
+
+
+class Begun(NamedTuple):
+    """What `rank` has begun, as collective `number`. Errors call the rank by its `name`."""
+
+    rank: int
+    name: str
+    number: int
+    descriptor: Descriptor
+
+
+class MismatchError(ProtocolError):
+    """Two ranks have begun different collectives in the same place: the `cause` of the job's end."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.reason)
+        self.cause = cause
+
+
+def check_refusals(one: Begun, other: Begun) -> None:
+    """Raises MismatchError for two ranks that have begun what is not the same, unless both have refused their call."""
+    first, second = sorted((one, other))
+    if first.number == second.number:
+        if first.descriptor.refused and second.descriptor.refused:
+            return
+        for refusing, calling in ((first, second), (second, first)):
+            if refusing.descriptor.refused:
+                raise MismatchError(_refused(refusing, calling))
+    words = told_apart(first.descriptor, second.descriptor)
+    place = "" if first.number == second.number else " as number {}"
+    said = "; ".join(
+        f"rank {each.rank} called {what}{place.format(each.number)}"
+        for each, what in zip((first, second), words, strict=True)
+    )
+    reason = f"submitted different collectives: collective {one.number}: {said}"
+    raise MismatchError(Cause(f"ranks {first.rank} and {second.rank}", reason, mismatch=True))
+
+
+def _refused(refusing: Begun, calling: Begun) -> Cause:
+    """Why the job ends where one rank refuses its call and another one does not."""
+    reason = (
+        f"refused collective {refusing.number}, which rank {calling.rank} called as {calling.descriptor}: "
+        f"{refusing.descriptor.refused}"
+    )
+    return Cause(refusing.name, reason, mismatch=True)

@@ -1,0 +1,125 @@
+"""What a rank refuses by itself, before anything of it has travelled, and how the other ranks learn of it.
+
+They may wait for this rank already, or would take its next call for this one. So a refusal takes the place of the call.
+If all ranks refuse, each has its own error, and the job goes on. If some do not, the job ends on all of them with what
+was refused, as where calls differ: the ranks that do not refuse have begun to send.
+
+Parts of any size say themselves why they are missing (see `packets`). Then all ranks get a UsageError, and the job goes
+on.
+
+Nobody waits for a refusal here: its rank has an error to look at. A thread sees to it that it is heard.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from omnireduce.descriptor import REFUSED_BYTES, Descriptor
+from omnireduce.dtypes import BYTES
+from omnireduce.errors import OmniReduceError
+from omnireduce.protocol.operands import DenseTensor
+from omnireduce.runtime.member.calls import Call, Place
+from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.ways import Member
+
+E = TypeVar("E", bound=Exception)
+SETTLE_S = 2.0  # how long a rank that leaves waits for the others to hear what it has refused
+
+
+class Refusing(Protocol):
+    """What has others wait for it: a communicator, or a queue for one of its names."""
+
+    def refuse(self, error: Exception) -> None: ...
+
+
+@contextmanager
+def told_to_others(others: Refusing) -> Iterator[None]:
+    """What is raised inside is told to the other ranks, which are about to begin what this rank was asked to begin."""
+    try:
+        yield
+    except Exception as error:
+        others.refuse(error)
+        raise
+
+
+def told(error: E) -> E:
+    """The error, of which the others know."""
+    error.__dict__["is_told"] = True
+    return error
+
+
+def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:
+    """The call that was refused because of `error` has room for why: `make` makes of that what is to be started."""
+    error.__dict__["instead"] = make
+
+
+def reason_of(error: Exception) -> str:
+    """Why a call was refused, in one line that can be sent."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, OmniReduceError) or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    data = text.encode(errors="backslashreplace")
+    return text if len(data) <= REFUSED_BYTES else data[: REFUSED_BYTES - 3].decode(errors="ignore") + "…"
+
+
+def refusal(place: Place, why: str) -> Call[None]:
+    """What takes the place of a call: nothing, and why."""
+    empty = np.zeros(0, BYTES)
+    called = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
+    return Call(called, DenseTensor(empty, empty, place.layout(called), called.element.zero_mask), lambda: None)
+
+
+def tell(member: Member, error: Exception) -> None:
+    """Let the other ranks know that this one refuses the next collective because of `error`. Where they know of it, or
+    the job is over, does nothing."""
+    if "is_told" in error.__dict__:
+        return
+    told(error)
+    ordinary, urgent = member.ordinary, member.urgent
+    if ordinary.place.size == 1:
+        return
+    why, instead = reason_of(error), error.__dict__.pop("instead", None)
+    with suppress(OmniReduceError):
+        if instead is not None:
+            _start(ordinary.engine, instead(why), why)
+            return
+    _start(ordinary.engine, refusal(ordinary.place, why), why)
+    if urgent.engine is not ordinary.engine:  # perhaps the others call it there
+        _start(urgent.engine, refusal(urgent.place, why), why)
+
+
+def _start(engine: Engine, call: Call[Any], why: str) -> None:
+    """Start what takes the place of a call. In a signal handler that interrupts a collective, after that one."""
+    if engine.inside:
+        engine.afterwards(lambda: _start(engine, call, why))
+        return
+    with suppress(OmniReduceError, RuntimeError):  # the job is over; or no thread begins, and who comes next does it
+        [handle] = engine.submit(call)
+        before, engine.refused = engine.refused, (handle, why)
+        if before is None or before[0].done():
+            threading.Thread(target=_await, args=(engine,), name="omnireduce-refusal", daemon=True).start()
+
+
+def _await(engine: Engine) -> None:
+    with suppress(OmniReduceError):
+        while engine.refused is not None and not engine.refused[0].done():
+            engine.refused[0].wait()
+
+
+def settle(engine: Engine) -> None:
+    """Before a rank leaves, let the others come to what it has refused."""
+    if engine.refused is None or engine.inside:
+        return
+    handle, why = engine.refused
+    try:
+        handle.wait(SETTLE_S)
+    except TimeoutError:
+        engine.abort(f"left after it had refused a call: {why}")
+    except OmniReduceError:  # the job is over
+        pass

@@ -1,0 +1,51 @@
+"""The ways that the tensors of a rank may go, as its calls see them: one for each channel."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.runtime.member.calls import Place
+from omnireduce.runtime.member.engine import Engine
+from omnireduce.runtime.member.numbers import whole
+
+
+class Way(NamedTuple):
+    """One channel of a rank: what its calls need to know, and the engine that drives them."""
+
+    place: Place
+    engine: Engine
+
+
+class Member(NamedTuple):
+    """A rank in one generation of a job. Tensors of up to `urgent_bytes` go the `urgent` way, which is the ordinary one
+    where there is no other.
+
+    All is replaced together, so that no call is made for one generation and started in another.
+    """
+
+    ordinary: Way
+    urgent: Way
+    urgent_bytes: int
+
+    @property
+    def owner(self) -> threading.Thread:
+        """The thread whose collectives need no name."""
+        return self.ordinary.place.owner
+
+    def owned_by(self, thread: threading.Thread) -> Member:
+        """The same, if this thread is the owner."""
+        ways = [each._replace(place=each.place._replace(owner=thread)) for each in (self.ordinary, self.urgent)]
+        return self._replace(ordinary=ways[0], urgent=ways[1])
+
+    def way(self, x: object, priority: object, block_size: object) -> Way:
+        """The way of `x`: what the caller says, else a small array is urgent. What has larger blocks than usual goes
+        the ordinary way: slots of the other one may be too small. Raises UsageError for a priority that is no
+        number."""
+        if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
+            return self.ordinary
+        if priority is not None:
+            return self.urgent if whole(priority, "priority") > 0 else self.ordinary
+        return self.urgent if isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes else self.ordinary
