@@ -8,6 +8,9 @@
 
 context     starts, takes jobs in order, stops
 job         one all-reduce: its state, how to wait for it
+packets     jobs in packets, through a pre- and postprocessor
+prepostprocessor    what loads tensors into packets and unloads sums: for a class of your own
+dummy       the backend that exchanges nothing
 settings    `switchml.cfg`, and which of its keys mean something here
 stats       how many jobs, of which sizes
 
@@ -16,7 +19,20 @@ docs/switchml.md says how the names of SwitchML's C++ client map to these.
 
 from omnireduce.switchml.context import Context, ContextState
 from omnireduce.switchml.job import Job, JobState
+from omnireduce.switchml.prepostprocessor import CpuExponentQuantizer, JobSlice, PrePostProcessor
 from omnireduce.switchml.settings import Settings, load_settings
 from omnireduce.switchml.stats import Distribution, Stats
 
-__all__ = ["Context", "ContextState", "Distribution", "Job", "JobState", "Settings", "Stats", "load_settings"]
+__all__ = [
+    "Context",
+    "ContextState",
+    "CpuExponentQuantizer",
+    "Distribution",
+    "Job",
+    "JobSlice",
+    "JobState",
+    "PrePostProcessor",
+    "Settings",
+    "Stats",
+    "load_settings",
+]

@@ -22,11 +22,14 @@ from typing import Any, ClassVar, Self
 
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
-from omnireduce.errors import ClosedError, OmniReduceError, UsageError
+from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.launcher import detect_launch
 from omnireduce.runtime.member.world import connect
-from omnireduce.switchml.job import Job, JobState
+from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
+from omnireduce.switchml.job import Job, JobState, Starter
+from omnireduce.switchml.packets import Exchange, Instant, OverTheService, Packets
 from omnireduce.switchml.settings import Settings, load_settings
 from omnireduce.switchml.stats import Distribution, Stats
 
@@ -57,11 +60,12 @@ class Context:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._state = ContextState.CREATED
-        self._comm: Communicator | None = None
+        self._comm: Communicator | DummyCommunicator | None = None
+        self._starter: Starter | None = None
         self._queue = deque[Job]()
         self._running: list[Job] = []
         self._begun = Counter[int]()  # how many jobs, in each generation of the communicator
-        self._starter: threading.Thread | None = None  # of the jobs in the queue
+        self._thread: threading.Thread | None = None  # which starts the jobs in the queue
         self.reset_stats()
 
     @classmethod
@@ -78,12 +82,13 @@ class Context:
         return self._state
 
     @property
-    def communicator(self) -> Communicator:
+    def communicator(self) -> Communicator | DummyCommunicator:
         """What the context stands on: rank, size, configuration, and all collectives that SwitchML has not.
 
         They take part in the order of jobs, so call them when no job is in the queue, after `wait_for_all_jobs` for
         example. Else jobs may come before them on one rank and after them on another, which ends the job of the ranks
-        with AbortedError. The thread that has called `start` need not name them. Raises UsageError before the first
+        with AbortedError. The thread that has called `start` need not name them. With the dummy backend there are only
+        `rank`, `size`, `config`, `barrier` and `allreduce`, which reach nobody. Raises UsageError before the first
         start.
         """
         if self._comm is None:
@@ -106,19 +111,19 @@ class Context:
             if self._state not in (ContextState.CREATED, ContextState.STOPPED):
                 raise UsageError(f"the context is {self._state.value}; stop it before it is started again")
             self._state = ContextState.STARTING
-        comm = None
+        comm, starter = None, None
         try:
             settings = load_settings(config) if config is None or isinstance(config, str | Path) else config
             if isinstance(settings, Config):
                 settings = Settings(settings)
             who = (settings.rank, settings.size) if rank is None and size is None else (rank, size)
-            comm = connect(settings.config, rank=who[0], size=who[1])
+            comm, starter = _opened(settings, *who)
             if comm.rank == 0 and settings.unused:
                 text = "%s: these keys mean nothing here: %s"
                 _log.info(text, settings.source, ", ".join(settings.unused), extra=tagged("switchml_cfg"))
         finally:
             with self._changed:
-                self._comm = comm or self._comm
+                self._comm, self._starter = comm or self._comm, starter
                 self._begun.clear()
                 self._state = ContextState.STOPPED if comm is None else ContextState.RUNNING
                 self._changed.notify_all()
@@ -141,6 +146,8 @@ class Context:
                 self._count(job)
             self._changed.notify_all()
         try:
+            if isinstance(self._starter, Packets):
+                self._starter.stop()
             self.communicator.shutdown()
         finally:
             with self._changed:
@@ -238,10 +245,11 @@ class Context:
 
     def _begin(self, job: Job) -> None:
         """Let the ranks exchange a job. Where that raises, the job has failed."""
-        comm = self.communicator
-        self._begun[comm.generation] += 1  # a rank that comes new to an elastic job counts as the others do
+        generation, starter = self.communicator.generation, self._starter
+        assert starter is not None
+        self._begun[generation] += 1  # a rank that comes new to an elastic job counts as the others do
         try:
-            job.start(comm, f"switchml job {self._begun[comm.generation]}")
+            job.start(starter, f"switchml job {self._begun[generation]}")
         except OmniReduceError as error:
             job.fail(error)
             self._count(job)
@@ -263,9 +271,9 @@ class Context:
     # the queue
 
     def _let_a_thread_start_jobs(self) -> None:
-        if self._starter is None:
-            self._starter = threading.Thread(target=self._start_jobs, name="omnireduce-switchml", daemon=True)
-            self._starter.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._start_jobs, name="omnireduce-switchml", daemon=True)
+            self._thread.start()
 
     def _start_jobs(self) -> None:
         """Start the jobs of the queue in their order, until the context stops."""
@@ -273,7 +281,7 @@ class Context:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._state is not ContextState.RUNNING)
                 if self._state is not ContextState.RUNNING:
-                    self._starter = None
+                    self._thread = None
                     return
                 job = self._queue[0]
                 before = self._in_the_way_of(job)
@@ -284,3 +292,31 @@ class Context:
             if before is not None:
                 with suppress(OmniReduceError):
                     before.wait()
+
+
+def _opened(settings: Settings, rank: int | None, size: int | None) -> tuple[Communicator | DummyCommunicator, Starter]:
+    """What a context stands on, and what starts its jobs. Raises ConfigError, and what `connect` raises."""
+    config, way = settings.config, settings.in_packets
+    comm: Communicator | DummyCommunicator
+    if way is None or way.dummy is None:
+        comm, threads = connect(config, rank=rank, size=size), 1  # ranks are in step: more threads gain nothing
+        exchange: Exchange = OverTheService(comm)
+        starter: Starter = comm
+    else:
+        launch = detect_launch(rank=rank, size=size)
+        comm, threads = DummyCommunicator(config, launch.rank, launch.size), config.transport.threads or DUMMY_THREADS
+        exchange = DummyExchange(comm.size, way.dummy, threads)
+        if comm.rank == 0:
+            text = "backend = dummy: nothing is exchanged, and a sum is what this rank has, times the number of ranks"
+            _log.warning("%s: %s", settings.source, text, extra=tagged("switchml_dummy"))
+    if settings.completes_instantly:
+        return comm, Instant()
+    if way is None:
+        return comm, starter
+    batch = max(1, way.max_outstanding_packets // threads)
+    try:
+        processors = [way.processor(comm.size, way.packet_numel, batch) for _ in range(threads)]
+    except BaseException as error:  # it is a user's own, and may raise anything, also SystemExit
+        comm.__exit__(type(error), error, error.__traceback__)
+        raise UsageError(f"the prepostprocessor {way.processor.__name__} cannot be made: {in_a_line(error)}") from error
+    return comm, Packets(exchange, processors)

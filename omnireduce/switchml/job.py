@@ -8,15 +8,27 @@ import itertools
 import threading
 import time
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member.arguments import flat_view
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+
+
+class Pending(Protocol):
+    """What was started: see `Handle`."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> object: ...
+
+
+class Starter(Protocol):
+    """What starts jobs, as a communicator does."""
+
+    def allreduce_async(self, x: Array, *, out: Array | None = ..., name: str = ...) -> Pending: ...
+
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
 _numbers = itertools.count()
@@ -60,7 +72,7 @@ class Job:
             raise UsageError("out overlaps x; to work in place, leave it out")
         self._changed = threading.Condition()
         self._submitted = False
-        self._handle: Handle[Any] | None = None
+        self._handle: Pending | None = None
         self._error: OmniReduceError | None = None
 
     def __repr__(self) -> str:
@@ -128,10 +140,10 @@ class Job:
             raise UsageError(f"job {self.id} was submitted before; make another one")
         self._submitted = True
 
-    def start(self, comm: Communicator, name: str) -> None:
+    def start(self, starter: Starter, name: str) -> None:
         """Let the ranks exchange it as the collective `name`. Raises what `Communicator.allreduce_async` raises."""
         x, out = (self.out, None) if self.in_place else (self.x, self.out)
-        handle = comm.allreduce_async(x, out=out, name=name)
+        handle = starter.allreduce_async(x, out=out, name=name)
         with self._changed:
             self._handle = handle
             self._changed.notify_all()

@@ -7,33 +7,58 @@ line when a context starts. docs/switchml.md has the table.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omnireduce.config import Config, load_config
 from omnireduce.config.keys import unknown
-from omnireduce.errors import ConfigError, show
+from omnireduce.errors import ConfigError, UsageError, show
 from omnireduce.files.paths import read_text
+from omnireduce.loading import load_named
 from omnireduce.runtime.member.launcher import detect_launch
+from omnireduce.switchml.prepostprocessor import READY, PrePostProcessor
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks
 MOST_THREADS = 64
 ENDING = ".cfg"
+BACKEND, PROCESSOR = "general.backend", "general.prepostprocessor"
+DEFAULT = "cpu_exponent_quantizer"
+
+
+class Dummy(NamedTuple):
+    """The dummy backend: how fast it seems to be, 0 without a limit, and whether it makes sums."""
+
+    bandwidth_mbps: float = 1000.0
+    process_packets: bool = True
+
+
+class InPackets(NamedTuple):
+    """How jobs travel in packets: by this processor, with so many entries in a packet, and so many packets under way.
+    `dummy`: None where they go over the service."""
+
+    processor: type[PrePostProcessor]
+    packet_numel: int = 1024
+    max_outstanding_packets: int = 256
+    dummy: Dummy | None = None
 
 
 class Settings(NamedTuple):
     """`rank` and `size`: who this process is, where the file says it and no launcher does. `unused`: the keys of the
-    file `source` that mean nothing here."""
+    file `source` that mean nothing here. `in_packets`: None where the service takes tensors as they are.
+    `completes_instantly`: jobs are over when they are submitted."""
 
     config: Config
     rank: int | None = None
     size: int | None = None
     source: str = ""
     unused: tuple[str, ...] = ()
+    in_packets: InPackets | None = None
+    completes_instantly: bool = False
 
 
 class _Allowed(NamedTuple):
@@ -57,10 +82,23 @@ def _one_of(*words: str) -> _Allowed:
     return _Allowed(f"one of {', '.join(words)}", {word: word for word in words}.__getitem__)
 
 
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:  # NaN is not
+        raise ValueError
+    return value
+
+
+def _processor(text: str) -> str:
+    if text not in READY and ":" not in text:
+        raise ValueError
+    return text
+
+
 _NUMBER = _between(0, 2**31 - 1)
 _POSITIVE = _between(1, 2**31 - 1)
 _TEXT = _Allowed("a text", str)
-_RATE = _Allowed("a number", float)
+_RATE = _Allowed("a number from 0 on", _rate)
 _SWITCH = _Allowed("true or false", {"true": True, "1": True, "false": False, "0": False}.__getitem__)
 
 KEYS: dict[str, _Allowed] = {
@@ -71,7 +109,7 @@ KEYS: dict[str, _Allowed] = {
     "general.packet_numel": _POSITIVE,
     "general.backend": _one_of("dummy", "dpdk", "rdma"),
     "general.scheduler": _one_of("fifo"),
-    "general.prepostprocessor": _one_of("cpu_exponent_quantizer", "bypass"),
+    "general.prepostprocessor": _Allowed(f"one of {', '.join(READY)}, or module:Class", _processor),
     "general.instant_job_completion": _SWITCH,
     "general.controller_ip": _TEXT,
     "general.controller_port": _between(1, 65535),
@@ -84,6 +122,7 @@ KEYS: dict[str, _Allowed] = {
     "backend.rdma.device_name": _TEXT,
     "backend.rdma.device_port_id": _POSITIVE,
     "backend.rdma.gid_index": _NUMBER,
+    "backend.rdma.use_gdr": _SWITCH,
     **{
         f"backend.dpdk.{name}": _TEXT
         for name in (
@@ -102,7 +141,28 @@ DIRECT = {  # what each of them sets
 
 class _Given(NamedTuple):
     line: int
-    value: object
+    value: Any
+
+
+class _File:
+    """The keys of a file that say something, each with its section in front; none without a `source`."""
+
+    def __init__(self, source: str) -> None:
+        self.source, self.keys = source, _read(source) if source else {}
+        self.used = set[str]()
+
+    def get(self, name: str, default: Any) -> Any:
+        """What a key says, which then counts as used."""
+        self.used.add(name)
+        return self.peek(name, default)
+
+    def peek(self, name: str, default: Any) -> Any:
+        """The same, and it counts as before."""
+        return self.keys[name].value if name in self.keys else default
+
+    def where(self, name: str) -> str:
+        """The place of a key, for messages."""
+        return f"{self.source}:{self.keys[name].line}: {name}"
 
 
 def load_settings(
@@ -121,41 +181,81 @@ def load_settings(
     is_ours = path is not None and str(path).endswith(ENDING)
     if places is None:
         places = ("/etc/switchml.cfg", "switchml.cfg", f"switchml-{socket.gethostname()}.cfg")
-    source = str(path) if is_ours else next((str(place) for place in places if Path(place).exists()), "")
-    given = _read(source) if source else {}
-    told, defaults = _told(given, environ), _defaults(source, given)
+    file = _File(str(path) if is_ours else next((str(place) for place in places if Path(place).exists()), ""))
+    rank, size = _told(file, environ)
+    defaults = _defaults(file)
     config = load_config(None if is_ours else path, overrides=overrides, environ=environ, defaults=defaults)
-    used = {"general.packet_numel", *told, *(name for name in DIRECT if DIRECT[name] in defaults)}
-    unused = [name.removeprefix("general.") for name in given if name not in used]
-    if "general.packet_numel" in given and _number(given, "general.packet_numel") > LARGEST_BLOCK:
+    in_packets, is_instant = _in_packets(file, config), file.get("general.instant_job_completion", False)
+    unused = [name.removeprefix("general.") for name in file.keys if name not in file.used]
+    if in_packets is None and file.get("general.packet_numel", 0) > LARGEST_BLOCK:
         unused.append(f"packet_numel above {LARGEST_BLOCK}")
-    return Settings(config, told.get("general.rank"), told.get("general.num_workers"), source, tuple(unused))
+    return Settings(
+        config, rank, size, file.source, tuple(unused), in_packets=in_packets, completes_instantly=is_instant
+    )
 
 
-def _told(given: Mapping[str, _Given], environ: Mapping[str, str]) -> dict[str, int]:
+def _told(file: _File, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Rank and number of workers, if the file says one of them. One file may be there for all ranks: a launcher knows
-    better."""
-    defaults = {"general.rank": 0, "general.num_workers": 1}
-    if not defaults.keys() & given.keys() or detect_launch(environ).launcher != "none":
-        return {}
-    return {name: _number(given, name) if name in given else default for name, default in defaults.items()}
+    better. Raises ConfigError for a rank that cannot be."""
+    if not {"general.rank", "general.num_workers"} & file.keys.keys() or detect_launch(environ).launcher != "none":
+        return None, None
+    rank, size = file.get("general.rank", 0), file.get("general.num_workers", 1)
+    if rank >= size:
+        raise ConfigError(f"{file.where('general.rank')}: got {rank}, expected less than num_workers, which is {size}")
+    return rank, size
 
 
-def _defaults(source: str, given: Mapping[str, _Given]) -> dict[str, tuple[str, object]]:
+def _defaults(file: _File) -> dict[str, tuple[str, object]]:
     """What the keys set, by the key here, each with its place."""
-    is_rdma = "general.backend" in given and given["general.backend"].value == "rdma"
-    found = {key: name for name, key in DIRECT.items() if name in given and (is_rdma or not name.startswith("backend"))}
-    values = {key: (name, given[name].value) for key, name in found.items()}
-    if "general.packet_numel" in given:
-        block = min(_number(given, "general.packet_numel"), LARGEST_BLOCK)
-        values["protocol.block_size"] = ("general.packet_numel", block)
-    return {key: (f"{source}:{given[name].line}: {name}", value) for key, (name, value) in values.items()}
+    is_rdma = file.peek(BACKEND, "") == "rdma"
+    direct = {name: key for name, key in DIRECT.items() if is_rdma or not name.startswith("backend")}
+    found = {key: (file.where(name), file.get(name, None)) for name, key in direct.items() if name in file.keys}
+    if "general.packet_numel" in file.keys and not _needs_packets(file):
+        block = min(file.get("general.packet_numel", 0), LARGEST_BLOCK)
+        found["protocol.block_size"] = (file.where("general.packet_numel"), block)
+    return found
 
 
-def _number(given: Mapping[str, _Given], name: str) -> int:
-    value = given[name].value
-    assert isinstance(value, int)
-    return value
+def _needs_packets(file: _File) -> bool:
+    """Whether jobs travel in packets: over the dummy backend, or with a processor of the user's own."""
+    return file.peek(BACKEND, "") == "dummy" or file.peek(PROCESSOR, DEFAULT) not in READY
+
+
+def _in_packets(file: _File, config: Config) -> InPackets | None:
+    """How jobs travel in packets, if they do. Raises ConfigError."""
+    if not _needs_packets(file):
+        return None
+    name, dummy = file.get(PROCESSOR, DEFAULT), None
+    if file.peek(BACKEND, "") == "dummy":
+        usual = Dummy()
+        dummy = Dummy(
+            file.get("backend.dummy.bandwidth", usual.bandwidth_mbps),
+            file.get("backend.dummy.process_packets", usual.process_packets),
+        )
+        file.used |= {BACKEND, "general.scheduler"}
+    usual_numel, usual_most = (InPackets._field_defaults[each] for each in ("packet_numel", "max_outstanding_packets"))
+    most = file.get("general.max_outstanding_packets", usual_most)
+    if most < (config.transport.threads or 1):
+        raise ConfigError(
+            f"{file.where('general.max_outstanding_packets')}: got {most}, expected at least one for each of "
+            f"{config.transport.threads} threads"
+        )
+    processor = READY[name] if name in READY else _own_processor(name, file.where(PROCESSOR))
+    return InPackets(processor, file.get("general.packet_numel", usual_numel), most, dummy)
+
+
+def _own_processor(name: str, where: str) -> type[PrePostProcessor]:
+    try:
+        found = load_named(name, name, "module:Class")
+    except UsageError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, PrePostProcessor)):
+        raise ConfigError(
+            f"{where}: {name} is {found!r}, expected a class that derives from omnireduce.switchml.PrePostProcessor"
+        )
+    if missing := ", ".join(sorted(found.__abstractmethods__)):
+        raise ConfigError(f"{where}: {name} is abstract, expected a class that has {missing}")
+    return found
 
 
 def _read(path: str) -> dict[str, _Given]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from omnireduce.errors import ConfigError
-from omnireduce.switchml import Context, load_settings
-from omnireduce.switchml.settings import KEYS
+from omnireduce.switchml import Context, CpuExponentQuantizer, load_settings
+from omnireduce.switchml.settings import KEYS, Dummy
 
 TUTORIAL = """\
 # as SwitchML's build writes it, with what its tutorial changes
@@ -54,9 +54,15 @@ def written(path: Path, text: str) -> str:
 def test_what_the_keys_set(tmp_path: Path) -> None:
     found = load_settings(written(tmp_path / "a.cfg", TUTORIAL), environ={})
     assert (found.rank, found.size) == (0, 1)
-    assert (found.config.transport.threads, found.config.protocol.block_size) == (4, 1024)
-    assert {"backend", "timeout", "backend.dummy.bandwidth", "packet_numel above 1024"} <= set(found.unused)
-    assert not {"rank", "num_workers", "num_worker_threads", "packet_numel"} & set(found.unused)
+    assert found.config.transport.threads == 4
+    assert found.in_packets == (CpuExponentQuantizer, 131072, 256, Dummy(100_000.0, True))
+    assert set(found.unused) == {
+        *("controller_ip", "controller_port", "timeout", "timeout_threshold", "timeout_threshold_increment")
+    }
+    over = load_settings(written(tmp_path / "b.cfg", TUTORIAL.replace("= dummy", "= dpdk")), environ={})
+    assert (over.config.protocol.block_size, over.in_packets) == (1024, None)
+    assert {"backend", "prepostprocessor", "backend.dummy.bandwidth", "packet_numel above 1024"} <= set(over.unused)
+    assert not {"rank", "num_workers", "num_worker_threads", "packet_numel"} & set(over.unused)
 
 
 def test_the_device_counts_with_its_backend(tmp_path: Path) -> None:
@@ -106,7 +112,10 @@ def test_the_first_file_counts_and_none_is_fine(tmp_path: Path, monkeypatch: pyt
         ("[general]\n\nrank = -1", '3: general.rank: got "-1", expected an int from 0 to 2147483647'),
         ("[general]\nnum_worker_threads = 65", '2: general.num_worker_threads: got "65", expected an int from 1 to 64'),
         ("[general]\nbackend = gloo", '2: general.backend: got "gloo", expected one of dummy, dpdk, rdma'),
-        ("[general]\nprepostprocessor = mine:Own", "2: general.prepostprocessor: got .* expected one of cpu_exponent_"),
+        (
+            "[general]\nprepostprocessor = mine",
+            "2: general.prepostprocessor: got .* expected one of cpu_exponent_quant",
+        ),
         ("[general]\ninstant_job_completion = maybe", '2: .*: got "maybe", expected true or false'),
         ("[general]\nrank", '2: got "rank", expected a section in brackets, or key = value'),
         ("[general]\nrank = 0\nrank = 1", "3: general.rank: given a second time, first in line 2"),
@@ -134,7 +143,7 @@ def test_a_context_says_once_which_keys_mean_nothing(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.INFO, "omnireduce"), Context().start(path) as context:
         context.allreduce(np.ones(3, np.float32))
     [line] = [record.getMessage() for record in caplog.records if "mean nothing" in record.getMessage()]
-    assert line.startswith(f"{path}: these keys mean nothing here: max_outstanding_packets, backend, scheduler, ")
+    assert line.startswith(f"{path}: these keys mean nothing here: controller_ip, controller_port, timeout")
 
 
 def test_every_key_has_words_for_what_it_allows() -> None:

@@ -16,8 +16,9 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.switchml import Context, Distribution, Settings
+from omnireduce.switchml.dummy import DummyCommunicator
 from omnireduce.worker.switchml.signals import Say, started
-from omnireduce.worker.switchml.summands import DTYPES, Summands, Wrong
+from omnireduce.worker.switchml.summands import Wrong, summands_of
 
 BITS = 32  # of an element
 
@@ -82,9 +83,9 @@ class Tensors:
     """The memory that the jobs of one rank use, and the check of what is in it. Raises UsageError for a series of jobs
     in place whose sums the type does not hold."""
 
-    def __init__(self, asked: Asked, rank: int, size: int) -> None:
-        self._asked, self._rank = asked, rank
-        self._summands = Summands(DTYPES[asked.tensor_type], size, asked.seed if asked.random else None)
+    def __init__(self, asked: Asked, comm: Communicator | DummyCommunicator) -> None:
+        self._asked, self._rank, size = asked, comm.rank, comm.size
+        self._summands = summands_of(comm, asked.tensor_type, asked.seed if asked.random else None)
         most = self._summands.most_rounds()
         if asked.inplace and most is not None and asked.rounds > most:
             raise UsageError(
@@ -94,7 +95,7 @@ class Tensors:
         self.inputs = [self._allocate() for _ in range(asked.num_tensors)]
         self.outs: list[Array | None] = [None if asked.inplace else self._allocate() for _ in self.inputs]
         for number, tensor in enumerate(self.inputs):
-            self._summands.fill(rank, tensor, number)
+            self._summands.fill(self._rank, tensor, number)
 
     def _allocate(self) -> Array:
         return np.empty(self._asked.tensor_numel, self._summands.dtype)
@@ -142,7 +143,7 @@ def run_groups(context: Context, asked: Asked, say: Say) -> tuple[list[Group], i
     """Warm up, then time every group, and check its tensors if that was asked for. Returns also how many elements were
     wrong, on all ranks together."""
     comm = context.communicator
-    tensors = Tensors(asked, comm.rank, comm.size)
+    tensors = Tensors(asked, comm)
     say(f"Submitting {asked.num_warmup_jobs} warmup jobs.")
     if asked.num_warmup_jobs:
         _time_group(context, tensors, range(asked.num_warmup_jobs))
@@ -170,7 +171,7 @@ def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
     return Group(jobs[0], jobs[-1], ns, tensors.inputs[0].size * BITS * len(jobs) / ns)
 
 
-def verdict(comm: Communicator, wrong: Wrong, say: Say) -> int:
+def verdict(comm: Communicator | DummyCommunicator, wrong: Wrong, say: Say) -> int:
     """How many elements all ranks together have found wrong. Rank 0 says whether there are any, and each rank which."""
     say("Verifying final results")
     everywhere = int(comm.allreduce(np.array([wrong.count]), name="wrong")[0])

@@ -192,8 +192,10 @@ def _record(name: str, output: str, steps: int, warmup: int) -> None:
 
 def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
     """What `switchml.cfg` and omnireduce's own configuration say, and who this rank is."""
+    from omnireduce.loading import look_in_this_folder
     from omnireduce.switchml import load_settings
 
+    look_in_this_folder()  # a prepostprocessor of the user's own may be here
     settings = load_settings(config_file, overrides=overrides)
     start_logs(settings.config.log)
     return settings if rank is None and size is None else settings._replace(rank=rank, size=size)

@@ -20,7 +20,7 @@ from omnireduce.switchml import Context, Distribution, Job, Settings
 from omnireduce.worker.switchml.benchmark import named, verdict
 from omnireduce.worker.switchml.layers import Layer
 from omnireduce.worker.switchml.signals import Say, started
-from omnireduce.worker.switchml.summands import DTYPES, Summands, Wrong
+from omnireduce.worker.switchml.summands import Wrong, summands_of
 
 SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
 
@@ -73,7 +73,7 @@ class Training:
     def __init__(self, context: Context, layers: Sequence[Layer], asked: Replay) -> None:
         comm = context.communicator
         self._context, self._layers, self._asked, self._device = context, layers, asked, Device()
-        self._summands = Summands(DTYPES["float"], comm.size, asked.seed if asked.random else None)
+        self._summands = summands_of(comm, "float", asked.seed if asked.random else None)
         self._gradients = [np.empty(layer.numel, np.float32) for layer in layers]
         self._sums = self._no_sums()
         self._jobs: list[Job | None] = [None for _ in layers]

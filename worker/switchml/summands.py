@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnireduce.dtypes import Array
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.switchml.dummy import DummyCommunicator
 
 LENGTH = 1 << 20
 SHIFT = 7919  # of the window from one to the next, in elements: a prime, so that all places come
@@ -40,14 +42,15 @@ class Wrong:
 
 
 class Summands:
-    """The tensors of `dtype` of `size` ranks, random ones with a `seed`. `number` tells several of a rank apart."""
+    """The tensors of `dtype` of `size` ranks, random ones with a `seed`. `number` tells several of a rank apart.
+    `alike`: all have those of this rank."""
 
-    def __init__(self, dtype: np.dtype[Any], size: int, seed: int | None = None) -> None:
+    def __init__(self, dtype: np.dtype[Any], size: int, seed: int | None = None, *, alike: int | None = None) -> None:
         self.dtype, self._size, self._seed = dtype, size, seed
         self._own = (-1, np.empty(0))  # rank, and its table
         self._sums = np.zeros(2 * LENGTH)
         for rank in range(size):
-            self._sums += self._table(rank)
+            self._sums += self._table(rank if alike is None else alike)
 
     def _table(self, rank: int) -> NDArray[np.float64]:
         """Two rounds of it, so that every window is in one piece."""
@@ -97,3 +100,9 @@ def _parts(tensor: Array, number: int) -> Iterator[tuple[Array, slice]]:
     for turn, start in enumerate(range(0, flat.size, LENGTH), number * 31):
         part, place = flat[start : start + LENGTH], turn * SHIFT % LENGTH
         yield part, slice(place, place + part.size)
+
+
+def summands_of(comm: Communicator | DummyCommunicator, dtype: str, seed: int | None) -> Summands:
+    """Those of the ranks of a context. The dummy backend makes sums as if all had what this one has."""
+    alike = comm.rank if isinstance(comm, DummyCommunicator) else None
+    return Summands(DTYPES[dtype], comm.size, seed, alike=alike)

@@ -1,0 +1,72 @@
+"""SwitchML's dummy backend: it exchanges nothing, and sleeps for as long as a network would take.
+
+To try a program, or a pre- and postprocessor, in one process. Packets come back in a random order. Their entries are
+what they were, times the number of ranks, as if all ranks had sent the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnireduce.config import Config
+from omnireduce.dtypes import Array
+from omnireduce.errors import ClosedError
+from omnireduce.runtime.member.communicator import Statistics
+from omnireduce.switchml.packets import Batch
+from omnireduce.switchml.settings import Dummy
+
+BITS = 32  # of an entry
+DUMMY_THREADS = 4  # where nothing says how many
+
+
+class DummyExchange:
+    """Where packets go that go nowhere, of so many `threads`, which share the bandwidth."""
+
+    def __init__(self, num_workers: int, settings: Dummy, threads: int) -> None:
+        self._factor = num_workers if settings.process_packets else 1
+        self._bits_per_s = settings.bandwidth_mbps * 1e6 / threads
+        self._stopped = threading.Event()
+        self._random = np.random.default_rng()
+
+    def receive(self, name: str, batch: Batch, *, with_extra: bool) -> Sequence[int]:
+        packets = self._random.permutation(batch.pending)[: self._random.integers(1, len(batch.pending), endpoint=True)]
+        found: list[int] = packets.tolist()
+        rows = batch.rows(found)
+        batch.entries[rows] *= self._factor
+        seconds = batch.entries[rows].size * BITS / self._bits_per_s if self._bits_per_s else 0.0
+        if self._stopped.wait(seconds):
+            raise ClosedError(f"the context was stopped during {name}")
+        return found
+
+    def stop(self, error: BaseException | None = None) -> None:
+        self._stopped.set()
+
+
+class DummyCommunicator:
+    """What a context of the dummy backend has in the place of a communicator: a rank that nobody else is with."""
+
+    transport, shards, generation = "dummy", 0, 0
+
+    def __init__(self, config: Config, rank: int, size: int) -> None:
+        self.config, self.rank, self.size = config, rank, size
+
+    def allreduce(self, x: Array, *, name: str = "") -> Array:
+        """As if all ranks had the same `x`: it becomes so many times itself."""
+        x *= self.size
+        return x
+
+    def barrier(self, *, name: str = "") -> None:
+        """Nobody is waited for."""
+
+    def statistics(self) -> Statistics:
+        """Nothing was moved."""
+        return Statistics(0, 0, 0, ())
+
+    def shutdown(self) -> None:
+        """Nobody is left."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nobody hears of an error."""
