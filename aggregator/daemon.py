@@ -10,6 +10,7 @@ them, too. So errors in the files show here first. A child that is started again
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -21,8 +22,11 @@ from functools import partial
 from multiprocessing.connection import wait
 
 from omnireduce.addresses import parse_listen
+from omnireduce.administration import Order
 from omnireduce.aggregator.access import count_changes, make_access
+from omnireduce.aggregator.draining import Draining
 from omnireduce.aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
+from omnireduce.aggregator.line import Asked, Here, Line
 from omnireduce.aggregator.notify import notify, watchdog_s
 from omnireduce.aggregator.pages import make_pages, why_open
 from omnireduce.aggregator.reload import reloaded
@@ -36,7 +40,8 @@ from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret
 
 log = logging.getLogger("omnireduce.aggregator")
-STOP_MARGIN_S = 5.0  # how long after drain_s a shard that does not stop is killed
+STOP_MARGIN_S = 5.0  # how long after finish_s a shard that does not stop is killed
+BY_SIGNAL = Order("drain", "a signal", stops=True)
 
 
 class Daemon:
@@ -45,7 +50,7 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
-        self._family = Family()
+        self._family, self._draining = Family(), Draining()
         own_codecs(config)  # they are loaded before shards are forked
         self._signals, self._signals_in = socket.socketpair()
         self._pulses = [Pulse() for _ in range(config.aggregator.shards)]
@@ -82,12 +87,12 @@ class Daemon:
         notify("READY=1", f"STATUS=serving at {' '.join(addresses)}")
         healthy = self._supervise()
         notify("STOPPING=1", "STATUS=letting collectives finish")
-        clean = self._stop("shard", self._config.aggregator.drain_s + STOP_MARGIN_S)
+        clean = self._stop("shard", self._config.aggregator.finish_s + STOP_MARGIN_S)
         log.info("stopped", extra=tagged("stopped"))
         return 0 if clean and healthy else 1
 
-    def _run_shard(self, listeners: Listeners, pulse: Pulse, stop_pipe: int) -> None:
-        run_shard(listeners, self._config, self._access, self._own, pulse, stop_pipe)
+    def _run_shard(self, listeners: Listeners, pulse: Pulse, line: Line) -> None:
+        run_shard(listeners, self._config, self._access, self._own, pulse, line)
 
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
@@ -140,28 +145,73 @@ class Daemon:
             log.warning("%s", open_to, extra=tagged("metrics_open", address=address))
         secret = None if self._access.teams is None else self._own
 
-        def run(stop_pipe: int) -> None:
+        def run(line: Line) -> None:
             run_monitor(
                 listener, self._config, secret, self._pages,
-                names=names, addresses=addresses, pulses=self._pulses, stop_pipe=stop_pipe,
+                names=names, addresses=addresses, pulses=self._pulses, line=line,
             )  # fmt: skip
 
         self._family.start("monitor", address, run, Deaths())
 
     def _supervise(self) -> bool:
-        """Wait for a signal, restarting children that die or hang; return False when shards die too often."""
+        """Serve until a signal ends that, or until the daemon has drained. Restart children that die or hang. Return
+        False when shards die too often."""
         while True:
-            children = list(self._family.members)
             patience = min(look_s(self._config.aggregator.watchdog_s), look_s(self._systemd_s or 0))
-            ready = wait([self._signals, *(child.process.sentinel for child in children)], patience)
-            if self._signals in ready and self._told_to_stop():
+            patience = min(patience, max(0.0, self._draining.until - time.monotonic()))
+            sentinels = {child.process.sentinel: child for child in self._family.members}
+            lines = {shard.line.fileno(): shard for shard in self._shards}
+            ready = wait([self._signals, *lines, *sentinels], patience)
+            if self._signals in ready and self._told_to_stop() and self._ends_now():
                 log.info("stopping", extra=tagged("stopping"))
                 return True
-            dead = [child for child in children if child.process.sentinel in ready]
+            for shard in [shard for line, shard in lines.items() if line in ready]:
+                self._hear(shard)
+            dead = [child for sentinel, child in sentinels.items() if sentinel in ready]
             if not all(self._replace(child) for child in dead):
                 return False
             self._look()
+            if self._draining.is_over(self._shards, time.monotonic()):
+                jobs = self._draining.jobs()
+                log.info("drained: %s", f"{jobs} jobs are left" if jobs else "no job is left", extra=tagged("drained"))
+                return True
             tell_left_out()
+
+    @property
+    def _shards(self) -> list[Child]:
+        return [child for child in self._family.members if child.kind == "shard"]
+
+    def _ends_now(self) -> bool:
+        """A signal wants the daemon to end. Return whether to wait no longer for the jobs that run."""
+        limit_s = self._config.aggregator.drain_s
+        if self._draining.stops or not limit_s:
+            return True
+        # systemd waits for as long as it is told
+        notify(f"EXTEND_TIMEOUT_USEC={round((limit_s + self._config.aggregator.finish_s + 2 * STOP_MARGIN_S) * 1e6)}")
+        self._do(BY_SIGNAL, limit_s)
+        return False
+
+    def _hear(self, shard: Child) -> None:
+        """Deal with what a shard says."""
+        for message in shard.line.hear():
+            if isinstance(message, Here):
+                self._draining.note(shard, message.jobs)
+                notify(f"STATUS=draining: {self._draining.jobs()} jobs are left")
+            elif isinstance(message, Asked):
+                self._do(message.order)
+
+    def _do(self, order: Order, limit_s: float = math.inf) -> None:
+        """Let all shards do what somebody has asked of one, or a signal of the daemon."""
+        if order.action == "drain" and (self._draining.order is None or order.stops):
+            within = f"; they have {limit_s:g} s" if limit_s < math.inf else ""
+            log.info("draining, because %s says so: no new jobs%s", order.by, within, extra=tagged("draining"))
+            self._draining.begin(order, limit_s)
+        elif order.action == "resume" and self._draining.order is not None and not self._draining.stops:
+            log.info("takes new jobs again, because %s says so", order.by, extra=tagged("resumed"))
+            self._draining.take_back()
+            notify("STATUS=serving")
+        for shard in self._shards:
+            shard.line.say(order)
 
     def _look(self) -> None:
         """Kill shards that hang; they are then replaced like dead ones. Tell systemd while all shards take turns."""
@@ -175,12 +225,16 @@ class Daemon:
                 log.error("%s has taken no turn for %.1f s: it hangs; killed it", child.name, seconds, extra=hangs)
                 child.process.kill()
                 watch.begin_anew()
+        if self._draining.order is not None:
+            for shard in self._draining.unheard(self._shards):  # it has just been started, or did not read
+                shard.line.say(self._draining.order)
         if self._systemd_s and all(watch.silent_s < self._systemd_s / 2 for _, watch in watched):
             notify("WATCHDOG=1")
 
     def _replace(self, child: Child) -> bool:
         """Start a child again that has died, unless too many died; return whether the daemon can go on."""
         status = self._family.bury(child)
+        self._draining.forget(child)
         about = {child.kind: child.address, "status": status}
         log.error("%s died with status %s", child.name, status, extra=tagged(f"{child.kind}_died", **about))
         if not child.deaths.one_too_many():
@@ -193,7 +247,7 @@ class Daemon:
 
     def _stop(self, kind: str, timeout_s: float) -> bool:
         """Let the children of this kind stop; return whether all ended by themselves."""
-        children = [child for child in self._family.members if child.kind == kind]
+        children = self._shards if kind == "shard" else [each for each in self._family.members if each.kind == kind]
         for child in self._family.stop(children, timeout_s):
             killed = tagged(f"{kind}_killed", **{kind: child.address})
             log.error("%s did not stop; killed it", child.name, extra=killed)

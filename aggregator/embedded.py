@@ -70,5 +70,5 @@ def _serve(rank: socket.socket, config: Config, lifelines: Sequence[int]) -> Non
             rank.send(encode(Failed(str(error)[:LONGEST])))
         return
     for lifeline in lifelines:
-        server.stop_when_readable(lifeline, after_jobs=True)  # the others may leave later, in order
+        server.stop_after_jobs_when_readable(lifeline)  # the others may leave later, in order
     server.serve(tell_left_out, LOOK_S)

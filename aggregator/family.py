@@ -1,7 +1,7 @@
 """The supervisor's child processes.
 
-Each child has two pipes. When the supervisor closes its end of the first one, the child stops. Into the second one the
-child writes where it hangs. A child that dies is started again, but not too often: see `Deaths`.
+Each child has a line to the supervisor (`line`), and a pipe into which it writes where it hangs. A child that dies is
+started again, but not too often: see `Deaths`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from typing import Literal, NamedTuple
 
+from omnireduce.aggregator.line import Line
 from omnireduce.aggregator.watchdog import Watch
 
 RESTART_WINDOW_S = 60.0
@@ -45,15 +46,16 @@ class Deaths:
 
 @dataclass(eq=False)
 class Child:
-    """A process that runs `run(stop_pipe)`, which returns once that pipe is closed. `address` is where it serves."""
+    """A process that runs `run(line)`, which returns once the other end of its line is closed. `address` is where it
+    serves."""
 
     kind: Literal["shard", "monitor"]
     address: str
-    run: Callable[[int], None]
+    run: Callable[[Line], None]
     deaths: Deaths
     watch: Watch | None  # None: the child takes no turns, as the monitor
     process: ForkProcess
-    stop: int  # closing this descriptor asks it to stop
+    line: Line  # the supervisor's end
     stacks: int  # the descriptor from which its stacks are read
 
     @property
@@ -72,17 +74,17 @@ class Family:
         self,
         kind: Literal["shard", "monitor"],
         address: str,
-        run: Callable[[int], None],
+        run: Callable[[Line], None],
         deaths: Deaths,
         watch: Watch | None = None,
     ) -> None:
         """Fork one more child."""
-        process, stop, stacks = self._forked(f"{kind} {address}", run)
-        self.members.append(Child(kind, address, run, deaths, watch, process=process, stop=stop, stacks=stacks))
+        process, line, stacks = self._forked(f"{kind} {address}", run)
+        self.members.append(Child(kind, address, run, deaths, watch, process=process, line=line, stacks=stacks))
 
     def restart(self, child: Child) -> None:
         """Fork a child again after its end."""
-        child.process, child.stop, child.stacks = self._forked(child.name, child.run)
+        child.process, child.line, child.stacks = self._forked(child.name, child.run)
         if child.watch is not None:
             child.watch.begin_anew()
 
@@ -114,39 +116,40 @@ class Family:
                 killed.append(child)
         return killed
 
-    def _forked(self, name: str, run: Callable[[int], None]) -> tuple[ForkProcess, int, int]:
-        pipes = _Pipes(*os.pipe(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # the second never blocks the child
-        process = self._context.Process(target=self._live, args=(run, pipes), name=name)
+    def _forked(self, name: str, run: Callable[[Line], None]) -> tuple[ForkProcess, Line, int]:
+        ends = _Ends(*Line.pair(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # the pipe never blocks the child
+        process = self._context.Process(target=self._live, args=(run, ends), name=name)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # pending until the child takes it
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(pipes.stop_pipe)
-        os.close(pipes.stacks_in)
-        return process, pipes.stop, pipes.stacks
+        ends.of_child.close()
+        os.close(ends.stacks_in)
+        return process, ends.of_supervisor, ends.stacks
 
-    def _live(self, run: Callable[[int], None], pipes: _Pipes) -> None:
+    def _live(self, run: Callable[[Line], None], ends: _Ends) -> None:
         signal.set_wakeup_fd(-1)
-        faulthandler.register(WHERE, pipes.stacks_in, all_threads=True)
-        ours = [end for child in self.members for end in (child.stop, child.stacks) if end >= 0]
-        for descriptor in (pipes.stop, pipes.stacks, *ours):
-            os.close(descriptor)  # the supervisor's ends: a copy here would keep the pipes open
-        run(pipes.stop_pipe)
-        os.close(pipes.stop_pipe)
+        faulthandler.register(WHERE, ends.stacks_in, all_threads=True)
+        for line in (ends.of_supervisor, *(child.line for child in self.members)):
+            line.close()  # a copy of the supervisor's end here would keep the line open
+        for stacks in (ends.stacks, *(child.stacks for child in self.members if child.stacks >= 0)):
+            os.close(stacks)
+        run(ends.of_child)
+        ends.of_child.close()
 
 
-class _Pipes(NamedTuple):
-    stop_pipe: int  # the child's end
-    stop: int
+class _Ends(NamedTuple):
+    of_supervisor: Line
+    of_child: Line
     stacks: int
     stacks_in: int  # the child's end
 
 
 def _close(child: Child) -> None:
-    """Close the supervisor's ends of the pipes, which makes the child stop."""
-    for descriptor in (child.stop, child.stacks):
-        if descriptor >= 0:
-            os.close(descriptor)
-    child.stop = child.stacks = -1
+    """Close the supervisor's ends, which makes the child stop."""
+    child.line.close()
+    if child.stacks >= 0:
+        os.close(child.stacks)
+    child.stacks = -1
 
 
 def where_it_hangs(child: Child) -> str:

@@ -60,6 +60,7 @@ def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     yield gauge("uptime_seconds", "Time since the shard's process began to serve", lambda each: each.uptime_s)
     yield gauge("connections", "Open connections", lambda each: each.connections)
     yield gauge("running_jobs", "Jobs whose ranks are all here", lambda each: each.running)
+    yield gauge("draining", "Whether the shard takes no new jobs", lambda each: each.draining)
     yield gauge("gathering_jobs", "Jobs that wait for ranks to join", lambda each: each.gathering)
     yield counter("jobs_started", "Jobs that began", lambda each: each.jobs_started)
     yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda each: each.jobs_ended)

@@ -30,6 +30,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from omnireduce.addresses import Address, parse_address, parse_listen, seen_from_here
+from omnireduce.aggregator.line import Line
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
 from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
@@ -125,7 +126,9 @@ class Monitor:
         return _page(start, "503 Service Unavailable" if hang else "200 OK", "\n".join(hang) or "alive")
 
     def _ready(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
-        wrong = [f"{name}: {each}" for name, each in self._ask().items() if not isinstance(each, Status)]
+        answers = self._ask().items()
+        wrong = [f"{name}: {each}" for name, each in answers if not isinstance(each, Status)]
+        wrong += [f"{name}: draining, takes no new jobs" for name, each in answers if getattr(each, "draining", False)]
         return _page(start, "503 Service Unavailable" if wrong else "200 OK", "\n".join(wrong) or "ready")
 
     def _ask(self) -> Answers:
@@ -305,13 +308,13 @@ def run_monitor(
     names: Sequence[str],
     addresses: Sequence[str],
     pulses: Sequence[Pulse],
-    stop_pipe: int,
+    line: Line,
 ) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
+    """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died.
 
     The monitor proves `secret` to the shards; None: they want no secret. `access` says who may read the pages.
     """
-    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
     start_logs(config.log, process_count(config))
     allow_all_descriptors()
     monitor = Monitor(config, secret, names, addresses, pulses, access)
@@ -320,4 +323,4 @@ def run_monitor(
         monitor.access = make_pages(config.metrics)
 
     reload_on_hangup(reload)
-    _Server(listener, monitor, CLIENT_S + config.metrics.timeout_s).serve(stop_pipe)
+    _Server(listener, monitor, CLIENT_S + config.metrics.timeout_s).serve(line.fileno())

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from omnireduce.addresses import Address, host_of, is_wildcard
+from omnireduce.administration import Order
 from omnireduce.aggregator.access import make_access
+from omnireduce.aggregator.line import Asked, Here, Line
 from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.uplinks import Callers
 from omnireduce.aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Aggregator, Config
-from omnireduce.errors import ConfigError, TransportError, UsageError
+from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
@@ -146,7 +148,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         listeners.name,
         _doors(listeners, config, lambda: server.access.tls),
         _limits(settings),
-        drain_s=settings.drain_s,
+        finish_s=settings.finish_s,
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
         upstream=None if callers is None else Upstream(settings.upstream, callers.connect, callers.close),
@@ -160,25 +162,53 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
     return server
 
 
-def run_shard(
-    listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, stop_pipe: int
-) -> None:
-    """Serve until `stop_pipe` is closed by the supervisor, or by the kernel because the supervisor died.
+def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, line: Line) -> None:
+    """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died.
 
     The daemon's monitor proves the secret `monitor`. `pulse` beats with every turn.
     """
-    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the pipe
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
     begin_shard(config, listeners.name)
     server = make_server(listeners, config, access)
+    supervisor = _Supervisor(server, line)
 
     def reload() -> None:
         server.access = make_access(config, monitor)
 
     def turned() -> None:
         pulse.beat()
+        supervisor.tell()
         tell_left_out()
 
     reload_on_hangup(reload)
-    server.stop_when_readable(stop_pipe)
     server.serve(turned, look_s(config.aggregator.watchdog_s))
     pulse.rest()
+
+
+class _Supervisor:
+    """What passes between `server` and the supervisor."""
+
+    def __init__(self, server: ShardServer, line: Line) -> None:
+        self._server, self._line = server, line
+        self._told: int | None = None  # how many jobs are here; None: nothing
+        server.call_when_readable(line.fileno(), self._hear)
+        server.administration.pass_on = self._pass_on
+
+    def _hear(self) -> None:
+        for message in self._line.hear():
+            if isinstance(message, Order):
+                self._server.administration.obey(message)
+        if self._line.over:
+            self._server.ignore_when_readable(self._line.fileno())
+            self._server.stop()
+
+    def _pass_on(self, order: Order) -> None:
+        if not self._line.say(Asked(order)):
+            raise ProtocolError("the supervisor of the aggregator is busy: ask again")
+
+    def tell(self) -> None:
+        """While the shard drains, say how many jobs are here, if that has changed."""
+        administration = self._server.administration
+        here = administration.here if administration.draining else None
+        if here != self._told and (here is None or self._line.say(Here(here))):
+            self._told = here

@@ -127,7 +127,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `jobs` are in the order of their keys. With `more` there are further ones: ask again with the key of the last. A
     worker that has proved the secret of a team is told only of the team's jobs; all other fields are about the whole
-    shard.
+    shard. `draining`: it takes no new jobs.
     """
 
     shard: str
@@ -144,3 +144,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     refused: _Count
     jobs: list[JobStatus]
     more: bool = False
+    draining: bool = False

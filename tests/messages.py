@@ -6,6 +6,7 @@ import struct
 
 import msgspec
 
+from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.secret import Secret
 from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.wire.control import (
@@ -67,6 +68,9 @@ MESSAGES: dict[str, ControlMessage] = {
     "leave": Leave(CAUSE),
     "leave-orderly": Leave(),
     "goodbye": Goodbye(),
+    "admin-drain": AdminRequest(PROTOCOL_VERSION, "drain"),
+    "admin-end": AdminRequest(PROTOCOL_VERSION, "end", "job", "team", "because"),
+    "admin-answer": AdminAnswer(2),
     "status-request": StatusRequest(PROTOCOL_VERSION, ("job", 3, "")),
     "status": Status(
         shard="a:1", pid=7, version="0", uptime_s=1.5, connections=2, running=1, gathering=0, traffic=Traffic(),

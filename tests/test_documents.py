@@ -59,6 +59,8 @@ PROGRAMS = {
 CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all others run
     "docs/pytorch.md: make torch": "six minutes; tests/pytorch/test_torch_suite.py runs some of them",
     "CONTRIBUTING.md: make install": "these are the tests themselves, and what takes minutes to hours",
+    "docs/operations.md: omnireduce drain": "installs another version; tests/cluster/test_draining.py drains",
+    "docs/operations.md: omnireduce end-job": "for aggregators that drain, on other hosts; see there",
     "docs/performance.md: make bench-quick": "benchmarks of a quarter of an hour and more, in part as root",
     "docs/performance.md: python -m benchmarks run": "benchmarks of minutes, in part as root; an older checkout",
     "docs/rdma.md: make rdma": "installs pyverbs, and starts guests for ten minutes; .ci/rdma does both",

@@ -52,6 +52,7 @@ STRANGE = {  # a program on one side knows nothing of the other side's rooms
 BASE = {
     "addresses",
     "blame",
+    "administration",
     "block_program",
     "cli",
     "config",

@@ -1,9 +1,10 @@
-"""The configuration. `schema`, `protocol` and `security` define the keys, with the help of `meta`. `keys` says what
-each key allows. `loading` reads it.
+"""The configuration. `schema`, `aggregator`, `protocol` and `security` define the keys, with the help of `meta`.
+`keys` says what each key allows. `loading` reads it.
 """
 
 from __future__ import annotations
 
+from omnireduce.config.aggregator import Aggregator
 from omnireduce.config.loading import (
     check_config,
     dump_config,
@@ -16,7 +17,6 @@ from omnireduce.config.loading import (
 )
 from omnireduce.config.protocol import Protocol
 from omnireduce.config.schema import (
-    Aggregator,
     Bench,
     Cluster,
     Config,

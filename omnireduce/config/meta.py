@@ -18,6 +18,7 @@ def meta(
 
 ADDRESS_ALLOWED = '"HOST:PORT" (an IPv6 address in brackets)'
 LISTEN_ALLOWED = f'{ADDRESS_ALLOWED} or ":PORT", which is every address of this host'
+Address = Annotated[str, meta("", allowed=ADDRESS_ALLOWED)]
 FilePath = Annotated[
     str,
     Meta(

@@ -94,6 +94,63 @@ def status(
         sys.exit(0 if print_once(look) else 1)
 
 
+_timeout = click.FloatRange(0, 7 * 86400)
+
+
+@main.command("drain", short_help="Let aggregators take no new jobs, and end when the running ones have.")
+@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
+@config_options
+@click.option("--timeout", type=_timeout, default=600.0, show_default=True, help="Seconds to wait; 0: do not wait.")
+@click.option("--undo", is_flag=True, help="Let aggregators that drain take jobs again.")
+def drain_aggregators(
+    addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...], timeout: float, undo: bool
+) -> None:
+    """Let the aggregators at HOST:PORT, or those of cluster.aggregators, refuse new jobs. Each ends when its last job
+    has ended. All shards of a daemon drain together. This waits until they have ended.
+
+    Jobs that gather ranks, and elastic jobs that are formed anew, count as running. Ctrl-C, and a --timeout that is
+    over, leave the aggregators draining.
+
+    Only the operator may do this: root or the daemon's user on its host, or who has the aggregators' own secret. The
+    exit status is 1 if an aggregator does not do it, or has not ended in time.
+    """
+    config = load_config(config_file, overrides=overrides)
+    start_logs(config.log)
+    from omnireduce.console.administration import Administrator, drain, take_back
+    from omnireduce.console.status import default_addresses
+
+    administrator = Administrator(split_list(addresses) or default_addresses(config), config)
+    sys.exit(0 if (take_back(administrator) if undo else drain(administrator, timeout)) else 1)
+
+
+@main.command("end-job", short_help="End a job on its aggregators, or all jobs of a team.")
+@click.argument("job", required=False, default="")
+@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
+@config_options
+@click.option("--team", default="", help="Only jobs of this team; without JOB all of them.")
+@click.option("--why", default="", metavar="TEXT", help="What the ranks of the job are told.")
+def end_job(
+    job: str, addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...], team: str, why: str
+) -> None:
+    """End JOB on the aggregators at HOST:PORT, or on those of cluster.aggregators. Name all aggregators of the job.
+
+    Each rank gets an AbortedError that says who ended the job. An elastic job does not go on. For
+    aggregator.join_timeout_s the aggregators refuse ranks of the same launch.
+
+    The operator may end any job, a team its own. The exit status is 1 if there is no such job, or an aggregator does
+    not do it.
+    """
+    config = load_config(config_file, overrides=overrides)
+    start_logs(config.log)
+    from omnireduce.console.administration import Administrator, end_jobs
+    from omnireduce.console.status import default_addresses
+
+    if not (job or team):
+        raise UsageError("end-job: expected the name of a JOB, or --team; `omnireduce status` lists the jobs")
+    administrator = Administrator(split_list(addresses) or default_addresses(config), config)
+    sys.exit(0 if end_jobs(administrator, job, team, why) else 1)
+
+
 @main.command(short_help="Say what does not work here, and what to do.")
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options

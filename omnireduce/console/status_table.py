@@ -9,9 +9,10 @@ from rich.text import Text
 
 from omnireduce.console.fitting import FittingTable
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
+from omnireduce.errors import RefusedError
 from omnireduce.printing import density_text, short_count
-from omnireduce.status import Stragglers, Traffic
-from omnireduce.wire.words import shown
+from omnireduce.status import Status, Stragglers, Traffic
+from omnireduce.wire.words import listed, shown
 
 # columns of jobs that a narrow terminal does without, the least important first
 _SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")
@@ -31,6 +32,9 @@ class View:
         with_teams = any(job.team for job in jobs)
         table, seen = _jobs_table(with_rates=elapsed_s is not None, with_teams=with_teams), {}
         notes = [Text(shown(str(each)), style="bold red") for each in answers.values() if isinstance(each, Exception)]
+        draining = [address for address, each in answers.items() if isinstance(each, Status) and each.draining]
+        if draining:
+            notes.append(Text(f"{listed(draining)} drains, and takes no new jobs", style="yellow"))
         for job in jobs:
             seen[job.key] = job.traffic
             rates = [] if elapsed_s is None else _rates(job.traffic, self._last.get(job.key), elapsed_s)
@@ -53,13 +57,20 @@ def _shards_table(answers: Answers) -> FittingTable:
     table = FittingTable(titles, left=("shard", "aborts"), spare=("gather", "conn", "refused", "aborts", "out", "in"))
     for address, status in answers.items():
         if isinstance(status, Exception):
-            table.add([address, "down"])
+            table.add([address, _state_of(status)])
             continue
         aborts = ", ".join(f"{count} {cause}" for cause, count in status.aborts.items() if count) or "none"
         counts = [status.running, status.gathering, status.connections]
         traffic = [short_count(status.traffic.received_bytes), short_count(status.traffic.sent_bytes)]
         table.add([address, duration(status.uptime_s), *map(str, counts), *traffic, str(status.refused), aborts])
     return table
+
+
+def _state_of(error: Exception) -> str:
+    """Why a shard has said nothing, in one word or two."""
+    if isinstance(error, RefusedError):
+        return "refused"
+    return "down" if isinstance(error.__cause__, OSError) else "no answer"
 
 
 def _jobs_table(*, with_rates: bool, with_teams: bool) -> FittingTable:

@@ -12,7 +12,9 @@ from omnireduce.wire.control import Cause, ControlMessage
 from omnireduce.wire.words import shown
 
 ALL = -1
-AbortKind = Literal["timeout", "lost", "violation", "mismatch", "worker", "relayed", "left", "shutdown", "internal"]
+AbortKind = Literal[
+    "timeout", "lost", "violation", "mismatch", "worker", "relayed", "left", "ended", "shutdown", "internal"
+]  # fmt: skip
 ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 
 

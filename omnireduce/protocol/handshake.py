@@ -41,6 +41,11 @@ class Gate:
         self._open = teams is None
         self.team, self.said = ANYBODY, ""
 
+    @property
+    def proved(self) -> bool:
+        """Whether the worker has proved the secret of `team`."""
+        return self._open and self._teams is not None
+
     def told(self, message: ControlMessage) -> Challenge | Proof | None:
         """The answer to a message of the handshake. None: the message is no part of the handshake, and may be dealt
         with.
@@ -54,7 +59,7 @@ class Gate:
         if isinstance(message, Proof) and self._theirs is not None and not self._open:
             return self._proof(message, self._theirs)
         if not self._open:
-            raise ProtocolError(f"the aggregator wants proof of a shared secret: give the worker the same {GIVE}")
+            raise ProtocolError(f"the aggregator wants proof of a shared secret: give the client the same {GIVE}")
         if isinstance(message, Hello) and not self.team.may_use(message.job):
             raise ProtocolError(self._not_theirs(message.job))
         return None
@@ -66,7 +71,7 @@ class Gate:
     def _challenge(self, greeting: Greeting) -> Challenge:
         wrong = other_version(greeting.version) or self._objection
         if not wrong and self._teams is None:
-            wrong = f"the worker has a secret, the aggregator has none: give it the same {GIVE}"
+            wrong = f"the client has a secret, the aggregator has none: give it the same {GIVE}"
         if wrong:
             raise ProtocolError(wrong)
         assert self._teams is not None
@@ -78,16 +83,16 @@ class Gate:
         secret = self.team.proved(message.proof, theirs, self._nonce)
         if secret is None:
             there = f" of team '{self.said}', or there is no such team" if self.said else ""
-            hint = "" if self.said else "; the secret of a team wants security.team on the worker"
+            hint = "" if self.said else "; the secret of a team wants security.team on the client"
             raise ProtocolError(
-                f"the worker has another secret than the aggregator{there}: give both the same {GIVE}{hint}"
+                f"the client has another secret than the aggregator{there}: give both the same {GIVE}{hint}"
             )
         self._open = True
         return Proof(secret.proof("aggregator", theirs, self._nonce))
 
     def _not_theirs(self, job: str) -> str:
         names = listed([f"'{name}'" for name in self.team.jobs])
-        return f"job {job[:SHOWN]!r} is none of team '{self.team.name}': call cluster.job {names}"
+        return f"job {job[:SHOWN]!r} is none of team '{self.team.name}': set cluster.job to {names}"
 
 
 class Candidate:
@@ -106,5 +111,5 @@ class Candidate:
         if not isinstance(message, Proof) or self._theirs is None:
             raise ProtocolError(f"answered the greeting with {type(message).__name__}, without proof of the secret")
         if not self._secret.proves(message.proof, "aggregator", self._nonce, self._theirs):
-            raise ProtocolError(f"does not know the secret of this worker: give both the same {GIVE}")
+            raise ProtocolError(f"does not know the secret that is given here: give both the same {GIVE}")
         return None

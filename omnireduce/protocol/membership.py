@@ -14,7 +14,7 @@ generation if that still runs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 
 import msgspec
@@ -27,6 +27,7 @@ from omnireduce.protocol.announced import NEWS_S, Announced
 from omnireduce.protocol.doomed import Doomed, dooms
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
 from omnireduce.protocol.hello_checks import difference, kin, malformed, of_another_team, taken
+from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.running import Running
 from omnireduce.status import JobStatus
@@ -55,29 +56,34 @@ class Membership:
         self._announced = Announced()
         self._doomed = Doomed(limits.join_timeout_s)
         self._has_freed_room = False
-        self.draining = False
+        self.intake = Intake(limits.join_timeout_s)
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        if not (self._gathering or self._has_freed_room):  # as nearly always
+        if not self._gathering:  # as nearly always
             return self._announced.deadline
         waiting = self._gathering.values()
         ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
         ends += [at for each in waiting if not self._lacks_room(each) and (at := each.settles_at()) is not None]
         ends += [at for at in (self._announced.deadline,) if at is not None]
-        ends += [0.0] if self._has_freed_room or any(each.untold for each in waiting) else []
+        ends += [0.0] if any(each.untold for each in waiting) else []
+        # a formation that replaces one may have waited for the room, whosever it was
+        ends += [0.0] if self._has_freed_room and any(each.replaces is not None for each in waiting) else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
         meeting, standing, going = Meeting.of(hello), Standing.NEWCOMER, dict[int, str]()
-        wrong, temporary = self._unfit(hello)  # first: nothing may depend on numbers without bounds
+        # first: nothing may depend on numbers without bounds
+        wrong, temporary = other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
         if not wrong:
             standing = self._standing(hello, meeting)
             going = self._in_the_way(hello, meeting, standing)
             wrong, temporary = self._doomed.why(hello, now), False
+        if not wrong:
+            wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._gathering)
         if not wrong:
             wrong, temporary = self._objection(hello, meeting, standing, terms, going)
         if wrong:
@@ -125,12 +131,12 @@ class Membership:
         self._announced.forget(generation)
         if over is not None and over.meeting in self._gathering and self._generation_of(over.meeting) is None:
             self._gathering[over.meeting].release(now)
-        self._free_room()
+        self._has_freed_room |= bool(self._gathering)
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
         self._held.pop(generation, None)
-        self._free_room()
+        self._has_freed_room |= bool(self._gathering)
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
@@ -147,19 +153,35 @@ class Membership:
             elif gathering.untold or (gathering.is_news and now - gathering.told_at >= NEWS_S):
                 yield from self._tell_news(meeting, gathering, now)
 
+    @property
+    def gathers(self) -> int:
+        """How many jobs wait for ranks."""
+        return len(self._gathering)
+
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
         return [each.status(now) for each in self._gathering.values()]
 
-    def drain(self) -> Iterator[MembershipEffect]:
+    @property
+    def here(self) -> list[Hello]:
+        """A hello of each job that runs, or whose ranks are still leaving."""
+        return list(self._held.values())
+
+    def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
+        """The jobs whose hellos are meant are ended: refuse who waits for one, and who comes again."""
+        for each in self._running.values():
+            if is_meant(each.spec):
+                self.intake.end(each.spec, reason, now)
+        for meeting, gathering in list(self._gathering.items()):
+            if is_meant(gathering.spec):
+                self.intake.end(gathering.spec, reason, now)
+                yield from self._disband(meeting, reason)
+
+    def turn_away(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
-        self.draining = True
-        for gathering in self._gathering.values():
-            for key, *_ in gathering.attendees.values():
-                yield Answer(key, Refused("the aggregator is shutting down", temporary=True))
-        self._gathering.clear()
-        self._of_name.clear()
-        self._waiting.clear()
+        self.intake.close()
+        for meeting in list(self._gathering):
+            yield from self._disband(meeting, SHUTTING_DOWN, temporary=True)
 
     def close(self) -> None:
         """The shard ends. Nothing of this machine has to."""
@@ -208,11 +230,7 @@ class Membership:
         name = gathering.spec.team, meeting.job, meeting.formation
         if not gathering.namesakes:
             del self._of_name[name]
-        self._free_room()
-
-    def _free_room(self) -> None:
-        """There is more room: a formation that replaces one may have waited for it, whosever it was."""
-        self._has_freed_room |= any(each.replaces is not None for each in self._gathering.values())
+        self._has_freed_room |= bool(self._gathering)
 
     def _may_start(self, gathering: Gathering, now: float) -> bool:
         return gathering.complete(now) and not self._lacks_room(gathering)
@@ -248,6 +266,7 @@ class Membership:
         ranks = {each.rank: each for each in hellos}
         self._running[generation] = Running(meeting, gathering.spec, formation, ranks, asked)
         self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
+        self.intake.begins(gathering.spec)
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
         gathering.replaces = generation
         if not gathering.attendees:
@@ -328,12 +347,6 @@ class Membership:
             yield Answer(key, Refused(wrong, temporary=others_standing is Standing.CLAIMANT))
         if not gathering.is_led:
             gathering.lead(hello)
-
-    def _unfit(self, hello: Hello) -> tuple[str, bool]:
-        """Why `hello` cannot join, whoever else is here, and whether it may later; empty when it can."""
-        if self.draining:
-            return "the aggregator is shutting down", True
-        return other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
 
     def _objection(
         self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms, going: dict[int, str]

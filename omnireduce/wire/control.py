@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.config.security import TEAM_PATTERN
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
@@ -265,6 +266,8 @@ ControlMessage = (
     | Goodbye
     | StatusRequest
     | Status
+    | AdminRequest
+    | AdminAnswer
 )
 _control_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlMessage)
 _opening_decoder = msgspec.msgpack.Decoder(_Opening)

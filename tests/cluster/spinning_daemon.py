@@ -6,6 +6,7 @@ from typing import Any
 
 from omnireduce.aggregator import daemon
 from omnireduce.aggregator.cli import main
+from omnireduce.aggregator.line import Line
 from omnireduce.aggregator.shard import run_shard
 from omnireduce.aggregator.watchdog import Pulse
 
@@ -15,10 +16,10 @@ def turn_for_ever() -> None:
         pass
 
 
-def run_or_spin(listeners: Any, config: Any, access: Any, monitor: Any, pulse: Pulse, stop_pipe: int) -> None:
+def run_or_spin(listeners: Any, config: Any, access: Any, monitor: Any, pulse: Pulse, line: Line) -> None:
     if pulse.last == 0 and listeners.address == first[0]:
         turn_for_ever()
-    run_shard(listeners, config, access, monitor, pulse, stop_pipe)
+    run_shard(listeners, config, access, monitor, pulse, line)
 
 
 first: list[str] = []

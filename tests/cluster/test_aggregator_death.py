@@ -68,8 +68,8 @@ def test_kill_of_an_idle_shard_disturbs_no_later_job(mortal: Daemon) -> None:
 
 
 def test_kill_of_the_supervisor() -> None:
-    """The shards see it and stop as on SIGTERM: idle jobs at once, a collective that stands still after `drain_s`."""
-    with Daemon(2, "aggregator.drain_s=0.5") as daemon:
+    """The shards see it and stop as on SIGTERM: idle jobs at once, a collective that stands still after `finish_s`."""
+    with Daemon(2, "aggregator.finish_s=0.5") as daemon:
         daemon.expected_status = -signal.SIGKILL
         shards = daemon.shard_pids
         with workers(daemon, 2, "--hold", "1", "1") as stuck, workers(daemon, 1, "--hold", "0", "1") as idle:
@@ -131,7 +131,7 @@ def test_a_daemon_that_is_started_again_at_its_address() -> None:
 
 def test_a_shard_that_dies_too_often_ends_the_daemon() -> None:
     """Something is broken for good: say so instead of restarting for ever."""
-    with Daemon(2, "aggregator.drain_s=0") as daemon:
+    with Daemon(2, "aggregator.finish_s=0") as daemon:
         daemon.expected_status = 1
         seen = set(daemon.shard_pids)
 

@@ -135,7 +135,7 @@ def test_an_address_that_is_not_here_is_one_line_and_status_1() -> None:
         (["--shards", "65"], {}, "--shards: aggregator.shards: got 65, expected"),
         (["--listen", "localhost"], {}, "--listen: aggregator.listen: got"),
         (["--config", "none.toml"], {}, "none.toml: no such file, expected a TOML file"),
-        ([], {"OMNIREDUCE_AGGREGATOR_DRAIN_S": "soon"}, "OMNIREDUCE_AGGREGATOR_DRAIN_S: aggregator.drain_s: got"),
+        ([], {"OMNIREDUCE_AGGREGATOR_FINISH_S": "soon"}, "OMNIREDUCE_AGGREGATOR_FINISH_S: aggregator.finish_s: got"),
         (["--set", "aggregator.listen=[::1"], {}, "--set: aggregator.listen: got"),
     ],
 )
@@ -264,7 +264,7 @@ def catches(pid: int, number: int) -> bool:
 @either
 def test_sigterm_lets_a_running_collective_finish(way: str) -> None:
     """Rank 1 comes late, after the signal; then the job is over, and only then the daemon."""
-    with Daemon(2, "aggregator.drain_s=30") as daemon:
+    with Daemon(2, "aggregator.finish_s=30") as daemon:
         with workers(daemon, 2, "--hold", "1", "1", overrides=over(way)) as (first, late):
             expect_round(first, "started", 1)
             late.expect("held")
@@ -280,9 +280,9 @@ def test_sigterm_lets_a_running_collective_finish(way: str) -> None:
 
 
 @either
-def test_sigterm_waits_no_longer_than_drain_s(way: str) -> None:
+def test_sigterm_waits_no_longer_than_finish_s(way: str) -> None:
     with (
-        Daemon(2, "aggregator.drain_s=0.5") as daemon,
+        Daemon(2, "aggregator.finish_s=0.5") as daemon,
         workers(daemon, 2, "--hold", "1", "1", overrides=over(way)) as (first, late),
     ):
         expect_round(first, "started", 1)
@@ -299,7 +299,7 @@ def test_sigterm_waits_no_longer_than_drain_s(way: str) -> None:
 def test_sigterm_with_a_stopped_worker(way: str) -> None:
     """Not even its goodbye is waited for."""
     with (
-        Daemon(1, "aggregator.drain_s=0.5") as daemon,
+        Daemon(1, "aggregator.finish_s=0.5") as daemon,
         workers(daemon, 2, "--elements", "8000000", overrides=over(way)) as ranks,
     ):
         expect_round(ranks[0], "round", 1)
@@ -326,7 +326,7 @@ def test_sigterm_refuses_who_is_still_joining() -> None:
 
 
 def test_a_second_sigterm_does_no_harm() -> None:
-    with Daemon(1, "aggregator.drain_s=0.5") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+    with Daemon(1, "aggregator.finish_s=0.5") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
         expect_round(first, "started", 1)
         late.expect("held")
         for _ in range(5):
@@ -358,7 +358,7 @@ def test_signals_before_the_daemon_takes_them(number: int) -> None:
 
 def test_ctrl_c_in_the_terminal_of_a_daemon() -> None:
     """The terminal signals the whole group of processes; the shards leave the answer to their supervisor."""
-    with Daemon(2, "aggregator.drain_s=30", start_new_session=True) as daemon:
+    with Daemon(2, "aggregator.finish_s=30", start_new_session=True) as daemon:
         with workers(daemon, 2, "--hold", "1", "1") as (first, late):
             expect_round(first, "started", 1)
             late.expect("held")

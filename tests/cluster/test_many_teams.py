@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from transports import over
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.aggregator.daemon import Daemon as Supervisor
 from omnireduce.aggregator.family import Deaths, Family
+from omnireduce.aggregator.line import Line
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import Secret, load_secret
@@ -108,7 +110,7 @@ def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
         assert {(mine, shard, "vision") for shard in daemon.addresses} <= ranks.keys()
         assert {(theirs, shard, "speech") for shard in daemon.addresses} <= ranks.keys()
         assert f"job={mine} generation=1 team=vision" in daemon.log
-        refusal = f"job '{theirs}' is none of team 'vision': call cluster.job 'vision', 'vision.*'"
+        refusal = f"job '{theirs}' is none of team 'vision': set cluster.job to 'vision', 'vision.*'"
         assert refusal in joins(daemon, vision, theirs)
         assert eventually(lambda: "event=refused" in daemon.log)
         [line, *_] = [line for line in daemon.log.splitlines() if "event=refused" in line]
@@ -118,7 +120,7 @@ def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
         assert here in joins(daemon, speech, "speech.more")
         assert joins(daemon, vision) == joins(daemon, operator, unique_job()) == ""  # by a name of its own making
         for said in (joins(daemon, keys.worker("vision", SPEECH)), joins(daemon, keys.worker("none", SPEECH))):
-            assert "the worker has another secret than the aggregator of team " in said
+            assert "the client has another secret than the aggregator of team " in said
             assert ", or there is no such team: give both the same security.secret_file" in said
         assert all(each not in daemon.log for each in (VISION, SPEECH, GENERAL))
 
@@ -129,7 +131,7 @@ def test_teams_alone_may_join(keys: Keys) -> None:
     with Daemon(1, folder, LISTEN, listen="0.0.0.0:0") as daemon:
         daemon.addresses = [daemon.addresses[0].replace("0.0.0.0", "127.0.0.1")]
         assert joins(daemon, keys.worker("vision", VISION)) == ""
-        assert "the secret of a team wants security.team on the worker" in joins(daemon, keys.worker("", VISION))
+        assert "the secret of a team wants security.team on the client" in joins(daemon, keys.worker("", VISION))
         assert "wants proof of a shared secret" in joins(daemon, [])
         assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
 
@@ -235,10 +237,10 @@ def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
     """It is blocked from its birth, so it neither ends the child nor is lost."""
     heard, said = os.pipe()
 
-    def run(stop_pipe: int) -> None:
+    def run(line: Line) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         reload_on_hangup(lambda: bool(os.write(said, b"!")))
-        os.read(stop_pipe, 1)
+        select.select([line], [], [])
 
     family = Family()
     family.start("shard", "a:1", run, Deaths())

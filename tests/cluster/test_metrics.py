@@ -242,7 +242,7 @@ def test_whatever_workers_must_do_the_monitor_gets_its_answers(tmp_path: Path, k
 
 
 def test_while_it_drains_it_is_alive_but_not_ready() -> None:
-    with Daemon(1, LISTEN, "aggregator.drain_s=60") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+    with Daemon(1, LISTEN, "aggregator.finish_s=60") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
         expect_round(first, "started", 1)
         late.expect("held")
         daemon.signal(signal.SIGTERM)

@@ -62,7 +62,7 @@ def test_another_users_worker_gets_no_memory(daemon: Daemon, caplog: pytest.LogC
     assert outcome(daemon, "transport.kind=tcp") == "tcp"
     text = outcome(daemon, "transport.kind=shm")
     assert f"refused: user {NOBODY} may not share memory with an aggregator of user 0: " in text
-    assert "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the worker" in text
+    assert "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the client" in text
 
 
 def test_another_users_question_goes_by_tcp(daemon: Daemon) -> None:

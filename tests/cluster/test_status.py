@@ -385,7 +385,7 @@ def test_something_else_listens(said: bytes, expected: str) -> None:
 
 
 def test_a_daemon_that_shuts_down_ends_the_conversation() -> None:
-    with Daemon(1, "aggregator.drain_s=30") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
+    with Daemon(1, "aggregator.finish_s=30") as daemon, workers(daemon, 2, "--hold", "1", "1") as (first, late):
         expect_round(first, "started", 1)
         daemon.signal(signal.SIGTERM)
         assert eventually(lambda: "stopping" in daemon.log)

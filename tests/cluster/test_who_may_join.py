@@ -91,7 +91,7 @@ def test_the_variable_will_do(closed: Daemon, monkeypatch: pytest.MonkeyPatch) -
 def test_who_has_no_secret_is_told_what_to_do(closed: Daemon, kind: str) -> None:
     error = join(closed, *over(kind))
     assert isinstance(error, RefusedError)
-    what = f"give the worker the same security.secret_file or the variable {SECRET_VARIABLE}"
+    what = f"give the client the same security.secret_file or the variable {SECRET_VARIABLE}"
     assert str(error) in [
         f"aggregator {address} refused: the aggregator wants proof of a shared secret: {what}"
         for address in closed.addresses
@@ -102,14 +102,14 @@ def test_who_has_another_secret_is_told_so(closed: Daemon, monkeypatch: pytest.M
     monkeypatch.setenv(SECRET_VARIABLE, OTHER)
     error = join(closed)
     assert isinstance(error, RefusedError)
-    assert "refused: the worker has another secret than the aggregator: give both the same security." in str(error)
+    assert "refused: the client has another secret than the aggregator: give both the same security." in str(error)
 
 
 def test_an_aggregator_without_a_secret_is_not_trusted(daemon: Daemon, secret_file: str) -> None:
     """A worker with a secret does not fall back."""
     error = join(daemon, f"security.secret_file={secret_file}")
     assert isinstance(error, RefusedError)
-    assert "refused: the worker has a secret, the aggregator has none: give it the same" in str(error)
+    assert "refused: the client has a secret, the aggregator has none: give it the same" in str(error)
 
 
 # strangers that speak the protocol
@@ -361,4 +361,4 @@ def test_a_worker_program_says_what_is_missing(closed: Daemon) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=READY_S, check=False)
     assert done.returncode == 1
     assert "Error: aggregator" in done.stderr
-    assert "wants proof of a shared secret: give the worker the same security.secret_file" in done.stderr
+    assert "wants proof of a shared secret: give the client the same security.secret_file" in done.stderr

@@ -141,7 +141,7 @@ def test_the_secret_of_both_ends(tmp_path: Path) -> None:
         assert "has another secret than the aggregator: give both the same security.secret_file" in found[aggregator][1]
         status, found, _ = examine(daemon.addresses)
         assert (status, found["secret"][0], found[aggregator][0]) == (1, "info", "fail")
-        assert "wants proof of a shared secret: give the worker the same" in found[aggregator][1]
+        assert "wants proof of a shared secret: give the client the same" in found[aggregator][1]
         status, found, _ = examine(daemon.addresses, readable)
         assert (status, found["secret"][0], found[aggregator][0]) == (1, "fail", "fail")
         assert "run chmod 600" in found["secret"][1]

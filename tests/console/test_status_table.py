@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from omnireduce.console.status_table import View, duration
-from omnireduce.errors import TransportError
+from omnireduce.errors import RefusedError, TransportError
 from omnireduce.protocol.effects import ABORT_KINDS
 from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic
 
@@ -95,10 +95,20 @@ def test_the_second_look_has_rates() -> None:
 
 
 def test_a_shard_that_does_not_answer() -> None:
-    lines = text(View(), {"a:1": TransportError("cannot reach a:1\x1b[2J"), "b:1": answer(aborts={"lost": 2})})
+    """The table says whether nobody is there, or somebody who refuses, or who says nothing."""
+    unreachable = TransportError("cannot reach a:1\x1b[2J")
+    unreachable.__cause__ = ConnectionRefusedError()
+    answers = {"a:1": unreachable, "b:1": answer(aborts={"lost": 2})}
+    lines = text(View(), answers | {"c:1": RefusedError("no"), "d:1": TransportError("late")})
     assert lines[1] == ["a:1", "down"]
     assert lines[2][-2:] == ["2", "lost"]
-    assert lines[3:] == [["no", "jobs"], ["'cannot", "reach", "a:1\\x1b[2J'"]]
+    assert lines[3:5] == [["c:1", "refused"], ["d:1", "no", "answer"]]
+    assert lines[5:] == [["no", "jobs"], ["'cannot", "reach", "a:1\\x1b[2J'"], ["no"], ["late"]]
+
+
+def test_a_shard_that_drains() -> None:
+    lines = text(View(), {"a:1": answer(draining=True), "b:1": answer()})
+    assert lines[-1] == ["a:1", "drains,", "and", "takes", "no", "new", "jobs"]
 
 
 def test_nothing_is_markup() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually, run_job
 
 from omnireduce import RefusedError
-from omnireduce.config.schema import Aggregator
+from omnireduce.config import Aggregator
 from omnireduce.runtime.shard.reception import MAX_STRANGERS
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 

@@ -164,7 +164,10 @@ def test_the_aggregator_its_service_and_its_configuration_fit_together(settings:
     assert list(config.cluster.aggregators) == [f"{host}:{port}" for port in shards]
     annotations = deployment["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(ports["metrics"])
-    assert pod_of(deployment)["terminationGracePeriodSeconds"] > config.aggregator.drain_s + 10
+    assert (
+        pod_of(deployment)["terminationGracePeriodSeconds"]
+        > config.aggregator.drain_s + config.aggregator.finish_s + 10
+    )
     [mount] = [each for each in container["volumeMounts"] if each["name"] == "configuration"]
     assert container["args"] == ["--config", f"{mount['mountPath']}/{settings.name}"]
     assert container["env"][0]["value"] == container["args"][1]

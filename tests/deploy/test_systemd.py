@@ -36,8 +36,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, ev
 from pod_here import need_pods, pod_command, pod_with
 from transports import over
 
-from omnireduce.config import load_config
-from omnireduce.config.schema import Aggregator
+from omnireduce.config import Aggregator, load_config
 from omnireduce.errors import OmniReduceError
 from omnireduce.transport.stream import READ_BYTES, SMALL_LIMIT
 
@@ -146,7 +145,7 @@ def test_limits_and_times_fit_the_configuration() -> None:
     assert setting("Type") == "notify"
     assert float(setting("WatchdogSec")) > 2 * settings.watchdog_s > 0
     assert setting("LimitMEMLOCK") == "infinity"
-    assert int(setting("TimeoutStopSec")) > settings.drain_s + 5
+    assert int(setting("TimeoutStopSec")) > settings.finish_s + 5
     assert int(setting("LimitNOFILE")) * 3 // 4 > settings.max_ranks
     memory = int(setting("MemoryMax").removesuffix("G")) << 30
     assert memory_bytes(settings) <= memory < 2 * memory_bytes(settings)

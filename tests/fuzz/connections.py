@@ -114,16 +114,20 @@ class FixedNonce(Access):
 
 def stranger(data: bytes) -> str:
     """A whole connection to a shard without a secret."""
-    return _connection(data, None)
+    outcome = _connection(data, None)
+    assert outcome != "AdminAnswer"
+    return outcome
 
 
 def proven(data: bytes) -> str:
     """A whole connection to a shard with a secret, and a team with one: without the right proof nothing begins."""
     outcome = _connection(data, TEAMS)
-    if outcome in ("Welcome", "Aborted", "Goodbye", "Pending"):
+    if outcome in ("Welcome", "Aborted", "Goodbye", "Pending", "AdminAnswer"):
         proofs = [each.proof("worker", WORKER_NONCE, AGGREGATOR_NONCE) in data for each in (SECRET, TEAM_SECRET)]
         assert any(proofs)
-        if not proofs[0]:
+        if not proofs[0] and outcome == "AdminAnswer":
+            assert b"drain" not in data
+        elif not proofs[0]:
             jobs = [each.job for each in hellos(data)]
             assert any(job == TEAM_SECRET.team or job.startswith(f"{TEAM_SECRET.team}.") for job in jobs)
     return outcome
@@ -131,7 +135,7 @@ def proven(data: bytes) -> str:
 
 def _connection(data: bytes, teams: Teams | None) -> str:
     limits = Limits(max_jobs=4, max_world_size=MAX_RANKS, max_job_bytes=MAX_BYTES, join_timeout_s=60.0)
-    server = ShardServer("a:1", [], limits, drain_s=0.0, access=FixedNonce(teams))
+    server = ShardServer("a:1", [], limits, finish_s=0.0, access=FixedNonce(teams))
     said = b""
     with wired() as (link, peer):
         server.adopt(link)

@@ -24,6 +24,7 @@ from messages import (
 )
 from msgspec.msgpack import Ext, encode
 
+from omnireduce.administration import AdminRequest
 from omnireduce.block_program import BlockProgram, packed
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.handshake import Candidate
@@ -32,6 +33,7 @@ from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import (
+    PROTOCOL_VERSION,
     Aborted,
     Cause,
     Challenge,
@@ -65,6 +67,8 @@ MIXED = BlockProgram(
 THROUGH = Descriptor("allreduce", "", "float32", (5, 60), "mean", 16, program=MIXED)
 REFUSAL = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused="x is a list; expected a numpy.ndarray")
 CALLS = [TENSOR, ROWS, HALVES, MOVED, GATHERED, ANY, RAGGED, OBJECT, PARTS, THROUGH, REFUSAL]
+END = AdminRequest(PROTOCOL_VERSION, "end", "a-job")
+END_OF_TEAM = AdminRequest(PROTOCOL_VERSION, "end", "", TEAM_SECRET.team)
 
 
 def control(*messages: ControlMessage) -> bytes:
@@ -191,6 +195,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-runs-of-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
         + data(0, block_message([6, 7, 12, 13], 38, extra=FIRST, runs=[(6, 4)])),
         "another-version": control(msgspec.structs.replace(HELLO, version=99)),
+        "ends-a-job": control(END),  # no drain: those of whom the operator is one would obey
         "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "data-first": data(0, WHOLE),
     },
@@ -200,6 +205,9 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "team-and-a-job-of-others": TEAM_PROVEN + SESSION,
         "team-with-the-secret-of-all": control(TEAM_GREETING) + PROVEN[len(control(GREETING)) :] + SESSION,
         "greeting": control(GREETING),
+        "valid-ends-a-job": PROVEN + control(END),
+        "valid-team-ends-its-jobs": TEAM_PROVEN + control(END_OF_TEAM),
+        "team-ends-jobs-of-others": TEAM_PROVEN + control(msgspec.structs.replace(END_OF_TEAM, team="others")),
         "hello-first": SESSION,
         "false-proof": control(GREETING, Proof(bytes(32)), HELLO),
         "hello-before-proof": control(GREETING, HELLO),

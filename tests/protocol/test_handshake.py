@@ -90,7 +90,7 @@ def test_a_worker_with_a_false_proof_stays_out(what: str) -> None:
 @pytest.mark.parametrize("message", [HELLO, Leave(), Goodbye(), Challenge(A), Proof(SECRET.proof("worker", W, A))])
 def test_before_the_greeting_only_the_greeting_may_come(message: ControlMessage) -> None:
     with pytest.raises(
-        ProtocolError, match=r"wants proof of a shared secret: give the worker the same security\.secret"
+        ProtocolError, match=r"wants proof of a shared secret: give the client the same security\.secret"
     ):
         Gate(TEAMS, A).told(message)
 
@@ -112,7 +112,7 @@ def test_a_gate_is_opened_once() -> None:
 def test_only_one_of_both_has_a_secret() -> None:
     assert Gate(None, A).told(HELLO) is None
     assert Gate(None, A).told(Proof(bytes(32))) is None  # no handshake, so not its business
-    with pytest.raises(ProtocolError, match=r"the worker has a secret, the aggregator has none: give it the same"):
+    with pytest.raises(ProtocolError, match=r"the client has a secret, the aggregator has none: give it the same"):
         opened(None)
 
 
@@ -184,7 +184,7 @@ def test_a_team_has_job_names_of_its_own(team: str) -> None:
     for job in yes:
         assert gate.told(hello_of(job)) is None
     for job in no:
-        with pytest.raises(ProtocolError, match=f"is none of team '{team}': call cluster.job '{team}'") as caught:
+        with pytest.raises(ProtocolError, match=f"is none of team '{team}': set cluster.job to '{team}'") as caught:
             gate.told(hello_of(job))
         assert repr(job) in str(caught.value)
 

@@ -342,15 +342,15 @@ def test_an_expired_job_of_many_ranks_is_described_in_few_words() -> None:
     assert len(refusal(list(membership.expire(30.0)))) < 1000
 
 
-def test_draining_refuses_those_who_wait_and_those_who_come() -> None:
+def test_a_shard_that_stops_refuses_those_who_wait_and_those_who_come() -> None:
     membership = Membership(LIMITS)
     join(membership, 0)
     (running,) = join(membership, 0, 1, job="running")
-    assert refusal(list(membership.drain())) == "the aggregator is shutting down"
+    assert refusal(list(membership.turn_away())) == "the aggregator is shutting down"
     assert membership.deadline is None
     assert "shutting down" in refusal(join(membership, 1))
     membership.finished(running.generation, 0.0)
-    assert list(membership.drain()) == []
+    assert list(membership.turn_away()) == []
 
 
 class Life(RuleBasedStateMachine):
@@ -387,7 +387,7 @@ class Life(RuleBasedStateMachine):
         return started
 
     def admitted(self, admit: Admit) -> None:
-        assert not self.membership.draining
+        assert self.membership.intake.state != "closed"
         assert admit.generation > self.started
         self.started = admit.generation
         said = [msgspec.structs.replace(each, formation=0, ticket=b"") for each in admit.hellos]
@@ -434,7 +434,9 @@ class Life(RuleBasedStateMachine):
         own_running = sum(held[each].team == team for each in self.running)
         fits = bool(others) or (own <= terms.max_ranks and len(own_jobs) + own_running < terms.max_jobs)
         fair = fits and not of_others
-        welcome = rank < world_size and agrees and not is_there and room and fair and not self.membership.draining
+        welcome = (
+            rank < world_size and agrees and not is_there and room and fair and self.membership.intake.state != "closed"
+        )
         started = self.read(self.membership.hello(self.next_key, message, self.now, terms))
         assert bool(started) == (welcome and len(others) + 1 == world_size)
         assert (self.next_key in self.waiting or bool(started)) == welcome
@@ -472,9 +474,9 @@ class Life(RuleBasedStateMachine):
         assert (len(self.waiting) < before) == due
 
     @rule(really=st.integers(0, 9))
-    def drains(self, really: int) -> None:
+    def stops(self, really: int) -> None:
         if really == 0:
-            self.read(self.membership.drain())
+            self.read(self.membership.turn_away())
             assert not self.waiting
 
     @invariant()

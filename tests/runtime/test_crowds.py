@@ -47,7 +47,7 @@ class Crowd:
     def __init__(self, budget: Budget = BUDGET, doors: Sequence[Door] = ()) -> None:
         self.now, self.step = 100.0, 0.0  # how much later each reading of the clock is than the last
         self.server = ShardServer(
-            "a:1", doors, LIMITS, drain_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock
+            "a:1", doors, LIMITS, finish_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock
         )
         self.peers: list[socket.socket] = []
 
@@ -183,7 +183,7 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
 
 def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
-        server = ShardServer("a:1", [Door(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, drain_s=0.0)
+        server = ShardServer("a:1", [Door(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
             free = os.dup(0)
@@ -202,7 +202,7 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
     now = 100.0
     with listen_tcp("127.0.0.1", 0) as one, listen_tcp("127.0.0.1", 0) as other:
         listeners = [Door(each, lambda sock: ShmLink(sock, "peer")) for each in (one, other)]
-        server = ShardServer("a:1", listeners, LIMITS, drain_s=0.0, clock=lambda: now)
+        server = ShardServer("a:1", listeners, LIMITS, finish_s=0.0, clock=lambda: now)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(each.getsockname())) for each in (one, other)]
             with descriptors_below(0):

@@ -76,7 +76,7 @@ def test_all_ranks_are_refused_and_may_come_again(
     monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str
 ) -> None:
     """With the strictest limits: what was left behind would keep the next one out."""
-    server = ShardServer("a:1", [], LIMITS, drain_s=0.0)
+    server = ShardServer("a:1", [], LIMITS, finish_s=0.0)
     with monkeypatch.context() as patch:
         patch.setattr(server, "_make_job", failing(error))
         for answer in joining(server):
@@ -90,7 +90,7 @@ def test_all_ranks_are_refused_and_may_come_again(
 
 def test_a_job_that_fails_late_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory, and its trace. No rank was told before that it may begin."""
-    server = ShardServer("a:1", [], LIMITS, drain_s=0.0)
+    server = ShardServer("a:1", [], LIMITS, finish_s=0.0)
     before = descriptors()
 
     def fail(*_: object, **__: object) -> None:
@@ -110,7 +110,7 @@ def test_a_job_that_fails_late_gives_back_what_it_has(monkeypatch: pytest.Monkey
 
 def test_a_trace_for_which_there_is_no_room(tmp_path: Path) -> None:
     traces = ShardTraces(Trace(folder=str(tmp_path), events=2**50))
-    server = ShardServer("a:1", [], LIMITS, drain_s=0.0, traces=traces)
+    server = ShardServer("a:1", [], LIMITS, finish_s=0.0, traces=traces)
     before = descriptors()
     for answer in joining(server):
         assert isinstance(answer, Refused)

@@ -393,7 +393,7 @@ def test_a_fault_of_ours_costs_one_worker_its_place(monkeypatch: pytest.MonkeyPa
 
 def test_a_relay_that_drains_admits_nobody() -> None:
     bench, third, first = two()
-    bench.effects += bench.relaying.drain()
+    bench.effects += bench.relaying.turn_away()
     bench.come(5, world_size=9)
     for rank in (1, 3, 5):
         assert len(bench.told(rank)) == 1

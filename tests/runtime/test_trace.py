@@ -181,8 +181,13 @@ def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Confi
     assert listeners.shm is not None
     reader, writer = os.pipe()
     made = [Door(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
-    server = ShardServer("here", made, Limits(4, 4, 1 << 30, 60.0), drain_s=10.0, traces=traces)
-    server.stop_when_readable(reader)
+    server = ShardServer("here", made, Limits(4, 4, 1 << 30, 60.0), finish_s=10.0, traces=traces)
+
+    def stop() -> None:
+        server.ignore_when_readable(reader)
+        server.stop()
+
+    server.call_when_readable(reader, stop)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     try:

@@ -57,6 +57,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "aggregator.max_": ("misconfigured", CROWD, "stranger", "shard freeze"),
     "malformed control message": ("garbage",),
     "the aggregator is shutting down": ("drain",),
+    "the aggregator is draining": ("drain",),
     "still waiting for": _ABSENT,
     "no Hello within": ("freeze", "shard freeze", TIME),
     "the same security.secret_file": ("other secret",),

@@ -6,6 +6,7 @@ import selectors
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
+from omnireduce.administration import Order
 from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import BLOCK_WORK, Budget
@@ -18,6 +19,7 @@ from .audit import audit_server, audit_turn
 from .world import Process, World
 
 IDLE_S = 60.0
+DRAIN_S = 1.0  # for jobs that run when a shard drains
 BUSY_TURNS = 2000  # turns in a row that find something to do; more means that the server spins
 
 
@@ -82,7 +84,7 @@ class Shard(Process):
         self.alive, self.supervised, self._due = True, True, None
         self.selector = SimSelector(self._random.shuffle)
         self.server = ShardServer(
-            self.address, [], self.limits, drain_s=5.0, budget=self._budget, access=self._access, clock=self.now,
+            self.address, [], self.limits, finish_s=5.0, budget=self._budget, access=self._access, clock=self.now,
             selector=self.selector, upstream=self._upstream(self),
         )  # fmt: skip
         self._merged: dict[int, int] = {}  # by generation, blocks of results after the last turn
@@ -176,8 +178,21 @@ class Shard(Process):
         self.world.at(self.world.now() + back_after_s, self.start)
 
     def drain(self, back_after_s: float) -> None:
-        """Stop as after SIGTERM. Start again some seconds after the end."""
-        self._back_after_s = back_after_s
+        """Stop as after SIGTERM, in every other millisecond of `back_after_s` with a second for those that run. Start
+        again some seconds after the end."""
+        self._back_after_s, server = back_after_s, self.server
+        if int(back_after_s * 1000) % 2 == 0:
+            self._stop()
+            return
+        server.administration.obey(Order("drain", "the operator"))
+        self._audit()
+        self.wake()
+        self.world.at(self.world.now() + DRAIN_S, lambda: self._stop() if self._is(server) else None)
+
+    def _is(self, server: ShardServer) -> bool:
+        return self.alive and self.server is server
+
+    def _stop(self) -> None:
         self.server.stop()
         self._audit()
         self._last_generation = self.server._membership._next_generation

@@ -124,7 +124,7 @@ def test_a_job_may_be_over_before_a_rank_is_welcome_everywhere() -> None:
     assert (workers(run, 1)[0].ended_at or 99) < 1
 
 
-def assert_one_collective_then_the_drain(run: Cluster) -> None:
+def assert_one_collective_then_the_stop(run: Cluster) -> None:
     for rank in range(2):
         found = error(run, rank)
         assert isinstance(found, AbortedError)
@@ -132,15 +132,24 @@ def assert_one_collective_then_the_drain(run: Cluster) -> None:
         assert workers(run, rank)[0].completed == 1
 
 
-def test_a_shard_that_drains_lets_a_collective_finish() -> None:
+def test_a_shard_that_drains_lets_a_job_end() -> None:
+    run = cluster(work=(SUM, SUM))
+    when(run, 1, joined, lambda _: strike(run, Fault("drain", number=0.001)))
+    assert run.run() == []
+    for rank in range(2):
+        assert workers(run, rank)[0].error is None
+        assert workers(run, rank)[0].completed == 2
+
+
+def test_a_shard_that_stops_lets_a_collective_finish() -> None:
     run = cluster(work=(SUM, SUM))
     when(run, 1, joined, lambda _: strike(run, Fault("worker stall", rank=1, number=2.0)))
     run.world.at(0.5, lambda: strike(run, Fault("drain")))
     assert run.run() == []
-    assert_one_collective_then_the_drain(run)
+    assert_one_collective_then_the_stop(run)
 
 
-def test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_drains() -> None:
+def test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_stops() -> None:
     """Shard 0 is done with the collective. It stops, waits 5 s and hangs up. Only then the results of shard 1 come."""
 
     def delay(worker: Worker) -> None:
@@ -151,10 +160,10 @@ def test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_drains() -
         when(run, rank, joined, delay)
     run.world.at(0.5, lambda: strike(run, Fault("drain")))
     assert run.run() == []
-    assert_one_collective_then_the_drain(run)
+    assert_one_collective_then_the_stop(run)
 
 
-def test_a_shard_that_drains_does_not_wait_for_ever() -> None:
+def test_a_shard_that_stops_does_not_wait_for_ever() -> None:
     run = cluster(work=(SUM, SUM))
     when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=15.0)))
     run.world.at(0.5, lambda: strike(run, Fault("drain")))

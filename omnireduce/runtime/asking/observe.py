@@ -1,4 +1,5 @@
-"""How to ask aggregators for their status: every wait has a bound, and every failure is an answer too."""
+"""How to ask aggregators for their status, or for what else they may do: every wait has a bound, every failure is an
+answer too."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 from omnireduce.addresses import parse_address
+from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import tagged
@@ -102,6 +104,20 @@ def question(link: StreamLink, deadline: float) -> Status:
         after = page.jobs[-1].key
     page.jobs[:] = jobs
     return page
+
+
+def request(address: str, config: Config, timeout_s: float, wanted: AdminRequest, secret: Secret | None) -> int:
+    """Ask the daemon of the aggregator shard at `address` for something; return how many jobs that concerns there.
+
+    Raises what `ask` raises.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.closing(reach(address, config, secret, deadline)) as link:
+        link.send_control(encode_control(wanted))
+        answer = _answer(link, deadline, timeout_s)
+        if not isinstance(answer, AdminAnswer):
+            raise TransportError(f"aggregator {link.peer} answered the request with {type(answer).__name__}")
+        return answer.jobs
 
 
 def _answer(link: StreamLink, deadline: float, timeout_s: float) -> ControlMessage:

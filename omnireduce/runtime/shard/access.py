@@ -7,11 +7,14 @@ import secrets
 import ssl
 from dataclasses import dataclass, field
 
+from omnireduce.administration import AdminRequest, Order
+from omnireduce.errors import ProtocolError
 from omnireduce.protocol.handshake import Gate
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.teams import Teams
 from omnireduce.transport.base import Link
 from omnireduce.transport.shm import ShmLink
+from omnireduce.wire.control import other_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,37 @@ class Access:
         """The gate that a new connection must pass before it may say Hello."""
         return Gate(self.teams, secrets.token_bytes(NONCE_BYTES), self._objection(link))
 
+    def order(self, request: AdminRequest, link: Link, gate: Gate) -> Order:
+        """What the peer may ask of the daemon. Raises ProtocolError if it may not ask for that.
+
+        Who may read the daemon's memory, or knows its own secret, runs the service. A team may end its own jobs.
+        """
+        is_local = isinstance(link, ShmLink) and link.foreign_user is None
+        if wrong := other_version(request.version):
+            raise ProtocolError(wrong)
+        if request.action == "end" and not request.job and not request.team:
+            raise ProtocolError("which jobs are to end? Expected the name of a job or of a team")
+        if is_local or (gate.proved and not gate.team.name):
+            by, team = "the operator", request.team or None
+        elif gate.proved and request.action == "end" and request.team in ("", gate.team.name):
+            by, team = f"team '{gate.team.name}'", gate.team.name
+        else:
+            raise ProtocolError(_NOT_YOURS.format(action=request.text, user=os.geteuid()))
+        return Order(request.action, f"{by} ({link.peer})", request.job, team, request.why)
+
     def _objection(self, link: Link) -> str:
         user = None if self.any_local_user or not isinstance(link, ShmLink) else link.foreign_user
         if user is None:
             return ""
         return (
             f"user {user} may not share memory with an aggregator of user {os.geteuid()}: "
-            "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the worker"
+            "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the client"
         )
 
 
 ANYBODY = Access()
+_NOT_YOURS = (
+    "to {action} is for the operator: for root or user {user} on the aggregator's host, where transport.kind allows "
+    "shm, or for who proves the aggregator's own secret (security.secret_file, without security.team); a team may end "
+    "its own jobs"
+)

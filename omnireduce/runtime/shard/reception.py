@@ -6,11 +6,13 @@ import logging
 import resource
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
 from omnireduce.protocol.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.administration import Administration
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.departures import Departures
@@ -42,8 +44,9 @@ class Reception:
         pages: StatusPages,
         clock: Clock,
         change: Callable[[Admit | Replace | Announce], None],
+        administration: Administration,
     ) -> None:
-        self.access = access
+        self.access, self._administration = access, administration
         self._membership, self._connections, self._departures = membership, connections, departures
         self._questions, self._pages, self._clock, self._change = questions, pages, clock, change
 
@@ -85,6 +88,9 @@ class Reception:
         try:
             message = decode_control(body)
             self._questions.check(connection, message)
+            if connection.hello is None and isinstance(message, AdminRequest):
+                self._obey(connection, message)
+                return False
             answer = connection.gate.told(message)
             if answer is not None:
                 self._connections.say(connection, answer)
@@ -107,6 +113,14 @@ class Reception:
         self._look_at(self._membership.rival(hello))
         self.answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
+
+    def _obey(self, connection: Connection, request: AdminRequest) -> None:
+        """Do what somebody who runs the service asks. Raises ProtocolError if the peer may not ask for that."""
+        order = self.access.order(request, connection.link, connection.gate)
+        log.info("%s asks to %s", order.by, request.text, extra=connection.about("admin"))
+        jobs = self._administration.ask(order)
+        self._connections.say(connection, AdminAnswer(jobs))
+        self._departures.leave(connection)
 
     def _look_at(self, rival: Hashable | None) -> None:
         """A worker that gave up, and asks again at once, may come before the end of its first connection is read."""

@@ -25,6 +25,7 @@ from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.gathering import Meeting, member_name
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.protocol.hello_checks import kin, malformed
+from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.visitor import Visitor, rank_of, seated, status_of
@@ -88,7 +89,7 @@ class Relaying:
         self._running: dict[int, Hello] = {}
         self._held: dict[int, Hello] = {}  # by generation until its memory is released
         self._next_generation = 1
-        self.draining = False
+        self.intake = Intake(limits.join_timeout_s)
 
     @property
     def deadline(self) -> float | None:
@@ -100,6 +101,8 @@ class Relaying:
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
         wrong, temporary = self._objection(hello, terms)
+        if not wrong:
+            wrong, temporary = self.intake.objection(hello, now, gathers=Meeting.of(hello) in self._gathering)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             return
@@ -109,8 +112,6 @@ class Relaying:
 
     def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
         """Why `hello` is not passed on, and whether it may be later; empty when it is."""
-        if self.draining:
-            return "the aggregator is shutting down", True
         wrong = other_version(hello.version) or malformed(hello) or self._limits.over(hello)
         above = len(self._upstream.addresses)
         if not wrong and hello.shards != above:
@@ -179,16 +180,37 @@ class Relaying:
             elif visitor.again_at is not None and now >= visitor.again_at:
                 self._call(visitor)
 
+    @property
+    def gathers(self) -> int:
+        """How many jobs wait for ranks."""
+        return len(self._gathering)
+
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
         return [status_of(list(visitors.values()), now) for visitors in self._gathering.values()]
 
-    def drain(self) -> Iterator[MembershipEffect]:
+    @property
+    def here(self) -> list[Hello]:
+        """A hello of each job that runs, or whose ranks are still leaving."""
+        return list(self._held.values())
+
+    def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
+        """The jobs whose hellos are meant are ended: refuse who waits for one, and who comes again."""
+        for hello in [*self._running.values(), *(each.hello for each in self._visitors.values())]:
+            if is_meant(hello):
+                self.intake.end(hello, reason, now)
+        for visitor in [each for each in self._visitors.values() if is_meant(each.hello)]:
+            yield from self._turn_away(visitor, reason)
+
+    def turn_away(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
-        self.draining = True
+        self.intake.close()
         for visitor in list(self._visitors.values()):
-            yield Answer(visitor.key, Refused("the aggregator is shutting down", temporary=True))
-            self.gone(visitor.key, self._clock(), Cause(f"aggregator {self._name}", "shutting down"))
+            yield from self._turn_away(visitor, SHUTTING_DOWN, temporary=True)
+
+    def _turn_away(self, visitor: Visitor, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
+        yield Answer(visitor.key, Refused(reason, temporary))
+        self.gone(visitor.key, self._clock(), Cause(f"aggregator {self._name}", reason))
 
     def close(self) -> None:
         """The shard ends: connect to nobody any more."""
@@ -356,6 +378,7 @@ class Relaying:
             self._take_out(each.key)
             self._selector.unregister(link)
         self._running[generation] = self._held[generation] = needs
+        self.intake.begins(needs)
         relayed = Relayed(visitor.address, [own for _, own, _ in members], [link for *_, link in members])
         yield Admit(generation, visitor.hello.job, [each.key for each, *_ in members], hellos, relayed)
 

@@ -25,6 +25,7 @@ from omnireduce.protocol.membership import Membership
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
+from omnireduce.runtime.shard.administration import Administration
 from omnireduce.runtime.shard.aside import Aside
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
@@ -58,7 +59,7 @@ class ShardServer:
         doors: Sequence[Door],
         limits: Limits,
         *,
-        drain_s: float,
+        finish_s: float,
         hello_timeout_s: float = 10.0,
         access: Access = ANYBODY,
         upstream: Upstream | None = None,
@@ -71,7 +72,7 @@ class ShardServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
-        self._clock, self._drain_s, self._wake_at = clock, drain_s, clock()
+        self._clock, self._finish_s, self._wake_at = clock, finish_s, clock()
         self._make_job: JobFactory = partial(
             Job,
             clock=clock,
@@ -96,13 +97,15 @@ class ShardServer:
         self._questions, self._turns = Questions(clock), Turns(clock, budget)
         self._aside = Aside(self._selector, self._connections, self._turns)
         self._departures = Departures(self._connections, self._questions, self._membership, clock)
+        self._jobs: dict[int, Job] = {}
+        self.administration = Administration(self._membership, self._jobs, self._answer, clock)
         self._reception = Reception(
             access=access, membership=self._membership, connections=self._connections, departures=self._departures,
             questions=self._questions, pages=self._pages, clock=clock, change=self._change,
+            administration=self.administration,
         )  # fmt: skip
-        self._jobs: dict[int, Job] = {}
         self._settled_until = UNSETTLED  # until then nothing is to be done but for jobs
-        self._drain_deadline: float | None = None
+        self._stop_by: float | None = None
         self._stops_after_jobs = False
         self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
 
@@ -134,32 +137,32 @@ class ShardServer:
         self._listening.close()
 
     def stop(self) -> None:
-        """Admit nobody any more, let running collectives finish for `drain_s`, then end."""
-        if self._drain_deadline is None:
+        """Admit nobody any more, let running collectives finish for `finish_s`, then end."""
+        if self._stop_by is None:
             self._settled_until = UNSETTLED
-            self._drain_deadline = self._clock() + self._drain_s
-            self._reception.answer(self._membership.drain())
+            self._stop_by = self._clock() + self._finish_s
+            self._reception.answer(self._membership.turn_away())
 
     @property
     def stopped(self) -> bool:
-        return self._drain_deadline is not None and not self._connections
+        return self._stop_by is not None and not self._connections
 
-    def stop_when_readable(self, descriptor: int, *, after_jobs: bool = False) -> None:
-        """Stop as soon as `descriptor` becomes readable or its other end is closed. With `after_jobs`: once no job runs
-        after that."""
+    def stop_after_jobs_when_readable(self, descriptor: int) -> None:
+        """As soon as `descriptor` becomes readable or its other end is closed: stop once no job runs any more."""
 
         def stop() -> None:
-            self._selector.unregister(descriptor)
-            if after_jobs:
-                self._stops_after_jobs = True
-            else:
-                self.stop()
+            self.ignore_when_readable(descriptor)
+            self._stops_after_jobs = True
 
-        self._selector.register(descriptor, selectors.EVENT_READ, stop)
+        self.call_when_readable(descriptor, stop)
 
     def call_when_readable(self, descriptor: int, call: Callable[[], None]) -> None:
         """Call `call` whenever `descriptor` is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, call)
+
+    def ignore_when_readable(self, descriptor: int) -> None:
+        """Do not look at `descriptor` any more."""
+        self._selector.unregister(descriptor)
 
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
@@ -238,7 +241,7 @@ class ShardServer:
             self._feed(connection, connection.job, events)
             return
         self._settled_until = UNSETTLED
-        if connection.leaving and self._clock() < (self._drain_deadline or 0.0):
+        if connection.leaving and self._clock() < (self._stop_by or 0.0):
             self._departures.hear(connection, events)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
             self._departures.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
@@ -255,16 +258,19 @@ class ShardServer:
 
     def _others_deadline(self) -> float:
         """When something is to be done for others than jobs, if nothing happens before."""
-        drained_at = self._drain_deadline if self._jobs or self._connections.staying else None
+        stopped_at = self._stop_by if self._jobs or self._connections.staying else None
         others = self._connections.strangers, self._connections.leavers, self._questions, self._listening
-        deadlines = [self._membership.deadline, drained_at, *(each.deadline for each in others)]
+        deadlines = [self._membership.deadline, stopped_at, *(each.deadline for each in others)]
         return min([at for at in deadlines if at is not None], default=math.inf)
 
     def _tell_status(self) -> None:
         for connection, request in self._questions.take():
             try:
                 gathering, team = self._membership.gathering(self._clock()), connection.gate.team.name
-                page = self._pages.page(request, self._jobs.values(), gathering, len(self._connections), team)
+                page = self._pages.page(
+                    request, self._jobs.values(), gathering,
+                    connections=len(self._connections), team=team, draining=self.administration.draining,
+                )  # fmt: skip
                 self._connections.say(connection, page)
             except Exception as error:  # a bug of ours
                 self._contain(error, None, connection)
@@ -354,15 +360,15 @@ class ShardServer:
         self._listening.resume(now)
         if self._stops_after_jobs and not self._jobs:
             self.stop()
-        if self._drain_deadline is not None:
-            self._drain(now >= self._drain_deadline)
+        if self._stop_by is not None:
+            self._finish(now >= self._stop_by)
         else:
             self._settled_until = self._others_deadline()
 
-    def _drain(self, overdue: bool) -> None:
+    def _finish(self, overdue: bool) -> None:
         why = "shutting down"
         if overdue:
-            why += f"; collectives did not finish within {self._drain_s:g} s"
+            why += f"; collectives did not finish within {self._finish_s:g} s"
             self._departures.send_away(Cause(f"aggregator {self.name}", why))
         for job in list(self._jobs.values()):
             idle = job.machine.idle

@@ -38,8 +38,10 @@ class StatusPages:
         request: StatusRequest,
         running: Collection[Job],
         gathering: Collection[JobStatus],
+        *,
         connections: int,
         team: str = "",
+        draining: bool = False,
     ) -> Status:
         """The answer to a request. A peer that has proved the secret of `team` sees its jobs; "" may see all jobs."""
         now, traffic = self._clock(), Traffic()
@@ -65,6 +67,7 @@ class StatusPages:
             refused=self.refused,
             jobs=jobs,
             more=more,
+            draining=draining,
         )
 
 

@@ -8,6 +8,7 @@ _MEMBERSHIP = "omnireduce.protocol.membership"
 _CHECKS = "omnireduce.protocol.hello_checks"
 _GATHERING = "omnireduce.protocol.gathering"
 _DOOMED = "omnireduce.protocol.doomed"
+_INTAKE = "omnireduce.protocol.intake"
 _LIMITS = "omnireduce.protocol.limits"
 
 MUTATIONS = (
@@ -59,8 +60,8 @@ MUTATIONS = (
         "versions are not checked",
         _MEMBERSHIP,
         "a worker of another version is admitted",
-        "return other_version(hello.version) or malformed",
-        "return malformed",
+        "temporary = other_version(hello.version) or malformed",
+        "temporary = malformed",
         within=2000,
     ),
     Mutation(
@@ -155,19 +156,19 @@ MUTATIONS = (
         fault="crash",
     ),
     Mutation(
-        "a draining shard admits",
-        _MEMBERSHIP,
+        "a shard that stops admits",
+        _INTAKE,
         "a shard that stops takes new jobs",
-        "        if self.draining:\n",
-        "        if self.draining and not self._limits:\n",
+        '        if self.state == "closed":\n',
+        "        if False:\n",
         within=2000,
     ),
     Mutation(
-        "a draining shard forgets who waits",
+        "a shard that stops forgets who waits",
         _MEMBERSHIP,
         "those who wait for their peers are not told that the shard stops",
-        '                yield Answer(key, Refused("the aggregator is shutting down", temporary=True))\n',
-        "                yield from ()\n",
+        "            yield from self._disband(meeting, SHUTTING_DOWN, temporary=True)\n",
+        "            self._close(meeting)\n",
         within=2000,
     ),
     Mutation(

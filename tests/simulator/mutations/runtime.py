@@ -136,11 +136,11 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "draining has no end",
+        "stopping has no end",
         _SERVER,
         "a shard that is told to stop waits for a frozen rank",
-        "            self._drain(now >= self._drain_deadline)\n",
-        "            self._drain(False)\n",
+        "            self._finish(now >= self._stop_by)\n",
+        "            self._finish(False)\n",
         within=4000,
     ),
     Mutation(

@@ -1,0 +1,62 @@
+"""Whether the daemon drains, and what its shards say of that."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from omnireduce.administration import Order
+from omnireduce.aggregator.family import Child
+
+LEAST_S = 1.0  # who asks the shards of a daemon one after another finds the last of them, too
+
+
+class Draining:
+    """From `begin` on the shards take no new jobs. The daemon ends when no job is on any of them, or at `until`."""
+
+    def __init__(self) -> None:
+        self.order: Order | None = None  # that of the drain; None: the daemon takes jobs
+        self.until = math.inf
+        self._since = 0.0
+        self._here: dict[Child, int] = {}  # jobs, of those who have said how many
+
+    @property
+    def stops(self) -> bool:
+        """It is not taken back any more."""
+        return self.order is not None and self.order.stops
+
+    def begin(self, order: Order, limit_s: float = math.inf) -> None:
+        """Begin to drain. If the daemon drains already, it may stop from now on."""
+        if not self.stops and (self.order is None or order.stops):
+            now = time.monotonic()
+            self.order, self.until, self._since = order, now + limit_s, now
+
+    def take_back(self) -> None:
+        """Take jobs again, unless the daemon stops."""
+        if not self.stops:
+            self.order, self.until = None, math.inf
+            self._here.clear()
+
+    def note(self, shard: Child, jobs: int) -> None:
+        """A shard has said how many jobs are there."""
+        if self.order is not None:
+            self._here[shard] = jobs
+
+    def forget(self, shard: Child) -> None:
+        """A shard has died; the process that takes its place knows of nothing."""
+        self._here.pop(shard, None)
+
+    def unheard(self, shards: list[Child]) -> list[Child]:
+        """The shards that have said nothing yet."""
+        return [shard for shard in shards if shard not in self._here]
+
+    def jobs(self) -> int:
+        """How many jobs are here: each is on all shards that it uses."""
+        return max(self._here.values(), default=0)
+
+    def is_over(self, shards: list[Child], now: float) -> bool:
+        """Whether the daemon may end."""
+        if self.order is None:
+            return False
+        is_early = now < self._since + LEAST_S and not self.order.stops
+        return now >= self.until or not (is_early or self.unheard(shards) or self.jobs())

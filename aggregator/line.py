@@ -1,0 +1,75 @@
+"""How the supervisor and one of its children talk: a pair of sockets on which each message is one packet.
+
+Down go orders. Up go those that somebody has asked of a shard and, while it drains, how many jobs are there. When the
+supervisor closes its end, or dies, the child stops.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+
+from omnireduce.administration import Order
+
+LONGEST = 16384  # bytes of a packet
+AT_ONCE = 64  # packets that are read in a row
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """So many jobs run or gather on a shard that drains."""
+
+    jobs: int
+
+
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """Somebody has asked this of a shard, which has done its part."""
+
+    order: Order
+
+
+Message = Here | Asked | Order
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class Line:
+    """One end. Nothing here waits."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._end, self.over = end, False
+
+    @classmethod
+    def pair(cls) -> tuple[Line, Line]:
+        """The two ends of a new line."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(one), cls(other)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def say(self, message: Message) -> bool:
+        """Send a message; return whether the other end will get it."""
+        try:
+            self._end.send(msgspec.msgpack.encode(message))
+        except OSError:  # it is gone, or has not read for long
+            return False
+        return True
+
+    def hear(self) -> Iterator[Message]:
+        """The messages that have come. `over` when the other end is closed."""
+        for _ in range(AT_ONCE):
+            try:
+                packet = self._end.recv(LONGEST)
+            except BlockingIOError:
+                return
+            except OSError:  # it died with messages unread
+                packet = b""
+            if not packet:
+                self.over = True
+                return
+            yield _decoder.decode(packet)
+
+    def close(self) -> None:
+        self._end.close()

@@ -1,0 +1,139 @@
+"""`omnireduce drain` and `omnireduce end-job`: what those who run the service ask of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import click
+
+from omnireduce.administration import Action, AdminRequest
+from omnireduce.config import Config, override_config
+from omnireduce.config.schema import URGENT
+from omnireduce.errors import OmniReduceError
+from omnireduce.runtime.asking.observe import AT_ONCE, ask_all, request
+from omnireduce.secret import load_secret
+from omnireduce.status import Status
+from omnireduce.wire.control import PROTOCOL_VERSION
+from omnireduce.wire.words import listed, shown
+
+ANSWER_S = 5.0  # for one aggregator
+LOOK_S = 0.5  # between two looks at aggregators that drain
+UNDO = "`omnireduce drain --undo` takes that back"
+
+
+class Administrator:
+    """Asks the aggregators at `addresses`. Raises ConfigError for a malformed address, and when the secret cannot be
+    used."""
+
+    def __init__(self, addresses: Sequence[str], config: Config) -> None:
+        wanted = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
+        self._config = override_config(config, wanted, source="HOST:PORT")
+        self._secret = load_secret(config.security)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self._config.cluster.aggregators
+
+    def ask(self, action: Action, **details: str) -> dict[str, int]:
+        """Ask all. Print who refuses or does not answer. Return the answers of the others: how many jobs that concerns
+        there."""
+        wanted = AdminRequest(PROTOCOL_VERSION, action, **details)
+
+        def answer(address: str) -> int | OmniReduceError:
+            try:
+                return request(address, self._config, ANSWER_S, wanted, self._secret)
+            except OmniReduceError as error:
+                return error
+
+        with ThreadPoolExecutor(min(len(self.addresses), AT_ONCE)) as pool:
+            answers = dict(zip(self.addresses, pool.map(answer, self.addresses), strict=True))
+        for error in answers.values():
+            if isinstance(error, OmniReduceError):
+                click.echo(f"Error: {shown(str(error))}", err=True)
+        return {address: each for address, each in answers.items() if not isinstance(each, OmniReduceError)}
+
+    def statuses(self, addresses: Sequence[str]) -> dict[str, Status | OmniReduceError]:
+        """What they say of themselves now, or why they say nothing."""
+        answers = ask_all(addresses, self._config, ANSWER_S, secret=self._secret)
+        return dict(zip(addresses, answers, strict=True))
+
+    def report_missing(self, meant: str) -> None:
+        """Say that no job was meant, and which jobs there are."""
+        answers = self.statuses(self.addresses).values()
+        names = sorted({job.name for each in answers if isinstance(each, Status) for job in each.jobs})
+        there = f"there are {listed(list(map(shown, names)))}" if names else "there are no jobs"
+        click.echo(f"Error: no {meant} at {listed(list(self.addresses))}; {there}", err=True)
+
+
+def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> bool:
+    """End the jobs called `job` of `team` (empty: all). Return whether all aggregators did as they were asked, and some
+    job was meant."""
+    found = administrator.ask("end", job=job, team=team, why=why)
+    meant = (f"job '{job}'" if job else "job") + (f" of team '{team}'" if team else "")
+    if found and not any(found.values()):
+        administrator.report_missing(meant)
+        return False
+    jobs = max(found.values(), default=0)  # one shard tells the others of its daemon, which then find no such job
+    click.echo(f"ended {jobs} {'job' if jobs == 1 else 'jobs'}")
+    return len(found) == len(administrator.addresses)
+
+
+def take_back(administrator: Administrator) -> bool:
+    """Let aggregators that drain take jobs again. Return whether all do."""
+    found = administrator.ask("resume")
+    for address in found:
+        click.echo(f"{address} takes new jobs")
+    return len(found) == len(administrator.addresses)
+
+
+def drain(administrator: Administrator, timeout_s: float) -> bool:
+    """Let the aggregators drain, and wait until they have ended, for `timeout_s` at most. Return whether all have."""
+    asked_at = time.monotonic()
+    found = administrator.ask("drain")
+    for address, jobs in found.items():
+        click.echo(f"{address} drains: {jobs} {'job is' if jobs == 1 else 'jobs are'} here")
+    try:
+        have_ended = not timeout_s or _wait(administrator, list(found), asked_at, timeout_s)
+    except KeyboardInterrupt:
+        click.echo(f"the aggregators go on draining; {UNDO}", err=True)
+        raise
+    return have_ended and len(found) == len(administrator.addresses)
+
+
+def _wait(administrator: Administrator, draining: Sequence[str], asked_at: float, timeout_s: float) -> bool:
+    said = ""
+    while draining:
+        answers, elapsed_s = administrator.statuses(draining), time.monotonic() - asked_at
+        draining = [address for address, answer in answers.items() if not _has_ended(answer, elapsed_s)]
+        for address in answers.keys() - set(draining):
+            click.echo(f"{address} has drained, and ended")
+        here = {address: answers[address] for address in draining}
+        undone = [address for address, answer in here.items() if isinstance(answer, Status) and not answer.draining]
+        if undone:
+            click.echo(f"Error: {listed(undone)} takes new jobs again: somebody has taken the drain back", err=True)
+            return False
+        text = _waited_for(here)
+        if draining and elapsed_s >= timeout_s:
+            more = f"the drain goes on. Wait again, or end what is left (omnireduce end-job), or {UNDO}"
+            click.echo(f"Error: still waiting for {text} after {timeout_s:g} s; {more}", err=True)
+            return False
+        if draining and text != said:
+            click.echo(f"waiting for {text}", err=True)
+        said = text
+        time.sleep(LOOK_S if draining else 0)
+    return True
+
+
+def _has_ended(answer: Status | OmniReduceError, elapsed_s: float) -> bool:
+    """Whether an aggregator that was told to drain has ended. Another one may run there by now."""
+    if isinstance(answer, Status):
+        return not answer.draining and answer.uptime_s < elapsed_s
+    return isinstance(answer.__cause__, ConnectionRefusedError)
+
+
+def _waited_for(here: Mapping[str, Status | OmniReduceError]) -> str:
+    """The jobs that are there or, where nothing is known of any, the aggregators."""
+    jobs = {job.name.removesuffix(URGENT) for each in here.values() if isinstance(each, Status) for job in each.jobs}
+    return listed([f"job '{shown(name)}'" for name in sorted(jobs)] or [*here])

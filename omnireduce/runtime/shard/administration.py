@@ -1,0 +1,79 @@
+"""What those who run the service ask of a shard: to drain, and to end jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from omnireduce.administration import Order
+from omnireduce.config.schema import URGENT
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.admissions import MembershipEffect
+from omnireduce.protocol.membership import Membership
+from omnireduce.runtime.driver import Clock
+from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.relaying import Relaying
+from omnireduce.wire.control import Cause
+
+
+class Administration:
+    """Does what is asked. `jobs` run on the shard; `answer` tells those who wait what `membership` has decided.
+
+    `pass_on` tells the rest of the daemon what somebody has asked of this shard.
+    """
+
+    def __init__(
+        self,
+        membership: Membership | Relaying,
+        jobs: Mapping[int, Job],
+        answer: Callable[[Iterable[MembershipEffect]], None],
+        clock: Clock,
+    ) -> None:
+        self._membership, self._jobs, self._answer, self._clock = membership, jobs, answer, clock
+        self._stops = False
+        self.pass_on: Callable[[Order], None] = lambda order: None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the shard takes no new jobs."""
+        return self._membership.intake.state != "open"
+
+    @property
+    def here(self) -> int:
+        """How many jobs run or gather."""
+        return len(self._jobs) + self._membership.gathers
+
+    def ask(self, order: Order) -> int:
+        """Somebody asks this shard: obey, and tell the rest of the daemon. Return how many jobs that concerns.
+
+        Raises ProtocolError if the daemon cannot be told.
+        """
+        if self._stops and order.action == "resume":
+            raise ProtocolError("the aggregator stops, which cannot be taken back")
+        if order.action != "drain" or not self.draining:
+            self.pass_on(order)
+        return self.obey(order)
+
+    def obey(self, order: Order) -> int:
+        """Do what is asked of the daemon. Return how many jobs that concerns."""
+        if order.action == "end":
+            return self._end(order)
+        self._stops |= order.stops
+        if order.action == "drain":
+            self._membership.intake.drain(self._membership.here)
+        elif not self._stops:
+            self._membership.intake.resume()
+        return self.here
+
+    def _end(self, order: Order) -> int:
+        meant = [job for job in self._jobs.values() if order.means(job.name, job.team)]
+        names = {(job.name.removesuffix(URGENT), job.team) for job in meant}
+        names |= {
+            (each.name.removesuffix(URGENT), each.team)
+            for each in self._membership.gathering(self._clock())
+            if order.means(each.name, each.team)
+        }
+        reason = f"{order.by} {order.reason}"
+        self._answer(self._membership.end(lambda hello: order.means(hello.job, hello.team), reason, self._clock()))
+        for job in meant:
+            job.abort(Cause(order.by, order.reason), "ended")
+        return len(names)

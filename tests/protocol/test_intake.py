@@ -1,0 +1,122 @@
+"""Which jobs a shard takes while it drains, and when it stops; jobs that somebody has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from elastic_hellos import LIMITS, come, hello, running
+
+from omnireduce.protocol.admissions import Admit, Answer
+from omnireduce.protocol.intake import DRAINING, MAX_ENDED, SHUTTING_DOWN, Intake
+from omnireduce.protocol.membership import Membership
+from omnireduce.wire.control import Pending, Refused
+
+FIXED = {"smallest": 0, "settle_s": 0.0}
+WHY = "the operator ended this job"
+
+
+def drained(membership: Membership) -> Membership:
+    membership.intake.drain(membership.here)
+    return membership
+
+
+def refusal(effects: list[Any]) -> tuple[str, bool]:
+    (answer,) = effects
+    assert isinstance(answer.message, Refused)
+    return answer.message.reason, answer.message.temporary
+
+
+def test_a_job_that_gathers_may_begin_and_a_new_one_may_not() -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, largest=2, **FIXED)
+    drained(membership)
+    assert refusal(come(membership, 1, largest=2, job="new", **FIXED)) == (DRAINING, True)
+    (admit,) = come(membership, 1, largest=2, **FIXED)
+    assert isinstance(admit, Admit)
+    assert refusal(come(membership, 0, largest=2, **FIXED)) == (DRAINING, True)  # a second start of it is a new job
+
+
+def test_an_elastic_job_may_be_formed_anew_and_taken_up_again() -> None:
+    membership = Membership(LIMITS)
+    first = running(membership, 0, 1)
+    drained(membership)
+    assert isinstance(come(membership, 5, largest=2)[0].message, Pending)  # it was started again
+    membership.gone(5, 0.0)
+    membership.finished(first.generation, 0.0)
+    membership.released(first.generation)
+    come(membership, 0, largest=2, survivor=True)
+    (again,) = come(membership, 1, largest=2, survivor=True)
+    assert isinstance(again, Admit)
+    assert refusal(come(membership, 2, largest=1, job="other")) == (DRAINING, True)
+
+
+def test_a_formation_of_a_job_that_began_while_it_drained_is_known() -> None:
+    membership, there = Membership(LIMITS), {"shard": 1, "shards": 2, "smallest": 0, "largest": 2}
+    come(membership, 0, formation=7, **there)
+    drained(membership)
+    assert isinstance(come(membership, 1, formation=7, **there)[0], Admit)
+    assert isinstance(come(membership, 2, formation=8, **(there | {"largest": 3}))[0].message, Pending)
+    assert refusal(come(membership, 1, formation=8, job="new", **there)) == (DRAINING, True)
+
+
+def test_what_is_taken_back_is_forgotten() -> None:
+    membership = drained(Membership(LIMITS))
+    membership.intake.resume()
+    assert isinstance(come(membership, 0)[0].message, Pending)
+    assert refusal(list(membership.turn_away())) == (SHUTTING_DOWN, True)
+    for change in (membership.intake.resume, lambda: membership.intake.drain([])):
+        change()  # a shard that stops goes on to stop
+        assert refusal(come(membership, 1)) == (SHUTTING_DOWN, True)
+
+
+def test_a_job_that_was_ended_does_not_come_back() -> None:
+    """Not its survivors, nor those of its launch who are started again; who waits for it is refused at once."""
+    membership = Membership(LIMITS)
+    old = running(membership, 0, 1)
+    come(membership, 7, largest=2)
+    answers = list(membership.end(lambda spec: spec.job == "job", WHY, 5.0))
+    assert answers == [Answer(7, Refused(WHY))]
+    membership.finished(old.generation, 5.0)
+    assert refusal(come(membership, 0, largest=2, survivor=True, now=6.0)) == (WHY, False)
+    assert isinstance(come(membership, 1, largest=2, now=6.0)[0].message, Pending)  # by hand: perhaps another start
+    membership.gone(1, 6.0)
+    late = 5.0 + LIMITS.join_timeout_s
+    assert isinstance(come(membership, 0, largest=2, survivor=True, now=late)[0].message, Pending)
+
+
+def test_of_a_launch_nobody_comes_back() -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, launch="one", largest=2, **FIXED)
+    list(membership.end(lambda spec: True, WHY, 0.0))
+    assert refusal(come(membership, 1, launch="one", largest=2, **FIXED)) == (WHY, False)
+    assert isinstance(come(membership, 1, launch="two", largest=2, **FIXED)[0].message, Pending)
+    assert isinstance(come(membership, 0, launch="one", largest=2, job="other", **FIXED)[0].message, Pending)
+
+
+def test_only_those_that_are_meant_end() -> None:
+    membership = Membership(LIMITS)
+    come(membership, 0, job="a")
+    come(membership, 1, job="b")
+    assert list(membership.end(lambda spec: spec.job == "b", WHY, 0.0)) == [Answer(1, Refused(WHY))]
+    assert membership.gathers == 1
+
+
+def test_a_shard_remembers_a_bounded_number_of_jobs() -> None:
+    intake = Intake(30.0)
+    for number in range(MAX_ENDED + 3):
+        intake.end(hello(0, job=f"job{number}", launch="x"), WHY, 0.0)
+    assert len(intake._ended) == MAX_ENDED
+    assert intake.objection(hello(0, job="job2", launch="x"), 1.0, gathers=False) == ("", False)
+    assert intake.objection(hello(0, job="job3", launch="x"), 1.0, gathers=False) == (WHY, False)
+    intake.end(hello(0, job="late", launch="x"), WHY, 40.0)
+    assert len(intake._ended) == 1
+
+
+@pytest.mark.parametrize("state", ["open", "draining"])
+def test_a_second_drain_changes_nothing(state: str) -> None:
+    intake = Intake(30.0)
+    if state == "draining":
+        intake.drain([hello(0)])
+    intake.drain([])
+    assert intake.objection(hello(1, survived=3), 0.0, gathers=False)[0] == ("" if state == "draining" else DRAINING)
