@@ -24,7 +24,7 @@ from itertools import groupby
 
 import numpy as np
 
-from omnireduce.data_parallel.requests import JOIN, WITHOUT_DATA, Batch, Request, fused
+from omnireduce.data_parallel.requests import JOIN, REFUSAL, WITHOUT_DATA, Batch, Request, fused
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
@@ -76,6 +76,11 @@ class Agreement:
     def has_rounds(self) -> bool:
         return not self._order
 
+    @property
+    def has_room(self) -> bool:
+        """Whether this rank may be ready for one more."""
+        return len(self.pending) < MOST_PENDING
+
     def submit(self, request: Request) -> None:
         """This rank is ready for it. Raises UsageError."""
         name = request.name
@@ -89,7 +94,7 @@ class Agreement:
             return
         if name in self.pending:
             raise UsageError(f"'{name}' is under way already: wait for it, or choose another name")
-        if len(self.pending) >= MOST_PENDING:
+        if not self.has_room:
             raise UsageError(f"{MOST_PENDING} collectives are under way already: wait for some of them")
         if JOIN in self.pending:
             raise UsageError(f"'{name}' after join: this rank has said that it has no more data")
@@ -100,6 +105,11 @@ class Agreement:
         if known is None or known.of(self._rank) != request:
             self._news[name] = request
         self._has_others = self._has_others or name not in self._members
+
+    def withdraw(self, name: str) -> None:
+        """This rank is not ready for it any more."""
+        self.pending.pop(name, None)
+        self._news.pop(name, None)
 
     def request(self, name: str) -> Request:
         """What all ranks have asked for by this name, which was agreed."""
@@ -153,6 +163,9 @@ class Agreement:
         """What is asked for by this name, and why it cannot be done: empty if it can."""
         asked = {rank: known.of(rank) for rank in range(self._size) if name == JOIN or rank not in self.joined}
         request = next(each for each in asked.values() if each is not None)
+        for rank, each in asked.items():
+            if each is not None and each.kind == REFUSAL:
+                return request, f"rank {rank} refused '{name}': {each.terms}"
         if len(set(asked.values())) > 1:
             return request, _difference(name, asked)
         if name != JOIN and self.joined and request.kind not in WITHOUT_DATA:

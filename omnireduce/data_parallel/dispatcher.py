@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import numpy as np
 
 from omnireduce.data_parallel.agreement import Agreement
 from omnireduce.data_parallel.buffers import Buffer
-from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_nothing, together
+from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_nothing, refusing, together
 from omnireduce.data_parallel.pictured import Pictured
-from omnireduce.data_parallel.requests import JOIN, Batch, Request
+from omnireduce.data_parallel.requests import JOIN, REFUSAL, Batch, Request
 from omnireduce.data_parallel.stalls import MOST_TOLD, Ready, in_words, stalls
+from omnireduce.data_parallel.tasks import Failed, Task
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
@@ -28,37 +30,6 @@ log = logging.getLogger("omnireduce")
 LONGEST_PAUSE_S = 0.05  # between rounds that have brought nothing
 MOST_BUFFERS = 256
 MARKED_BYTES = 1 << 20  # an array of up to so many is copied, so that a mark can travel with it
-
-
-class Failed(NamedTuple):
-    """In place of a result."""
-
-    error: Exception
-
-
-class Task:
-    """A collective that was submitted."""
-
-    __slots__ = ("_dispatcher", "error", "is_done", "operation", "result", "since")
-
-    def __init__(self, dispatcher: Dispatcher, operation: Operation) -> None:
-        self._dispatcher, self.operation, self.since = dispatcher, operation, time.monotonic()
-        self.is_done = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self.is_done
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Return the result. Raises UsageError where ranks differ about it, TimeoutError after `timeout_s` seconds (it
-        may be waited for again), and what ends the job."""
-        if not self.is_done:
-            self._dispatcher.wait_for(self, timeout_s)
-        if self.error is not None:
-            raise self.error.with_traceback(None)  # it may be that of many tasks
-        return self.result
 
 
 class Statistics(NamedTuple):
@@ -83,6 +54,7 @@ class Dispatcher:
         self._patience_s = min(limits) / 2  # for a batch without a round; then ranks meet in rounds again
         self._pictured = Pictured(comm)
         self._tasks: dict[str, Task] = {}
+        self._refused: dict[str, deque[str]] = {}  # by name, why this rank has refused it, each time anew
         self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
         self._buffers: dict[tuple[Request, ...], Buffer] = {}
         self._lock: Any = threading.RLock()  # a signal handler may close on top of a thread that submits
@@ -96,28 +68,58 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, operation: Operation) -> Task:
-        """This rank is ready for it. Raises UsageError, and what has ended the job."""
-        task, name = Task(self, operation), operation.request.name
+        """This rank is ready for it. What it has refused by the same name comes first. Raises UsageError, and what has
+        ended the job."""
+        name = operation.request.name
         self._check_process()
         with self._work:
+            if self._refused and name == JOIN:
+                self._withdraw_refusals()
+            elif self._refused:
+                self._over.wait_for(lambda: name not in self._refused)
             if self._error is not None:
                 raise self._error.with_traceback(None)
             if name in self._tasks or (name == JOIN and self._tasks):
-                self._refuse(name)
-            self._machine.submit(operation.request)
-            self._tasks[name] = task
-            self._fresh = True
+                self._raise_because_of(name)
+            task = self._begin(operation)
             self._pictured.submitted(operation.request)
-            if self._machine.has_rounds or self._is_next:
-                self._work.notify()
         return task
+
+    def _begin(self, operation: Operation) -> Task:
+        self._machine.submit(operation.request)
+        task = self._tasks[operation.request.name] = Task(self, operation)
+        self._fresh = True
+        if self._machine.has_rounds or self._is_next:
+            self._work.notify()
+        return task
+
+    def refuse(self, name: str, why: str) -> None:
+        """This rank refuses what it was asked to do by this name: the others, which wait for it, get an error. What has
+        this name and is under way comes first."""
+        with self._work:
+            if self._error is None and JOIN not in self._tasks and os.getpid() == self._process:
+                self._refused.setdefault(name, deque()).append(why)
+                self._begin_refusals()
+
+    def _begin_refusals(self) -> None:
+        for name, reasons in self._refused.items():
+            if name not in self._tasks and self._machine.has_room:
+                self._begin(refusing(name, reasons[0]))
 
     def _check_process(self) -> None:
         """Raises ClosedError in a forked child: the thread has stayed with the parent, and perhaps had the lock."""
         if os.getpid() != self._process:
             raise ClosedError(f"this process {FORKED}")
 
-    def _refuse(self, name: str) -> None:
+    def _withdraw_refusals(self) -> None:
+        """A rank that joins keeps nobody waiting."""
+        for name in self._refused:
+            if name in self._tasks and self._tasks[name].operation.request.kind == REFUSAL:
+                self._machine.withdraw(name)
+                del self._tasks[name]
+        self._refused.clear()
+
+    def _raise_because_of(self, name: str) -> None:
         if name == JOIN and name not in self._tasks:
             raise UsageError(f"join while '{next(iter(self._tasks))}' is under way: wait for it first")
         raise UsageError(f"'{name}' is under way already: wait for it, or choose another name")
@@ -177,6 +179,7 @@ class Dispatcher:
             for task in self._tasks.values():
                 task.error, task.is_done = error, True
             self._tasks.clear()
+            self._refused.clear()
             self._over.notify_all()
 
     @property
@@ -247,7 +250,11 @@ class Dispatcher:
             return True
         own = [self._operation(each) for each in requests]
         self._pictured.exchanging(requests)
-        results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
+        results: Sequence[Any]
+        try:
+            results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
+        except UsageError as error:  # all ranks have one, or what comes next ends the job
+            results = [Failed(error)] * len(own)
         self._pictured.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
@@ -321,6 +328,8 @@ class Dispatcher:
                 task = self._tasks.pop(name, None)
                 if task is None:
                     continue
+                if task.operation.request.kind == REFUSAL:
+                    self._refused[name].popleft()
                 if isinstance(result, Failed):
                     task.error = result.error
                 else:
@@ -328,6 +337,9 @@ class Dispatcher:
                 task.is_done = True
             self._batches += 1
             self._collectives += len(batch.names)
+            if self._refused:
+                self._refused = {name: reasons for name, reasons in self._refused.items() if reasons}
+                self._begin_refusals()
             self._over.notify_all()
 
     # stalls
@@ -336,15 +348,20 @@ class Dispatcher:
         """Whether something waits for too long, and ranks have not told of it for as long."""
         limits = [each for each in (self._warn_s, self._abort_s) if each]
         now = time.monotonic()
-        if not limits or not self._tasks or now - self._inspected < min(limits):
+        if not limits or not self._awaited or now - self._inspected < min(limits):
             return False
-        return now - min(each.since for each in self._tasks.values()) >= min(limits)
+        return now - min(each.since for each in self._awaited.values()) >= min(limits)
+
+    @property
+    def _awaited(self) -> dict[str, Task]:
+        """What this rank waits for: not for others to come to what it has refused."""
+        return {name: each for name, each in self._tasks.items() if each.operation.request.kind != REFUSAL}
 
     def _inspect(self) -> None:
         """All ranks tell what they wait for. Raises AbortedError if it is for too long."""
         with self._work:
             now = self._inspected = time.monotonic()
-            oldest = sorted(self._tasks.items(), key=lambda item: item[1].since)[:MOST_TOLD]
+            oldest = sorted(self._awaited.items(), key=lambda item: item[1].since)[:MOST_TOLD]
         own: list[Ready] = [(name, now - task.since) for name, task in oldest if name != JOIN]
         told = self._comm.allgather_object((self._abort_s, own), name=OF_QUEUE + "what is waited for")
         abort_s, waiting = told[0][0], [each for _, each in told]

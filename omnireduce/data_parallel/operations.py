@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 
 from omnireduce.data_parallel.adasum import adasum
-from omnireduce.data_parallel.requests import JOIN, Request, TensorType
+from omnireduce.data_parallel.requests import JOIN, REFUSAL, Request, TensorType
 from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
@@ -16,7 +16,6 @@ from omnireduce.rounding import integer_mean, scaled
 from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view, two_that_share
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.objects import to_bytes
 from omnireduce.runtime.tracing.timeline import INNER
 
 OF_QUEUE = INNER  # before the names of its collectives: a timeline shows tensors instead
@@ -256,13 +255,10 @@ def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: i
     return Alone(reduction.request._replace(kind="adasum", op=""), run)
 
 
-def telling(name: str, x: object, root: int | None, *, rank: int, size: int, trust: bool) -> Alone:
+def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -> Alone:
     """The root's object for all; with no root, everybody's. See `Communicator.broadcast_object`."""
     terms = "of all ranks" if root is None else f"of rank {check_root(root, size)}"
     request = Request(name, "object", "", (), f"{terms}, {'pickled' if trust else 'plain data'}")
-
-    if root is None or root == rank:
-        to_bytes(x, trust)  # raises what cannot be sent, before others wait for it
 
     def run(comm: Communicator) -> Any:
         if root is None:
@@ -280,3 +276,8 @@ def meeting(name: str) -> Alone:
 def joining() -> Alone:
     """The rank that joined last. The queue knows it."""
     return Alone(Request(JOIN, "join"), lambda comm: None)
+
+
+def refusing(name: str, why: str) -> Alone:
+    """What takes the place of a collective that this rank has refused. It is never done: all ranks have an error."""
+    return Alone(Request(name, REFUSAL, terms=why), lambda comm: None)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, Literal, ParamSpec
 
 import numpy as np
 
 from omnireduce.data_parallel import operations
 from omnireduce.data_parallel.agreement import MOST_NAMES
-from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics, Task
+from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics
 from omnireduce.data_parallel.operations import Form, Operation, Reduction, RowReduction
 from omnireduce.data_parallel.requests import JOIN
+from omnireduce.data_parallel.tasks import Task
 from omnireduce.descriptor import NAME_CHARACTERS, Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import is_told, reason_of, told
 
 OWN_NAMES = (JOIN, "(barrier)")
 LONGEST_NAME = NAME_CHARACTERS - 20  # there is more before it in the names of the collectives of a queue
 QueueOp = Op | Literal["adasum"]
+P = ParamSpec("P")
+
+
+def _told(method: Callable[Concatenate[Queue, P], Task]) -> Callable[Concatenate[Queue, P], Task]:
+    """What this method refuses, the ranks learn that wait for its name."""
+
+    @wraps(method)
+    def telling(self: Queue, /, *args: P.args, **kwargs: P.kwargs) -> Task:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.refuse(error, name=kwargs.get("name"))
+            raise
+
+    return telling
 
 
 class Queue:
@@ -37,7 +55,8 @@ class Queue:
 
     Its ranks are numbered by their place in `ranks`. Each method returns a task, whose `wait` returns the result.
     Arrays belong to the queue until then. All methods raise UsageError for arguments that cannot be, and for a name
-    that is under way; ClosedError when a rank has closed its queue; and otherwise what has ended the job.
+    that is under way; then the tasks of this name on other ranks fail with UsageError, too. They raise ClosedError when
+    a rank has closed its queue; and otherwise what has ended the job.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int] | None = None, *, name: str = "queue") -> None:
@@ -77,40 +96,53 @@ class Queue:
         postscale: float = 1.0,
     ) -> Task:
         """`allreduce_async` of several arrays, which are done together. The result is a list, of one array itself."""
-        last = self._last.get(name)
-        if last is not None and outs is None:
-            like_last = last.of(arrays, op, prescale, postscale)
-            if like_last is not None:
-                return self._dispatcher.submit(like_last)
+        try:
+            last = self._last.get(name)
+            if last is not None and outs is None:
+                like_last = last.of(arrays, op, prescale, postscale)
+                if like_last is not None:
+                    return self._dispatcher.submit(like_last)
+            return self._submit(self._reduction(arrays, name, op, outs, prescale, postscale))
+        except Exception as error:
+            self.refuse(error, name=name)
+            raise
+
+    def _reduction(
+        self, arrays: Sequence[Array], name: str, op: QueueOp, outs: Sequence[Array] | None, *scales: float
+    ) -> Operation:
         outs = arrays if outs is None else outs
         if not arrays or len(arrays) != len(outs):
             raise UsageError(
                 f"{len(arrays)} arrays and {len(outs)} outs for '{name}': expected as many, and one or more"
             )
         if op == "adasum":
-            if prescale != 1 or postscale != 1:
+            if scales != (1, 1):
                 raise UsageError(f"adasum of '{name}' is not scaled: expected prescale and postscale to be 1")
-            return self._submit(operations.combining(name, arrays, outs, self.size))
-        operation = Reduction(name, arrays, outs, op, prescale, postscale)
+            return operations.combining(name, arrays, outs, self.size)
+        operation = Reduction(name, arrays, outs, op, *scales)
         if len(self._last) == MOST_NAMES:
             self._last.clear()
         self._last[name] = operation.form
-        return self._submit(operation)
+        return operation
 
+    @_told
     def allreduce_rows_async(self, indices: Array, values: Array, n_rows: int, *, name: str, op: RowOp = "sum") -> Task:
         """Add rows of a tall matrix by number: see `Communicator.allreduce_rows`. The result is (indices, values)."""
         return self._submit(RowReduction(name, indices, values, n_rows, op))
 
+    @_told
     def allgather_async(self, x: Array, *, name: str) -> Task:
         """Everybody's `x`, one behind the other; the lengths of the first dimension may differ. It takes up to
         `protocol.max_part_bytes`."""
         self._check_part(name, x)
         return self._submit(operations.gathering(name, x))
 
+    @_told
     def broadcast_async(self, x: Array, root: int = 0, *, name: str) -> Task:
         """Replace `x` on all ranks by that of `root`."""
         return self._submit(operations.broadcasting(name, x, root, self.size))
 
+    @_told
     def alltoall_async(self, x: Array, splits: Array | None = None, *, name: str) -> Task:
         """Send the first `splits[0]` rows of `x` to rank 0, the next `splits[1]` to rank 1, and so on.
 
@@ -132,6 +164,7 @@ class Queue:
             )
         return self._submit(operations.exchanging(name, x, splits.astype(np.int64), self.rank))
 
+    @_told
     def reducescatter_async(
         self, x: Array, *, name: str, op: Op = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> Task:
@@ -140,13 +173,23 @@ class Queue:
             raise UsageError(f"'{name}' has no rows to scatter; expected at least one dimension")
         return self._submit(operations.scattering(name, x, op, prescale, postscale))
 
+    @_told
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str, trust: bool = False) -> Task:
         """The object of `root`: see `Communicator.broadcast_object`, also for what it may be."""
-        return self._submit(operations.telling(name, x, root, rank=self.rank, size=self.size, trust=trust))
+        return self._submit(operations.telling(name, x, root, size=self.size, trust=trust))
 
+    @_told
     def allgather_object_async(self, x: object, *, name: str, trust: bool = False) -> Task:
         """A list of the objects of all ranks."""
-        return self._submit(operations.telling(name, x, None, rank=self.rank, size=self.size, trust=trust))
+        return self._submit(operations.telling(name, x, None, size=self.size, trust=trust))
+
+    def refuse(self, error: Exception, *, name: object) -> None:
+        """Let the ranks that wait for what has this name know that this one refuses it, because of `error`: their tasks
+        raise UsageError, and the next one of this name is sound. For programs that find by themselves that they cannot
+        submit. Does nothing for an error that was told, and for a name that cannot be. Raises nothing.
+        """
+        if isinstance(name, str) and not _wrong_name(name) and not is_told(error):
+            self._dispatcher.refuse(name, reason_of(told(error)))
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -178,8 +221,12 @@ class Queue:
     def _submit(self, operation: Operation) -> Task:
         """Raises UsageError for a name that no collective may have: later it would end the job."""
         name, kind = operation.request.name, operation.request.kind
-        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
-            raise UsageError(f"name {name!r:.60}: expected a text of 1 to {LONGEST_NAME} characters that can be shown")
-        if name in OWN_NAMES and kind not in ("join", "barrier"):
-            raise UsageError(f"name {name!r}: a queue uses it itself; expected another one")
+        if kind not in ("join", "barrier") and (wrong := _wrong_name(name)):
+            raise UsageError(wrong)
         return self._dispatcher.submit(operation)
+
+
+def _wrong_name(name: object) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        return f"name {name!r:.60}: expected a text of 1 to {LONGEST_NAME} characters that can be shown"
+    return f"name {name!r}: a queue uses it itself; expected another one" if name in OWN_NAMES else ""

@@ -10,6 +10,7 @@ import numpy as np
 
 from omnireduce.descriptor import Op
 
+REFUSAL = "refusal"  # the kind of what takes the place of a collective that a rank has refused; why is in its terms
 JOIN = "(join)"  # the name of the request of a rank that has no more data
 WITHOUT_DATA = ("allreduce", "rows")  # kinds that a rank which has no more data does not hold up
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from omnireduce.data_parallel import session
-from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, queue
+from omnireduce.data_parallel.tasks import Task
 from omnireduce.torch.tensors import settle, tensor_of
 
 

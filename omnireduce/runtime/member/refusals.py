@@ -53,6 +53,11 @@ def told(error: E) -> E:
     return error
 
 
+def is_told(error: Exception) -> bool:
+    """Whether the others know of the error."""
+    return "is_told" in error.__dict__
+
+
 def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:
     """The call that was refused because of `error` has room for why: `make` makes of that what is to be started."""
     error.__dict__["instead"] = make
@@ -78,7 +83,7 @@ def refusal(place: Place, why: str) -> Call[None]:
 def tell(member: Member, error: Exception) -> None:
     """Let the other ranks know that this one refuses the next collective because of `error`. Where they know of it, or
     the job is over, does nothing."""
-    if "is_told" in error.__dict__:
+    if is_told(error):
         return
     told(error)
     ordinary, urgent = member.ordinary, member.urgent
