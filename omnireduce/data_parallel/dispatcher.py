@@ -24,6 +24,7 @@ from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.engine import FORKED
+from omnireduce.runtime.member.refusals import told
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 
 log = logging.getLogger("omnireduce")
@@ -235,7 +236,7 @@ class Dispatcher:
         """Do a batch, or spoil it; return whether it is spoiled. Then its tasks are as before. Only one that is due,
         without a round, can be."""
         if batch.error:
-            self._finish(batch, [None], error=UsageError(batch.error))
+            self._finish(batch, [None], error=told(UsageError(batch.error)))
             return False
         if batch.names == (JOIN,):
             self._finish(batch, [self._machine.last_joined])
@@ -254,7 +255,7 @@ class Dispatcher:
         try:
             results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
         except UsageError as error:  # all ranks have one, or what comes next ends the job
-            results = [Failed(error)] * len(own)
+            results = [Failed(told(error))] * len(own)
         self._pictured.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
@@ -288,7 +289,7 @@ class Dispatcher:
         try:
             return operation.take(parts, self._comm.size)
         except Exception as error:
-            return Failed(error)
+            return Failed(told(error))
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
         """That of the same requests before, if there were some."""

@@ -34,7 +34,7 @@ def _told(method: Callable[Concatenate[Queue, P], Task]) -> Callable[Concatenate
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self.refuse(error, name=kwargs.get("name"))
+            self.refuse(error, kwargs.get("name"))
             raise
 
     return telling
@@ -104,7 +104,7 @@ class Queue:
                     return self._dispatcher.submit(like_last)
             return self._submit(self._reduction(arrays, name, op, outs, prescale, postscale))
         except Exception as error:
-            self.refuse(error, name=name)
+            self.refuse(error, name)
             raise
 
     def _reduction(
@@ -183,13 +183,14 @@ class Queue:
         """A list of the objects of all ranks."""
         return self._submit(operations.telling(name, x, None, size=self.size, trust=trust))
 
-    def refuse(self, error: Exception, *, name: object) -> None:
-        """Let the ranks that wait for what has this name know that this one refuses it, because of `error`: their tasks
-        raise UsageError, and the next one of this name is sound. For programs that find by themselves that they cannot
-        submit. Does nothing for an error that was told, and for a name that cannot be. Raises nothing.
+    def refuse(self, error: Exception, *names: object) -> None:
+        """Let the ranks that wait for what has these names know that this one refuses it, because of `error`: their
+        tasks raise UsageError, and the next ones of these names are sound. For programs that find by themselves that
+        they cannot submit. Does nothing where they know of the error, and for a name that cannot be. Raises nothing.
         """
-        if isinstance(name, str) and not _wrong_name(name) and not is_told(error):
-            self._dispatcher.refuse(name, reason_of(told(error)))
+        for name in names:
+            if isinstance(name, str) and not _wrong_name(name) and not is_told(error, name):
+                self._dispatcher.refuse(name, reason_of(told(error, name)))
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

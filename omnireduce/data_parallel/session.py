@@ -9,13 +9,18 @@ import atexit
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.errors import UsageError
+from omnireduce.data_parallel.tasks import Task
+from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member import ending, world
 from omnireduce.runtime.member.communicator import Communicator
+
+T = TypeVar("T")
 
 
 class ProcessSet:
@@ -164,6 +169,38 @@ def name_of(kind: str, name: str | None, process_set: ProcessSet = global_proces
     key = kind, process_set.process_set_id or 0
     session_of().unnamed[key] += 1
     return f"{kind}.noname.{session_of().unnamed[key]}"
+
+
+def names_of(kind: str, name: str | None, values: Sequence[Any], process_set: ProcessSet) -> list[str]:
+    """The names of several collectives that are called together, one for each value."""
+    first = name_of(kind, name, process_set)
+    return [f"{first}.{at}" for at in range(len(values))]
+
+
+def told_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[], T]) -> T:
+    """What `begin` gives, which leads to the collectives of these names. What it raises is told to the ranks that wait
+    for them, unless they know."""
+    try:
+        return begin()
+    except Exception as error:
+        with suppress(Exception):  # this rank does not belong to the set, or it is none: nobody waits for it
+            queue(process_set).refuse(error, *names)
+        raise
+
+
+def begun_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[int], Task]) -> list[Task]:
+    """What `begin` starts at the place of each name. Where it raises at one, that one and those behind it are refused;
+    those before it are waited for, so that their names are free again."""
+    found = list[Task]()
+    try:
+        for at in range(len(names)):
+            found.append(told_by_name(names[at:], process_set, partial(begin, at)))
+    except Exception:
+        for task in found:
+            with suppress(OmniReduceError):
+                task.wait()
+        raise
+    return found
 
 
 def communicator() -> Communicator:

@@ -12,7 +12,8 @@ from typing import Any
 
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.queue import Queue, QueueOp
-from omnireduce.data_parallel.session import ProcessSet, global_process_set
+from omnireduce.data_parallel.session import ProcessSet, begun_by_name, global_process_set, told_by_name
+from omnireduce.data_parallel.tasks import Task
 from omnireduce.data_parallel.words import Scaling, root_of, scaling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
@@ -71,8 +72,12 @@ def allreduce(
     is Sum. Works inside of a compiled step, too. Raises UsageError for what cannot be combined, and where ranks differ;
     otherwise what has ended the job.
     """
-    how = Combining(scaling(average, op, prescale_factor, postscale_factor), compression, process_set)
     called = name or "allreduce"
+
+    def how_to() -> Combining:
+        return Combining(scaling(average, op, prescale_factor, postscale_factor), compression, process_set)
+
+    how = told_by_name([called], process_set, how_to)
     return through_arrays(lambda arrays: how.combined([(called, arrays)])[0], [value])[0]
 
 
@@ -83,8 +88,9 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
     """
     if is_symbolic(value):
         raise UsageError("allgather in a step that is compiled: the shape is not known there. Call it outside")
-    task = session.queue(process_set).allgather_async(array_of(value), name=name or "allgather")
-    return like(task.wait(), value)
+    called = name or "allgather"
+    array = told_by_name([called], process_set, lambda: array_of(value))
+    return like(session.queue(process_set).allgather_async(array, name=called).wait(), value)
 
 
 def broadcast(
@@ -92,10 +98,11 @@ def broadcast(
 ) -> Any:
     """The value of rank `root_rank` (its number in the job) on all ranks: of the shape and dtype of `value`, which all
     ranks have alike. Raises UsageError for a root that does not belong to the set."""
-    root = root_of(root_rank, process_set)
+    called = name or "broadcast"
+    root = told_by_name([called], process_set, lambda: root_of(root_rank, process_set))
 
     def found(arrays: list[Array]) -> list[Array]:
-        return [session.queue(process_set).broadcast_async(arrays[0], root, name=name or "broadcast").wait()]
+        return [session.queue(process_set).broadcast_async(arrays[0], root, name=called).wait()]
 
     return through_arrays(found, [value])[0]
 
@@ -105,7 +112,8 @@ def broadcast_object(
 ) -> Any:
     """The object of rank `root_rank` (its number in the job) on all ranks: plain data, as
     `omnireduce.broadcast_object` has it."""
-    root, name = root_of(root_rank, process_set), session.name_of("broadcast_object", name, process_set)
+    name = session.name_of("broadcast_object", name, process_set)
+    root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
     return session.queue(process_set).broadcast_object_async(value, root, name=name).wait()
 
 
@@ -124,10 +132,12 @@ def broadcast_variables(
 
     Raises UsageError where shapes or dtypes differ between ranks, or the root does not belong to the set.
     """
-    own, root, queue = list(variables), root_of(root_rank, process_set), session.queue(process_set)
-    tasks = [
-        queue.broadcast_async(array_of(each), root, name=f"variable {number} of {len(own)}")
-        for number, each in enumerate(own)
-    ]
+    own, queue = list(variables), session.queue(process_set)
+    names = [f"variable {number} of {len(own)}" for number in range(len(own))]
+
+    def begin(at: int) -> Task:
+        return queue.broadcast_async(array_of(own[at]), root_of(root_rank, process_set), name=names[at])
+
+    tasks = begun_by_name(names, process_set, begin)
     for variable, task in zip(own, tasks, strict=True):
         variable.assign(task.wait())

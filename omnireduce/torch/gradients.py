@@ -207,6 +207,16 @@ class Gradients(StepGradients):
 
     def _start(self, entries: Sequence[Entry], name: str) -> None:
         """Combine gradients together; sparse ones go by themselves."""
+        try:
+            self._start_each(entries, name)
+        except Exception as error:
+            left = [each.gradient_name for each in entries if each.is_sparse and each.handle is None]
+            queue(self._way.process_set).refuse(error, name, *left)
+            for each in entries:
+                each.passes_left = self._passes  # backward may run again
+            raise
+
+    def _start_each(self, entries: Sequence[Entry], name: str) -> None:
         gradient, (op, before, after) = entries[0].parameter.grad, self._way.scaling
         is_alone = self._is_plain and len(entries) == 1 and gradient is not None
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from omnireduce.data_parallel import session
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, queue
 from omnireduce.data_parallel.tasks import Task
 from omnireduce.torch.tensors import settle, tensor_of
+
+T = TypeVar("T")
 
 
 class Handle(NamedTuple):
@@ -44,7 +46,7 @@ def joined(handles: list[Handle]) -> Handle:
     return Handle(tuple(task for each in handles for task in each.tasks), finish)
 
 
-def first(results: list[Tensor]) -> Tensor:
+def first(results: list[T]) -> T:
     """The only one."""
     return results[0]
 

@@ -7,12 +7,22 @@ compute alike has the gradients of one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.data_parallel.session import (
+    ProcessSet,
+    begun_by_name,
+    global_process_set,
+    name_of,
+    names_of,
+    queue,
+    told_by_name,
+)
+from omnireduce.data_parallel.tasks import Task
 from omnireduce.data_parallel.words import Average, Scaling, root_of
 from omnireduce.dtypes import Array
 from omnireduce.torch.differentiable import differentiable
@@ -25,7 +35,7 @@ MEAN = Scaling(Average)
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Start an `allgather`."""
-    return _start_gathering(tensor, name_of("allgather", name, process_set), process_set)
+    return first(_start_gathering([tensor], [name_of("allgather", name, process_set)], process_set))
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -37,21 +47,22 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a `grouped_allgather`."""
-    name = name_of("grouped_allgather", name, process_set)
-    return joined([_start_gathering(each, f"{name}.{at}", process_set) for at, each in enumerate(tensors)])
+    return joined(_start_gathering(tensors, names_of("grouped_allgather", name, tensors, process_set), process_set))
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """`allgather` of several tensors: a list. Gradients go through it."""
-    name = name_of("grouped_allgather", name, process_set)
-    return gathered(tensors, [f"{name}.{at}" for at in range(len(tensors))], process_set)
+    return gathered(tensors, names_of("grouped_allgather", name, tensors, process_set), process_set)
 
 
-def _start_gathering(tensor: Tensor, name: str, process_set: ProcessSet) -> Handle:
-    task = queue(process_set).allgather_async(array_of(staged(tensor)), name=name)
-    return handle_of(task, lambda found: on_device_of(tensor, found))
+def _start_gathering(tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet) -> list[Handle]:
+    def begin(at: int) -> Task:
+        return queue(process_set).allgather_async(array_of(staged(tensors[at])), name=names[at])
+
+    tasks = begun_by_name(names, process_set, begin)
+    return [handle_of(task, partial(on_device_of, tensor)) for task, tensor in zip(tasks, tensors, strict=True)]
 
 
 def gathered(tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet) -> list[Tensor]:
@@ -60,13 +71,13 @@ def gathered(tensors: Sequence[Tensor], names: Sequence[str], process_set: Proce
     lengths: list[int] = []
 
     def run(own: list[Tensor]) -> list[Tensor]:
-        handles = [_start_gathering(each, name, process_set) for each, name in zip(own, names, strict=True)]
+        handles = _start_gathering(own, names, process_set)
         lengths[:] = map(len, own)
         return [synchronize(each) for each in handles]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
-        everyones = reduced(grads, MEAN, f"gradient of {names[0]}", process_set)
-        before = synchronize(_start_gathering(torch.tensor([lengths]), f"lengths of {names[0]}", process_set))
+        everyones, of_lengths = reduced(grads, MEAN, f"gradient of {names[0]}", process_set), f"lengths of {names[0]}"
+        before = synchronize(first(_start_gathering([torch.tensor([lengths])], [of_lengths], process_set)))
         starts = before[: queue(process_set).rank].sum(0).tolist()
         return [each[at : at + length] for each, at, length in zip(everyones, starts, lengths, strict=True)]
 
@@ -84,7 +95,9 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a `broadcast`."""
-    return broadcast_async_(detached(tensor).clone(), root_rank, name, process_set)
+    name = name_of("broadcast", name, process_set)
+    copy = told_by_name([name], process_set, lambda: detached(tensor).clone())
+    return _start_broadcast(copy, root_rank, name, process_set)
 
 
 def broadcast_(
@@ -99,10 +112,12 @@ def broadcast(
 ) -> Tensor:
     """The tensor of the root. Gradients go through it."""
     name = name_of("broadcast", name, process_set)
-    is_root = root_of(root_rank, process_set) == queue(process_set).rank
+    root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
+    is_root = root == queue(process_set).rank
 
     def run(own: list[Tensor]) -> list[Tensor]:
-        return [synchronize(_start_broadcast(detached(own[0]).clone(), root_rank, name, process_set))]
+        copy = told_by_name([name], process_set, lambda: detached(own[0]).clone())
+        return [synchronize(_start_broadcast(copy, root_rank, name, process_set))]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         found = reduced(grads, MEAN, f"gradient of {name}", process_set)
@@ -112,10 +127,13 @@ def broadcast(
 
 
 def _start_broadcast(tensor: Tensor, root_rank: int, name: str, process_set: ProcessSet) -> Handle:
-    plain = detached(tensor)
-    copy = staged(plain)
-    task = queue(process_set).broadcast_async(array_of(copy), root_of(root_rank, process_set), name=name)
-    return handle_of(task, lambda _: put_back([plain], [copy])).then(lambda _: tensor)
+    def begin() -> Handle:
+        plain = detached(tensor)
+        copy = staged(plain)
+        task = queue(process_set).broadcast_async(array_of(copy), root_of(root_rank, process_set), name=name)
+        return handle_of(task, lambda _: put_back([plain], [copy])).then(lambda _: tensor)
+
+    return told_by_name([name], process_set, begin)
 
 
 def alltoall_async(
@@ -159,9 +177,12 @@ def _exchanged(
 def _start_exchange(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str, process_set: ProcessSet
 ) -> Handle:
-    lengths: Array | None = None
-    kind = splits.dtype if isinstance(splits, Tensor) else torch.int32
-    if splits is not None:
-        lengths = staged(splits if isinstance(splits, Tensor) else torch.tensor(splits)).numpy()
-    task = queue(process_set).alltoall_async(array_of(staged(tensor)), lengths, name=name)
-    return handle_of(task, lambda found: (on_device_of(tensor, found[0]), torch.from_numpy(found[1]).to(kind)))
+    def begin() -> Handle:
+        lengths: Array | None = None
+        kind = splits.dtype if isinstance(splits, Tensor) else torch.int32
+        if splits is not None:
+            lengths = staged(splits if isinstance(splits, Tensor) else torch.tensor(splits)).numpy()
+        task = queue(process_set).alltoall_async(array_of(staged(tensor)), lengths, name=name)
+        return handle_of(task, lambda found: (on_device_of(tensor, found[0]), torch.from_numpy(found[1]).to(kind)))
+
+    return told_by_name([name], process_set, begin)

@@ -8,14 +8,14 @@ its name returns a handle: see `poll` and `synchronize`. They raise UsageError f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.queue import QueueOp
-from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
 from omnireduce.data_parallel.words import Average, Max, Min, Product, Scaling, Sum, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
@@ -32,23 +32,30 @@ def start_reduction(
 ) -> Handle:
     """Combine tensors into `outs`, which may be the tensors themselves. The result is a list of the outs. Complex ones
     are pairs of numbers."""
-    how = how._replace(op=_op_for(tensors, how.op))
-    copies = [staged(each) for each in tensors]
-    in_place = all(out is each for out, each in zip(outs, tensors, strict=True))
-    targets = copies if in_place else [staged(each) for each in outs]
-    op, before, after = how
-    task = queue(process_set).grouped_allreduce_async(
-        [array_of(each) for each in copies], outs=None if in_place else [array_of(each) for each in targets],
-        name=name, op=op, prescale=before, postscale=after,
-    )  # fmt: skip
-    return handle_of(task, lambda _: put_back(outs, targets))
+
+    def begin() -> Handle:
+        op, before, after = how._replace(op=_op_for(tensors, how.op))
+        copies = [staged(each) for each in tensors]
+        in_place = all(out is each for out, each in zip(outs, tensors, strict=True))
+        targets = copies if in_place else [staged(each) for each in outs]
+        task = queue(process_set).grouped_allreduce_async(
+            [array_of(each) for each in copies], outs=None if in_place else [array_of(each) for each in targets],
+            name=name, op=op, prescale=before, postscale=after,
+        )  # fmt: skip
+        return handle_of(task, lambda _: put_back(outs, targets))
+
+    return told_by_name([name], process_set, begin)
 
 
 def start_sum_of_rows(tensor: Tensor, op: QueueOp, name: str, process_set: ProcessSet) -> Handle:
     """Add a sparse tensor to those of other ranks. The result is coalesced."""
-    numbers, rows, n_rows = rows_of(tensor)
-    task = queue(process_set).allreduce_rows_async(numbers, rows, n_rows, name=name, op=cast(Any, op))
-    return handle_of(task, lambda found: sparse_of(found, tensor))
+
+    def begin() -> Handle:
+        numbers, rows, n_rows = rows_of(tensor)
+        task = queue(process_set).allreduce_rows_async(numbers, rows, n_rows, name=name, op=cast(Any, op))
+        return handle_of(task, lambda found: sparse_of(found, tensor))
+
+    return told_by_name([name], process_set, begin)
 
 
 def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
@@ -65,15 +72,26 @@ def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
 
 def _in_place(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of the tensors."""
-    plain = [detached(each) for each in tensors]
+    plain = told_by_name([name], process_set, lambda: [detached(each) for each in tensors])
     handle = start_reduction(plain, plain, how, name, process_set)
     return handle.then(lambda _: list(tensors))
 
 
 def _into_others(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of new tensors."""
-    plain = [detached(each) for each in tensors]
-    return start_reduction(plain, [torch.empty_like(each) for each in plain], how, name, process_set)
+
+    def begin() -> Handle:
+        plain = [detached(each) for each in tensors]
+        return start_reduction(plain, [torch.empty_like(each) for each in plain], how, name, process_set)
+
+    return told_by_name([name], process_set, begin)
+
+
+def _how(
+    name: str, process_set: ProcessSet, average: bool | None, op: QueueOp | None, before: float, after: float
+) -> Scaling:
+    """How what has this name is combined."""
+    return told_by_name([name], process_set, lambda: scaling(average, op, before, after))
 
 
 def reduced(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> list[Tensor]:
@@ -100,13 +118,24 @@ def sum_of(tensor: Tensor, name: str, process_set: ProcessSet) -> Tensor:
     return first(reduced([tensor], Scaling(Sum), name, process_set))
 
 
+class Compressed(NamedTuple):
+    """Tensors as they travel, and what `compression` needs to make of them what they were."""
+
+    compression: type[Any]
+    tensors: list[Tensor]
+    contexts: list[Any]
+
+    def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What came of those that have travelled."""
+        return [self.compression.decompress(*each) for each in zip(tensors, self.contexts, strict=True)]
+
+
 def compressed(
-    compression: type[Any], tensors: Sequence[Tensor], combine: Callable[[list[Tensor]], list[Tensor]]
-) -> list[Tensor]:
-    """What `combine` makes of tensors that travel as `compression` says."""
-    small = [compression.compress(each) for each in tensors]
-    found = combine([tensor for tensor, _ in small])
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, small, strict=True)]
+    compression: type[Any], tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet
+) -> Compressed:
+    """What travels of tensors by these names."""
+    pairs = told_by_name(names, process_set, lambda: [compression.compress(each) for each in tensors])
+    return Compressed(compression, [tensor for tensor, _ in pairs], [context for _, context in pairs])
 
 
 def allreduce_async(
@@ -119,8 +148,9 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an `allreduce`."""
-    how = scaling(average, op, prescale_factor, postscale_factor)
-    return _into_others([tensor], how, name_of("allreduce", name, process_set), process_set).then(first)
+    name = name_of("allreduce", name, process_set)
+    how = _how(name, process_set, average, op, prescale_factor, postscale_factor)
+    return _into_others([tensor], how, name, process_set).then(first)
 
 
 def allreduce_async_(
@@ -133,8 +163,9 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an `allreduce_`."""
-    how = scaling(average, op, prescale_factor, postscale_factor)
-    return _in_place([tensor], how, name_of("allreduce", name, process_set), process_set).then(first)
+    name = name_of("allreduce", name, process_set)
+    how = _how(name, process_set, average, op, prescale_factor, postscale_factor)
+    return _in_place([tensor], how, name, process_set).then(first)
 
 
 def allreduce(
@@ -152,8 +183,10 @@ def allreduce(
     It is multiplied by `prescale_factor` before, the result by `postscale_factor` after that. Means of integers are
     rounded towards zero. Gradients go through sums and means. `compression`: how it travels.
     """
-    how, name = scaling(average, op, prescale_factor, postscale_factor), name_of("allreduce", name, process_set)
-    return first(compressed(compression, [tensor], lambda small: reduced(small, how, name, process_set)))
+    name = name_of("allreduce", name, process_set)
+    how = _how(name, process_set, average, op, prescale_factor, postscale_factor)
+    small = compressed(compression, [tensor], [name], process_set)
+    return first(small.restored(reduced(small.tensors, how, name, process_set)))
 
 
 def allreduce_(
@@ -183,8 +216,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start a `grouped_allreduce`."""
-    how = scaling(average, op, prescale_factor, postscale_factor)
-    return _into_others(tensors, how, name_of("grouped_allreduce", name, process_set), process_set)
+    name = name_of("grouped_allreduce", name, process_set)
+    return _into_others(
+        tensors, _how(name, process_set, average, op, prescale_factor, postscale_factor), name, process_set
+    )
 
 
 def grouped_allreduce_async_(
@@ -197,8 +232,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start a `grouped_allreduce_`."""
-    how = scaling(average, op, prescale_factor, postscale_factor)
-    return _in_place(tensors, how, name_of("grouped_allreduce", name, process_set), process_set)
+    name = name_of("grouped_allreduce", name, process_set)
+    return _in_place(
+        tensors, _how(name, process_set, average, op, prescale_factor, postscale_factor), name, process_set
+    )
 
 
 def grouped_allreduce(
@@ -212,8 +249,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors, which are done together: a list. Gradients go through sums and means."""
-    how, name = scaling(average, op, prescale_factor, postscale_factor), name_of("grouped_allreduce", name, process_set)
-    return compressed(compression, tensors, lambda small: reduced(small, how, name, process_set))
+    name = name_of("grouped_allreduce", name, process_set)
+    how = _how(name, process_set, average, op, prescale_factor, postscale_factor)
+    small = compressed(compression, tensors, [name], process_set)
+    return small.restored(reduced(small.tensors, how, name, process_set))
 
 
 def grouped_allreduce_(

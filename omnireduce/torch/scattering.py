@@ -7,12 +7,22 @@ multiplied by the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
 from omnireduce.data_parallel.queue import QueueOp
-from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.data_parallel.session import (
+    ProcessSet,
+    begun_by_name,
+    global_process_set,
+    name_of,
+    names_of,
+    queue,
+    told_by_name,
+)
+from omnireduce.data_parallel.tasks import Task
 from omnireduce.data_parallel.words import Adasum, Average, Scaling, Sum, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
@@ -32,8 +42,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a `reducescatter`."""
-    how = _scaling(op, prescale_factor, postscale_factor)
-    return _start(tensor, how, name_of("reducescatter", name, process_set), process_set)
+    names = [name_of("reducescatter", name, process_set)]
+    return first(_start([tensor], names, _how(names, process_set, op, prescale_factor, postscale_factor), process_set))
 
 
 def reducescatter(
@@ -47,8 +57,10 @@ def reducescatter(
 ) -> Tensor:
     """This rank's rows of `allreduce`; the first ranks have one more where they differ. Gradients go through sums and
     means."""
-    how, name = _scaling(op, prescale_factor, postscale_factor), name_of("reducescatter", name, process_set)
-    return first(compressed(compression, [tensor], lambda small: _scattered(small, [name], how, process_set)))
+    names = [name_of("reducescatter", name, process_set)]
+    how = _how(names, process_set, op, prescale_factor, postscale_factor)
+    small = compressed(compression, [tensor], names, process_set)
+    return first(small.restored(_scattered(small.tensors, names, how, process_set)))
 
 
 def grouped_reducescatter_async(
@@ -60,8 +72,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a `grouped_reducescatter`."""
-    how, name = _scaling(op, prescale_factor, postscale_factor), name_of("grouped_reducescatter", name, process_set)
-    return joined([_start(each, how, f"{name}.{at}", process_set) for at, each in enumerate(tensors)])
+    names = names_of("grouped_reducescatter", name, tensors, process_set)
+    return joined(_start(tensors, names, _how(names, process_set, op, prescale_factor, postscale_factor), process_set))
 
 
 def grouped_reducescatter(
@@ -74,29 +86,36 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors: a list. Gradients go through sums and means."""
-    how, name = _scaling(op, prescale_factor, postscale_factor), name_of("grouped_reducescatter", name, process_set)
-    names = [f"{name}.{at}" for at in range(len(tensors))]
-    return compressed(compression, tensors, lambda small: _scattered(small, names, how, process_set))
+    names = names_of("grouped_reducescatter", name, tensors, process_set)
+    how = _how(names, process_set, op, prescale_factor, postscale_factor)
+    small = compressed(compression, tensors, names, process_set)
+    return small.restored(_scattered(small.tensors, names, how, process_set))
 
 
-def _scaling(op: QueueOp, prescale_factor: float, postscale_factor: float) -> Scaling:
-    how = scaling(None, op, prescale_factor, postscale_factor)
-    if how.op == Adasum:
-        raise UsageError("reducescatter has no Adasum; expected Average, Sum, Min, Max or Product")
-    return how
+def _how(names: Sequence[str], process_set: ProcessSet, op: QueueOp, before: float, after: float) -> Scaling:
+    def made() -> Scaling:
+        how = scaling(None, op, before, after)
+        if how.op == Adasum:
+            raise UsageError("reducescatter has no Adasum; expected Average, Sum, Min, Max or Product")
+        return how
+
+    return told_by_name(names, process_set, made)
 
 
-def _start(tensor: Tensor, how: Scaling, name: str, process_set: ProcessSet) -> Handle:
-    task = queue(process_set).reducescatter_async(
-        array_of(staged(tensor)), name=name, op=cast(Any, how.op), prescale=how.prescale, postscale=how.postscale
-    )
-    return handle_of(task, lambda found: on_device_of(tensor, found))
+def _start(tensors: Sequence[Tensor], names: Sequence[str], how: Scaling, process_set: ProcessSet) -> list[Handle]:
+    def begin(at: int) -> Task:
+        array, (op, before, after) = array_of(staged(tensors[at])), how
+        return queue(process_set).reducescatter_async(
+            array, name=names[at], op=cast(Any, op), prescale=before, postscale=after
+        )
+
+    tasks = begun_by_name(names, process_set, begin)
+    return [handle_of(task, partial(on_device_of, tensor)) for task, tensor in zip(tasks, tensors, strict=True)]
 
 
 def _scattered(tensors: Sequence[Tensor], names: Sequence[str], how: Scaling, process_set: ProcessSet) -> list[Tensor]:
     def run(own: list[Tensor]) -> list[Tensor]:
-        handles = [_start(each, how, name, process_set) for each, name in zip(own, names, strict=True)]
-        return [synchronize(each) for each in handles]
+        return [synchronize(each) for each in _start(own, names, how, process_set)]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         check_differentiable("reducescatter", how.op)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue
+from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
 from omnireduce.data_parallel.words import root_of
 from omnireduce.errors import UsageError
 from omnireduce.torch.gradients import Named
@@ -109,7 +109,8 @@ def broadcast_object(
 ) -> Any:
     """The object of the root. It is plain data with tensors in it, or, with `trust` on all ranks, anything that can be
     pickled: see `omnireduce.broadcast_object`, and `omnireduce.torch.objects`."""
-    root, name = root_of(root_rank, process_set), name_of("broadcast_object", name, process_set)
+    name = name_of("broadcast_object", name, process_set)
+    root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
     return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()
 
 

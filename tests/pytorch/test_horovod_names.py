@@ -19,6 +19,7 @@ SCENARIOS = (
     "ranks_outside_of_a_set", "tensors_in_objects", "parameters_without_names", "timelines_one_after_another",
     "what_is_no_tensor", "one_that_ends",
 )  # fmt: skip
+REFUSALS = "every_name_is_here", "what_one_rank_refuses", "a_gradient_that_cannot_be_combined"
 
 
 NAMES = """
@@ -70,6 +71,10 @@ def test_arguments_stand_where_horovod_has_them(name: str) -> None:
     own = list(inspect.signature(getattr(hvd, name)).parameters)
     expected = CALLS[name].split()
     assert own[: len(expected)] == expected
+
+
+def test_what_one_rank_refuses_is_an_error_on_all(daemon: Daemon) -> None:
+    play(daemon, "refusing_worker.py", 3, REFUSALS)
 
 
 def test_ranks_get_what_horovod_would_give(daemon: Daemon) -> None:

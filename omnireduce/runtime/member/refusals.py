@@ -47,15 +47,15 @@ def told_to_others(others: Refusing) -> Iterator[None]:
         raise
 
 
-def told(error: E) -> E:
-    """The error, of which the others know."""
-    error.__dict__["is_told"] = True
+def told(error: E, name: str = "") -> E:
+    """The error, of which the others know; those that wait for this `name`, if one is given."""
+    error.__dict__.setdefault("told", set()).add(name)
     return error
 
 
-def is_told(error: Exception) -> bool:
-    """Whether the others know of the error."""
-    return "is_told" in error.__dict__
+def is_told(error: Exception, name: str = "") -> bool:
+    """Whether the others know of the error; those that wait for this `name`, if one is given."""
+    return not {"", name}.isdisjoint(error.__dict__.get("told", ()))
 
 
 def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:
