@@ -77,6 +77,7 @@ from omnireduce.torch.reductions import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
+from omnireduce.torch.rendezvous import meet_at
 from omnireduce.torch.scattering import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -92,7 +93,9 @@ from omnireduce.torch.states import (
 )
 from omnireduce.torch.tensors import DEVICES
 
-tell_torch()
+_place = tell_torch()
+if _place is not None:
+    meet_at(_place)
 let_tensors_travel()
 if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, ProcessGroup, devices=DEVICES)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
@@ -14,31 +13,43 @@ from omnireduce.errors import UsageError
 from omnireduce.launching.host_lists import names_in
 from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
 from omnireduce.runtime.member.local_first import local_first as first_of_host
+from omnireduce.torch.rendezvous import Place, drawn_ports
 
 LAUNCHERS = ("Open MPI", "MPICH", "Slurm")
-FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 
 
-def tell_torch(environ: MutableMapping[str, str] = os.environ) -> None:
+def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
     """Set the variables that `init_process_group` reads, under mpirun and srun; none if RANK or WORLD_SIZE is set.
 
     RANK, WORLD_SIZE and LOCAL_RANK are what the launcher says. MASTER_ADDR is this host if all ranks are here, and the
     first host of a Slurm step. MASTER_PORT is drawn from what tells this launch from others. Where nothing is known,
     the two stay unset, and torch asks for them. Raises UsageError if the launcher's variables make no sense.
+
+    Returns where the ranks meet, if the user has not said where.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:  # one alone: the other comes with the call
-        return
+        return _place_of_run(environ)
     launch = detect_launch(environ)
     if launch.launcher not in LAUNCHERS:
-        return
+        return None
     identity, address = launch_id(launch.rank, launch.size, environ), _address(launch, environ)
     environ["RANK"], environ["WORLD_SIZE"] = str(launch.rank), str(launch.size)
     if launch.local_rank is not None:
         environ.setdefault("LOCAL_RANK", str(launch.local_rank))
-    if identity and address:
-        drawn = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-        environ.setdefault("MASTER_ADDR", address)
-        environ.setdefault("MASTER_PORT", str(FIRST_PORT + drawn % PORTS))
+    if not identity or not address:
+        return None
+    ports, is_drawn = drawn_ports(identity), "MASTER_PORT" not in environ
+    address = environ.setdefault("MASTER_ADDR", address)
+    environ.setdefault("MASTER_PORT", str(ports[0]))
+    return Place(identity, address, ports) if is_drawn else None
+
+
+def _place_of_run(environ: Mapping[str, str]) -> Place | None:
+    """Under `omnireduce run`, which found a port that was free then; perhaps it is not any more."""
+    job, address, port = (environ.get(name, "") for name in ("OMNIRUN_JOB", "MASTER_ADDR", "MASTER_PORT"))
+    if not job or not address or not port.isdecimal() or "TORCHELASTIC_RUN_ID" in environ:  # of a torchrun in a rank
+        return None
+    return Place(job, address, [int(port), *drawn_ports(job)])
 
 
 def local_first(group: dist.ProcessGroup | None = None) -> AbstractContextManager[bool]:

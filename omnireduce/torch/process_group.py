@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,7 +28,9 @@ from omnireduce.torch.forms import (
 )
 from omnireduce.torch.gloo import call_gloo, combine_bits, gloo_group
 from omnireduce.torch.job import Job
+from omnireduce.torch.meeting import meet
 from omnireduce.torch.reduce_ops import Reduction, reduction_of
+from omnireduce.torch.rendezvous import is_torchs_own, keep
 from omnireduce.torch.rows import replace, rows_of, stream_of
 from omnireduce.torch.tensors import array_of, bytes_of, copied, gpus_of, put_back, staged
 from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork, told_to_torch
@@ -70,9 +71,10 @@ class ProcessGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name, self._description = rank, size, "", ""
-        # torchrun keeps the store when it starts ranks anew: the addresses of those before are in it
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._gloo = gloo_group(dist.PrefixStore(f"gloo {attempt}", store), rank, size, timeout)
+        if rank == 0 and not dist.is_initialized() and is_torchs_own(store):
+            keep(store)
+        met = meet(store, rank, size, "", timeout)
+        self._gloo = gloo_group(dist.PrefixStore(met.key, store), rank, size, timeout)
         self._job = Job(self._gloo, timeout)
         self._completion = Completion()
         if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once

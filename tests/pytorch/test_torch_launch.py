@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from local_cluster import MPIRUN, WAIT_S, Process
 
 from omnireduce.runtime.member.launcher import detect_launch, launch_id
-from omnireduce.torch.launch import FIRST_PORT, PORTS, tell_torch
+from omnireduce.torch.launch import tell_torch
+from omnireduce.torch.rendezvous import FIRST_PORT, PORTS
 
 PROGRAM = """
 import pathlib, torch, torch.distributed as dist
@@ -37,6 +41,25 @@ for _ in range(4):
         os._exit(3)
 print(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {dist.get_rank()} {x.tolist()}\\n", end="")
 dist.destroy_process_group()
+"""
+AGAIN = """
+import os, socket, sys, torch, torch.distributed as dist
+from datetime import timedelta
+import omnireduce.torch
+rank, fifo = int(os.environ["RANK"]), sys.argv[1]
+os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # each torchrun has its own
+taken = socket.create_server(("", int(os.environ["MASTER_PORT"]))) if rank == 0 and sys.argv[2] == "taken" else None
+for number in range(3):
+    dist.init_process_group("omnireduce", timeout=timedelta(seconds=60))
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    if number < 2:  # rank 0 destroys its group when rank 1 is about to make the next one
+        with open(fifo, "wb" if rank else "rb") as stream:
+            dist.destroy_process_group() if rank else stream.read()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+print(rank, x.tolist(), flush=True)
 """
 SLURM = {
     "SLURM_PROCID": "3",
@@ -74,6 +97,27 @@ def test_torchrun_starts_failed_ranks_anew(tmp_path: Path) -> None:
         printed = [process._lines.next(time.monotonic() + 4 * WAIT_S) for _ in range(2)]
         assert process.wait(4 * WAIT_S) == 0, process.log
     assert sorted(str(line) for line in printed) == [f"1 {rank} [16.0, 16.0, 16.0]" for rank in range(2)]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "by hand"])
+def test_a_group_can_be_destroyed_and_made_again(launcher: str, tmp_path: Path) -> None:
+    """At once, on each rank by itself; whatever a launcher counts; and where the drawn port is taken."""
+    script, fifo = tmp_path / "train.py", tmp_path / "fifo"
+    script.write_text(AGAIN)
+    os.mkfifo(fifo)
+    assert MPIRUN is not None
+    words = [sys.executable, str(script), str(fifo), "taken" if launcher == "mpirun" else "free"]
+    with ExitStack() as stack:
+        if launcher == "mpirun":
+            processes = [stack.enter_context(Process(MPIRUN, "-n", "2", *words))]
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = str(free.getsockname()[1])
+            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01")
+            processes = [stack.enter_context(Process(*words, environ=environ)) for environ in ranks]
+        for each in processes:
+            assert each.wait(2 * WAIT_S) == 0, each.log
 
 
 @pytest.mark.parametrize(

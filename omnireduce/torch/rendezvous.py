@@ -1,0 +1,166 @@
+"""Where ranks meet whose launcher names no port: one is drawn for the launch. Somebody else may have taken it.
+
+Torch's own way has one port, at which rank 0 has a store. Where that is taken, rank 0 raises. The others wait for ever
+if who listens there says nothing. So rank 0 has its store at any free port here, and a signpost at the first port that
+is free of those drawn. The signpost tells everybody who connects whose store is at which port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from omnireduce.addresses import ANYWHERE, connect, is_loopback, listen
+from omnireduce.blame import from_a_handler
+
+FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
+TRIES = 16  # ports of one launch
+FIRST_WAIT_S = 1.0  # for what a signpost says, the first time; then twice, four times, ... as long
+PAUSE_S = 0.1
+BACKLOG = 1024
+LONGEST = 300  # bytes that a signpost says
+PREFIXES_OF_USER = 2  # of the group and the device
+
+
+class Place(NamedTuple):
+    """Where the ranks of the launch `identity` meet: on the host `address`; the signpost is at one of the `ports`."""
+
+    identity: str
+    address: str
+    ports: Sequence[int]
+
+
+def drawn_ports(identity: str) -> list[int]:
+    """The ports of a launch, the same for all its ranks."""
+    drawn = (hashlib.sha256(f"{identity}{number or ''}".encode()).digest() for number in range(TRIES))
+    return [FIRST_PORT + int.from_bytes(each[:8], "big") % PORTS for each in drawn]
+
+
+def meet_at(place: Place) -> None:
+    """From now on, `init_process_group` meets there, as long as MASTER_ADDR and MASTER_PORT say so and not something
+    else. Afterwards MASTER_PORT is the port of the store."""
+    way_of_torch, meeting = _rendezvous_handlers["env"], _Meeting(place)
+
+    def handler(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
+        if not meeting.is_meant():
+            found: Iterator[Any] = way_of_torch(url, timeout=timeout, **options)
+            return found
+        return meeting.begin(url, timeout)
+
+    _rendezvous_handlers["env"] = handler
+
+
+class _Meeting:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._port = 0  # of the store; 0: not known yet
+        self._signpost: socket.socket | None = None
+
+    def is_meant(self) -> bool:
+        """Whether the environment still says to meet here."""
+        ports = [str(port) for port in (self._port, *self._place.ports)]
+        return os.environ.get("MASTER_ADDR") == self._place.address and os.environ.get("MASTER_PORT") in ports
+
+    def begin(self, url: str, timeout: timedelta) -> Iterator[Any]:
+        said = parse_qs(urlparse(url).query)
+        rank, size = (int(said.get(key, [os.environ.get(key.upper(), "")])[0]) for key in ("rank", "world_size"))
+        store = self._serve(size, timeout) if rank == 0 else self._find(timeout)
+        self._port = store.port
+        os.environ["MASTER_PORT"] = str(self._port)
+        yield store, rank, size
+
+    def _serve(self, size: int, timeout: timedelta) -> dist.TCPStore:
+        store = dist.TCPStore(
+            self._place.address, self._port, size,
+            is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+        keep(store)
+        if self._signpost is None:
+            self._signpost = _listen(self._place)
+            text = _text(self._place, store.port)
+            threading.Thread(target=_tell, args=(self._signpost, text), name="omnireduce.signpost", daemon=True).start()
+        return store
+
+    def _find(self, timeout: timedelta) -> dist.TCPStore:
+        deadline, wait_s = time.monotonic() + timeout.total_seconds(), FIRST_WAIT_S
+        while time.monotonic() < deadline:
+            for port in self._place.ports:
+                there = _asked(self._place, port, wait_s)
+                if there:
+                    address = self._place.address
+                    return dist.TCPStore(address, there, None, is_master=False, timeout=timeout, wait_for_workers=False)
+            wait_s *= 2
+            time.sleep(PAUSE_S)
+        raise dist.DistNetworkError(
+            f"omnireduce: rank 0 has not come to {self._place.address} after {timeout.total_seconds():g} s; "
+            f"looked for it at ports {', '.join(map(str, self._place.ports))}"
+        )
+
+
+def _listen(place: Place) -> socket.socket:
+    for port in place.ports:
+        with suppress(OSError):
+            return listen(place.address if is_loopback(place.address) else ANYWHERE, port, BACKLOG)
+    raise dist.DistNetworkError(
+        f"omnireduce: none of the ports {', '.join(map(str, place.ports))} is free on this host; set MASTER_ADDR and "
+        "MASTER_PORT"
+    )
+
+
+def _text(place: Place, port: int) -> bytes:
+    return f"omnireduce {place.identity} {port}\n".encode()
+
+
+def _tell(signpost: socket.socket, text: bytes) -> None:
+    """Until this process ends."""
+    signpost.setblocking(True)
+    while True:
+        with suppress(OSError), signpost.accept()[0] as guest:
+            guest.settimeout(FIRST_WAIT_S)
+            guest.sendall(text)
+
+
+def _asked(place: Place, port: int, wait_s: float) -> int:
+    """Where the signpost at this port says that the store is. 0 where there is none: what else listens may say
+    anything, or nothing."""
+    try:
+        with connect(place.address, port, wait_s) as found, found.makefile("rb") as stream:
+            said = stream.readline(LONGEST)
+    except OSError as error:
+        if from_a_handler(error):
+            raise
+        return 0
+    last = said.rpartition(b" ")[2].strip()
+    there = int(last) if last.isdigit() and len(last) <= len("65535") else 0
+    return there if there < 1 << 16 and said == _text(place, there) else 0
+
+
+_kept: dist.Store | None = None
+
+
+def keep(store: dist.Store) -> None:
+    """Go on serving this store when its group is destroyed, until another one is kept. Others of the group may have
+    gone on to the next group before this rank destroys the last one, and meet here."""
+    global _kept
+    _kept = store
+
+
+def is_torchs_own(store: dist.Store) -> bool:
+    """Whether `init_process_group` made the store behind this one, which it has handed to a back end. Then it has put
+    one more prefix before it. One that the user made is the user's to end."""
+    prefixes = 0
+    while isinstance(store, dist.PrefixStore):
+        store, prefixes = store.underlying_store, prefixes + 1
+    return isinstance(store, dist.TCPStore) and prefixes > PREFIXES_OF_USER

@@ -1,0 +1,119 @@
+"""Ranks whose launcher names no port meet, whoever has taken the port that was drawn for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from local_cluster import WAIT_S, Ranks
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from omnireduce.torch import rendezvous
+from omnireduce.torch.rendezvous import Place, _Meeting, drawn_ports, meet_at
+
+WAIT = timedelta(seconds=WAIT_S)
+LOOPBACK = "127.0.0.1"
+PREFIX = b"omnireduce a launch "
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Three ports that are free, of which the environment says the first."""
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(3)]
+        ports = [each.getsockname()[1] for each in free]
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(ports[0]))
+    monkeypatch.setitem(_rendezvous_handlers, "env", _rendezvous_handlers["env"])
+    yield Place("a launch", LOOPBACK, ports)
+    rendezvous._kept = None
+
+
+def words(rank: int) -> str:
+    return f"env://?rank={rank}&world_size=2"
+
+
+def meet_as_ranks(meetings: list[_Meeting]) -> list[tuple[dist.Store, int, int]]:
+    return Ranks(2, lambda rank: next(meetings[rank].begin(words(rank), WAIT))).results()
+
+
+def check_shared(found: list[tuple[dist.Store, int, int]]) -> None:
+    assert [(rank, size) for _, rank, size in found] == [(0, 2), (1, 2)]
+    for rank, (store, _, _) in enumerate(found):
+        store.set(f"said by {rank}", "a word")
+        assert found[1 - rank][0].get(f"said by {rank}") == b"a word"
+
+
+@pytest.mark.parametrize("taken", ["by nobody", "by one who says nothing", "by another launch"])
+def test_ranks_meet_whoever_has_the_first_port(place: Place, taken: str) -> None:
+    with ExitStack() as stack:
+        if taken == "by one who says nothing":
+            stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
+        elif taken == "by another launch":
+            other = _Meeting(place._replace(identity="another launch"))
+            check_shared(meet_as_ranks([other, _Meeting(other._place)]))
+            os.environ["MASTER_PORT"] = str(place.ports[0])  # which this launch was told
+        meetings = [_Meeting(place), _Meeting(place)]
+        check_shared(meet_as_ranks(meetings))
+        assert all(each.is_meant() for each in meetings)
+        check_shared(meet_as_ranks(meetings))  # in the second group, too
+
+
+def test_a_launch_without_a_free_port_says_what_to_do(place: Place) -> None:
+    with ExitStack() as stack:
+        for port in place.ports:
+            stack.enter_context(socket.create_server((LOOPBACK, port)))
+        with pytest.raises(RuntimeError, match=r"none of the ports .* is free on this host; set MASTER_ADDR"):
+            next(_Meeting(place).begin(words(0), WAIT))
+
+
+def test_a_rank_says_where_it_has_looked_for_rank_0(place: Place) -> None:
+    with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.1 s.*{place.ports[2]}"):
+        next(_Meeting(place).begin(words(1), timedelta(seconds=0.1)))
+
+
+@pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
+def test_what_somebody_else_says_is_no_port(place: Place, said: bytes) -> None:
+    with socket.create_server((LOOPBACK, place.ports[0])) as listener:
+
+        def answer(_: int) -> None:
+            with listener.accept()[0] as guest:
+                guest.sendall(said)
+
+        ranks = Ranks(1, answer)
+        assert rendezvous._asked(place, place.ports[0], WAIT_S) == 0
+        ranks.results()
+
+
+def test_where_the_user_says_so_torch_meets_in_its_own_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def way_of_torch(url: str, **options: Any) -> Iterator[str]:
+        yield url
+
+    monkeypatch.setitem(_rendezvous_handlers, "env", way_of_torch)
+    meet_at(place)
+    store, *_ = next(_rendezvous_handlers["env"]("env://?rank=0&world_size=1"))
+    assert isinstance(store, dist.TCPStore)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert next(_rendezvous_handlers["env"]("env://")) == "env://"
+
+
+def test_ports_are_those_of_the_launch() -> None:
+    assert drawn_ports("a") == drawn_ports("a")
+    assert drawn_ports("a")[0] != drawn_ports("b")[0]
+    assert len(set(drawn_ports("a"))) > 1
+    assert all(20000 <= port < 32000 for port in drawn_ports("a"))
+
+
+def test_a_store_of_the_user_is_not_kept() -> None:
+    """Two prefixes are those of the group and the device."""
+    own = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
+    prefixed = dist.PrefixStore("cpu", dist.PrefixStore("0", own))
+    assert not rendezvous.is_torchs_own(prefixed)
+    assert rendezvous.is_torchs_own(dist.PrefixStore("cpu", dist.PrefixStore("0", dist.PrefixStore("default_pg", own))))
+    assert not rendezvous.is_torchs_own(dist.HashStore())
