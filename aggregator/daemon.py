@@ -36,6 +36,7 @@ from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config
 from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
+from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret
 
@@ -50,6 +51,7 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
+        self._monitor = f"{MONITOR}-{secrets.token_hex(8)}"  # nobody can take this name before
         self._family, self._draining = Family(), Draining()
         own_codecs(config)  # they are loaded before shards are forked
         self._signals, self._signals_in = socket.socketpair()
@@ -130,8 +132,8 @@ class Daemon:
     def _bind(self) -> list[Listeners]:
         settings = self._config.aggregator
         host, port = parse_listen(settings.listen)
-        kind, monitored = self._config.transport.kind, bool(self._config.metrics.listen)
-        return [open_listeners(host, port + i if port else 0, kind, monitored) for i in range(settings.shards)]
+        kind, monitor = self._config.transport.kind, self._monitor if self._config.metrics.listen else ""
+        return [open_listeners(host, port + i if port else 0, kind, monitor) for i in range(settings.shards)]
 
     def _start_monitor(self, bound: Sequence[Listeners]) -> None:
         from omnireduce.aggregator.monitor import open_http, run_monitor
@@ -148,7 +150,7 @@ class Daemon:
         def run(line: Line) -> None:
             run_monitor(
                 listener, self._config, secret, self._pages,
-                names=names, addresses=addresses, pulses=self._pulses, line=line,
+                purpose=self._monitor, names=names, addresses=addresses, pulses=self._pulses, line=line,
             )  # fmt: skip
 
         self._family.start("monitor", address, run, Deaths())

@@ -64,13 +64,22 @@ def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     yield gauge("gathering_jobs", "Jobs that wait for ranks to join", lambda each: each.gathering)
     yield counter("jobs_started", "Jobs that began", lambda each: each.jobs_started)
     yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda each: each.jobs_ended)
-    yield counter("refused", "Connections refused", lambda each: each.refused)
+    refused = CounterMetricFamily("omnireduce_refused", "Connections refused", labels=["shard", "user"])
+    yield _filled(
+        refused, (([shard, user], count) for shard, each in statuses.items() for user, count in _refused(each))
+    )
     for name, text, value in _TRAFFIC:
         family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
         yield _filled(family, (([shard], value(each.traffic)) for shard, each in statuses.items()))
     aborts = CounterMetricFamily("omnireduce_aborts", "Jobs that failed, by cause", labels=["shard", "cause"])
     samples = (([shard, cause], n) for shard, each in statuses.items() for cause, n in each.aborts.items())
     yield _filled(aborts, samples)
+
+
+def _refused(status: Status) -> Iterator[tuple[str, int]]:
+    """How many connections were refused, by the local user if the kernel has said who that is."""
+    yield "", status.refused - sum(status.refused_users.values())
+    yield from status.refused_users.items()
 
 
 def _of_job(shard: str, job: JobStatus) -> list[str]:

@@ -29,7 +29,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from omnireduce.addresses import Address, parse_address, parse_listen, seen_from_here
+from omnireduce.addresses import Address, parse_address, parse_listen, seen_from_here, why_cannot_listen
 from omnireduce.aggregator.line import Line
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
@@ -64,7 +64,7 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 class Monitor:
     """Makes the pages about the shards at `addresses`. `names` and `pulses` are theirs, in the same order.
 
-    `access` says who may read the pages.
+    `access` says who may read the pages. It asks at the shards' sockets for `purpose`.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Monitor:
         addresses: Sequence[str],
         pulses: Sequence[Pulse],
         access: Pages = ALL,
+        purpose: str = MONITOR,
     ) -> None:
-        self.access = access
+        self.access, self._purpose = access, purpose
         self._names, self._addresses = names, [str(seen_from_here(parse_address(each))) for each in addresses]
         self._config, self._secret, self._pulses = config, secret, pulses
         self._places = threading.Semaphore(AT_ONCE)
@@ -141,7 +142,7 @@ class Monitor:
             return under_way.result()
         try:
             timeout_s = self._config.metrics.timeout_s
-            found = ask_all(self._addresses, self._config, timeout_s, secret=self._secret, purpose=MONITOR)
+            found = ask_all(self._addresses, self._config, timeout_s, secret=self._secret, purpose=self._purpose)
             mine.set_result(dict(zip(self._names, found, strict=True)))
         except BaseException as error:
             mine.set_exception(error)
@@ -293,8 +294,7 @@ def open_http(address: str) -> tuple[socket.socket, str]:
         listener = listen_tcp(*wanted)
     except OSError as error:
         raise TransportError(
-            f"cannot listen on {address} for metrics: {error.strerror or error}; "
-            'choose another metrics.listen, or "" for none'
+            f"metrics.listen: cannot listen on {wanted}: {why_cannot_listen(error, wanted)}"
         ) from error
     return listener, str(Address(wanted.host, listener.getsockname()[1]))
 
@@ -305,6 +305,7 @@ def run_monitor(
     secret: Secret | None,
     access: Pages,
     *,
+    purpose: str,
     names: Sequence[str],
     addresses: Sequence[str],
     pulses: Sequence[Pulse],
@@ -317,7 +318,7 @@ def run_monitor(
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
     start_logs(config.log, process_count(config))
     allow_all_descriptors()
-    monitor = Monitor(config, secret, names, addresses, pulses, access)
+    monitor = Monitor(config, secret, names, addresses, pulses, access=access, purpose=purpose)
 
     def reload() -> None:
         monitor.access = make_pages(config.metrics)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from omnireduce.addresses import Address, host_of, is_wildcard
+from omnireduce.addresses import Address, host_of, is_wildcard, why_cannot_listen
 from omnireduce.administration import Order
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.line import Asked, Here, Line
@@ -24,7 +26,6 @@ from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageE
 from omnireduce.kernels.codecs.table import Codecs, with_own
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
-from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Door
@@ -33,7 +34,7 @@ from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.secret import Secret
-from omnireduce.transport.shm import ShmLink, listen_shm
+from omnireduce.transport.shm import ShmLink, holder_of, listen_shm, name_of, peer_of
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.transport.tls import accept_tls
 
@@ -49,31 +50,53 @@ class Listeners:
     tcp: socket.socket
     shm: socket.socket | None
     monitor: socket.socket | None
+    why_no_shm: str = ""  # why workers of this host go by TCP
 
 
-def open_listeners(host: str, port: int, kind: str, monitored: bool = False) -> Listeners:
-    """Listen for the transports that `kind` (transport.kind) allows, and for the monitor, if there is one.
+def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listeners:
+    """Listen for the transports that `kind` (transport.kind) allows, and for the monitor, if there is one: at a socket
+    for the purpose `monitor`, which nobody else knows beforehand.
 
     Port 0 takes a free one. Raises TransportError.
     """
-    try:
-        # The TCP port is taken even for shm alone: it keeps two daemons from using one address.
-        tcp = listen_tcp(host, port)
-        port = tcp.getsockname()[1]
+    address = Address(host, port)
+    with ExitStack() as undo:
         try:
-            shm = listen_shm(host, port) if kind in ("auto", "shm") else None
-            monitor = listen_shm(host, port, purpose=MONITOR) if monitored else None
-        except OSError:
-            tcp.close()
-            raise
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        raise TransportError(
-            f"cannot listen on {Address(host, port)}: {reason}; "
-            "is another aggregator running there, and is aggregator.listen an address of this host?"
-        ) from error
+            # The TCP port is taken even for shm alone: it keeps two daemons from using one address.
+            tcp = undo.enter_context(listen_tcp(host, port))
+            address = Address(host, tcp.getsockname()[1])
+            shm, why = _listen_shm(address) if kind in ("auto", "shm") else (None, "")
+            if why and kind == "shm":
+                raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}")
+            if shm is not None:
+                undo.callback(shm.close)
+            local = listen_shm(*address, purpose=monitor) if monitor else None
+        except OSError as error:
+            why = why_cannot_listen(error, address)
+            raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}") from error
+        undo.pop_all()
     name = socket.gethostname() if is_wildcard(host) else host
-    return Listeners(str(Address(host, port)), str(Address(name, port)), tcp, shm, monitor)
+    return Listeners(str(address), str(Address(name, address.port)), tcp, shm, local, why)
+
+
+def _listen_shm(address: Address) -> tuple[socket.socket | None, str]:
+    """The Unix socket for workers of this host, or why there is none: its name may have been taken.
+
+    If a process of another user has it, workers do not trust that process, and go by TCP. If it is one of root or of
+    this user, they would take it for the aggregator. Raises TransportError then, and OSError.
+    """
+    try:
+        return listen_shm(*address), ""
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+    name = name_of(*address)
+    holder = holder_of(name)
+    whose = holder or "a process that answers nobody"
+    why = f"the Unix socket @{name[1:]}, for workers of this host, belongs to {whose}"
+    if holder is not None and holder.is_trusted:
+        raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}; end it, or choose another port")
+    return None, why
 
 
 def _run_as_batch() -> None:
@@ -98,7 +121,7 @@ def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContex
         return TcpLink(sock, peer, dead_peer_s)
 
     def shm_link(sock: socket.socket) -> ShmLink:
-        return ShmLink(sock, "a local process")
+        return ShmLink(sock, str(peer_of(sock)))
 
     def monitor_link(sock: socket.socket) -> ShmLink:
         link = shm_link(sock)
@@ -143,6 +166,9 @@ def own_codecs(config: Config) -> Codecs:
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
     """What serves the jobs of a shard, whose process this is."""
     settings = config.aggregator
+    if listeners.why_no_shm:
+        text = "%s: they go by TCP. For shared memory end that process, and start the aggregator again"
+        log.warning(text, listeners.why_no_shm, extra=tagged("no_shm"))
     callers = Callers(config) if settings.upstream else None
     server = ShardServer(
         listeners.name,

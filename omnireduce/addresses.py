@@ -32,6 +32,7 @@ _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
 _PORT = re.compile(r"[0-9]{1,5}\Z")
 _SIOCGIFADDR = 0x8915
+_FIRST_FREE_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 _INET6 = Path("/proc/net/if_inet6")  # address, interface number, length of the prefix, scope, flags, name
 
 
@@ -206,6 +207,25 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=both)
     listener.setblocking(False)
     return listener
+
+
+def why_cannot_listen(error: OSError, address: Address) -> str:
+    """What is wrong with listening at `address`, after `listen` has raised this error, and what to do."""
+    if isinstance(error, socket.gaierror):
+        return f"no host called {address.host} is known here; give the name or an address of this host"
+    if error.errno == errno.EADDRINUSE:
+        return "another program listens there, perhaps another aggregator; choose another port, or end that program"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{address.host} is no address of this host; 0.0.0.0 stands for all of its IPv4 addresses"
+    if error.errno in (errno.EACCES, errno.EPERM) and address.port < (first := _first_free_port()):
+        return f"ports below {first} are for root and for who has CAP_NET_BIND_SERVICE; choose a higher one"
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _first_free_port() -> int:
+    with suppress(OSError, ValueError):
+        return int(_FIRST_FREE_PORT.read_text())
+    return 1024
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:

@@ -76,6 +76,7 @@ class Link(ABC):
     """One end of a reliable, ordered, credit-controlled path to a peer."""
 
     kind: str
+    user: int | None = None  # of the peer's process, where the system knows
     inline = False  # True: block messages travel as bytes, so they need not lie in the send slot
 
     def __init__(self, peer: str) -> None:

@@ -254,7 +254,7 @@ class HostMeeting:
 
 def _is_foreign(sock: socket.socket) -> bool:
     """Whether the peer belongs to another user than this process."""
-    return peer_of(sock)[1] != os.geteuid()
+    return peer_of(sock).user != os.geteuid()
 
 
 def _receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections import deque
+from typing import NamedTuple
 
 from omnireduce.addresses import Address, is_own, is_wildcard, look_up
 from omnireduce.blame import from_a_handler
@@ -24,34 +25,60 @@ WILDCARD = "*"  # in place of an address, of an aggregator that listens at all o
 _CREDENTIALS = struct.Struct("iII")  # unix(7), struct ucred: process, user, group
 
 
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """The process at the other end of a Unix socket, and its user, as the kernel says."""
+class Peer(NamedTuple):
+    """A process on this host, and its user. `process` is 0 if it is in a PID namespace that this one cannot see."""
+
+    process: int
+    user: int
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it is of root or of the user of this process: its memory may be shared."""
+        return self.user in (0, os.geteuid())
+
+    def __str__(self) -> str:
+        return f"process {self.process} of user {self.user}" if self.process else f"a process of user {self.user}"
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """The process at the other end of a Unix socket, as the kernel says."""
     process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return process, user
+    return Peer(process, user)
+
+
+def holder_of(name: str, kind: int = socket.SOCK_STREAM) -> Peer | None:
+    """The process that listens at a Unix socket; None if nobody does who can be asked."""
+    with socket.socket(socket.AF_UNIX, kind) as sock:
+        sock.setblocking(False)  # one that accepts nobody must not keep us waiting
+        try:
+            sock.connect(name)
+            return peer_of(sock)
+        except OSError as error:
+            if from_a_handler(error):
+                raise
+            return None
 
 
 class ShmLink(StreamLink):
     """A link over a Unix socket whose block messages stay in shared memory.
 
-    `takes_memory`: the peer may pass descriptors, until `attach_memory`. Only workers take them.
+    `takes_memory`: the peer may pass descriptors, until `attach_memory`. Only workers take them. `process` is the
+    peer's, as the kernel says.
     """
 
     kind = "shm"
 
     def __init__(self, sock: socket.socket, peer: str, *, takes_memory: bool = False) -> None:
         super().__init__(sock, peer)
+        self.process = peer_of(sock)
+        self.user = self.process.user
         self._descriptors: deque[int] = deque()
         self._takes_memory = takes_memory
 
     @property
-    def peer_user(self) -> int:
-        """The user of the peer's process, as the kernel says."""
-        return peer_of(self._sock)[1]
-
-    @property
     def foreign_user(self) -> int | None:
         """The user of the peer's process if it is neither root nor the one of this process."""
-        return None if self.peer_user in (0, os.geteuid()) else self.peer_user
+        return None if self.process.is_trusted else self.process.user
 
     def _receive(self, into: memoryview) -> int:
         if not self._takes_memory:
@@ -101,8 +128,13 @@ class ShmLink(StreamLink):
             os.close(self._descriptors.popleft())
 
 
-def _abstract(host: str, port: int, purpose: str) -> str:
+def _abstract(host: str, port: int, purpose: str = "") -> str:
     return f"\0omnireduce{purpose}/{Address(host, port)}"
+
+
+def name_of(host: str, port: int, purpose: str = "") -> str:
+    """The abstract name of the Unix socket at which the aggregator at host:port listens. Raises OSError."""
+    return _abstract(WILDCARD if is_wildcard(host) else next(iter(_own(host)), host), port, purpose)
 
 
 def _own(host: str) -> list[str]:
@@ -137,7 +169,7 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
             link = ShmLink(sock, str(address), takes_memory=True)
             if any_user or link.foreign_user is None:
                 return link
-            foreign = f"user {link.foreign_user}, this worker to user {os.geteuid()}"
+            foreign = f"{link.process}, this worker to user {os.geteuid()}"
             link.close()
     if foreign:
         raise TransportError(
@@ -152,7 +184,7 @@ def listen_shm(host: str, port: int, *, purpose: str = "") -> socket.socket:
 
     Raises OSError.
     """
-    name = _abstract(WILDCARD if is_wildcard(host) else next(iter(_own(host)), host), port, purpose)
+    name = name_of(host, port, purpose)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)

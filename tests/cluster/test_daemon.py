@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -29,7 +30,10 @@ from raw_peer import RawPeer, await_pending
 from transports import MEMORY, called, over
 
 from omnireduce import Communicator, RefusedError, TransportError
+from omnireduce.addresses import Address, why_cannot_listen
 from omnireduce.aggregator.shard import _run_as_batch
+from omnireduce.transport.shm import listen_shm
+from omnireduce.transport.tcp import listen_tcp
 
 either = pytest.mark.parametrize("way", ["shm", MEMORY])
 
@@ -52,9 +56,8 @@ def test_an_address_in_use_is_one_line_and_status_1(daemon: Daemon) -> None:
     status, out, log = run_aggregator("--listen", daemon.addresses[0])
     assert (status, out) == (1, "")
     assert log.count("\n") == 1
-    assert log.startswith(
-        f"Error: cannot listen on {daemon.addresses[0]}: Address already in use; is another aggregator"
-    )
+    what = f"cannot listen on {daemon.addresses[0]}: another program listens there, perhaps another aggregator"
+    assert log.startswith(f"Error: aggregator.listen: {what}")
 
 
 def run_with(patch: str, *arguments: str) -> tuple[int, str, str]:
@@ -115,7 +118,7 @@ def test_an_address_is_taken_by_either_transport(kind: str) -> None:
         for other in ("auto", "shm", "tcp"):
             status, _, log = run_aggregator("--listen", daemon.addresses[0], "--set", f"transport.kind={other}")
             assert status == 1
-            assert f"cannot listen on {daemon.addresses[0]}: Address already in use" in log
+            assert f"cannot listen on {daemon.addresses[0]}: another program listens there" in log
         assert_serves(daemon)
 
 
@@ -124,7 +127,41 @@ def test_an_address_that_is_not_here_is_one_line_and_status_1() -> None:
     assert status == 1
     assert log.count("\n") == 1
     assert "cannot listen on 192.0.2.1:7400" in log
-    assert "is aggregator.listen an address of this host?" in log
+    assert "192.0.2.1 is no address of this host" in log
+
+
+@pytest.mark.parametrize("key", ["aggregator.listen", "metrics.listen"])
+def test_a_name_that_nobody_knows_is_one_line_and_status_1(key: str) -> None:
+    status, _, log = run_aggregator("--set", f"{key}=no-such-host.invalid:0", "--set", "security.allow_no_secret=true")
+    assert status == 1
+    why = "no host called no-such-host.invalid is known here; give the name or an address of this host"
+    assert log.splitlines()[-1] == f"Error: {key}: cannot listen on no-such-host.invalid:0: {why}"
+
+
+@pytest.mark.parametrize(
+    ("number", "port", "expected"),
+    [
+        (errno.EACCES, 80, "ports below 1024 are for root and for who has CAP_NET_BIND_SERVICE; choose a higher one"),
+        (errno.EACCES, 7400, "Permission denied"),
+        (errno.EMFILE, 80, "Too many open files"),
+    ],
+)
+def test_why_nobody_can_listen(monkeypatch: pytest.MonkeyPatch, number: int, port: int, expected: str) -> None:
+    monkeypatch.setattr("omnireduce.addresses._first_free_port", lambda: 1024)
+    assert why_cannot_listen(OSError(number, "?"), Address("10.0.0.1", port)) == expected
+
+
+@pytest.mark.parametrize("name", ["auto", "shm"])
+def test_a_name_for_shared_memory_that_this_user_has_taken(name: str) -> None:
+    """Workers would take that process for the aggregator: it does not start."""
+    with listen_tcp("127.0.0.1", 0) as holder:
+        port = holder.getsockname()[1]
+    with listen_shm("127.0.0.1", port):
+        status, _, log = run_aggregator("--listen", f"127.0.0.1:{port}", "--set", f"transport.kind={name}")
+    assert status == 1
+    holder = f"process {os.getpid()} of user {os.geteuid()}; end it"
+    what = f"the Unix socket @omnireduce/127.0.0.1:{port}, for workers of this host, belongs to {holder}"
+    assert f"aggregator.listen: cannot listen on 127.0.0.1:{port}: {what}" in log
 
 
 @pytest.mark.parametrize(

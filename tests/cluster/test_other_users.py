@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Daemon, Ranks, Worker, configured, unique_job
+from local_cluster import READY_S, WAIT_S, Daemon, Process, Ranks, Worker, configured, eventually, unique_job
+from raw_peer import RawPeer
+from test_metrics import LISTEN, base, get, scrape
 from users import set_user
 
 from omnireduce import Communicator, RefusedError, TransportError
@@ -18,6 +21,7 @@ from omnireduce.runtime.asking.observe import ask
 from omnireduce.transport.shm import listen_shm
 
 NOBODY = 65534
+IMPOSTOR = f"process {os.getpid()} of user {NOBODY}"
 
 _T = TypeVar("_T")
 
@@ -108,13 +112,43 @@ def test_another_users_process_does_not_hide_an_aggregator_that_listens_everywhe
             assert comm.transport == "shm"
 
 
+def test_a_name_for_shared_memory_that_another_user_has_taken() -> None:
+    """The daemon goes on by TCP, and says why; so do workers. Where it may offer nothing else, it does not start."""
+    with Daemon(1) as daemon:
+        address = daemon.addresses[0]
+    port = int(address.rpartition(":")[2])
+    with impostor(port):
+        what = f"the Unix socket @omnireduce/{address}, for workers of this host, belongs to {IMPOSTOR}"
+        with Daemon(1, LISTEN, listen=address) as daemon:
+            assert eventually(lambda: f"{what}: they go by TCP" in daemon.log)
+            config = configured([address], "cluster.join_timeout_s=20")
+            with Communicator(config, rank=0, size=1, job=unique_job()) as comm:
+                assert comm.transport == "tcp"
+            assert get(f"{base(daemon)}/readyz")[0] == 200  # the monitor has a socket that nobody can guess
+        only = ["--listen", address, "--set", "transport.kind=shm"]
+        with Process(sys.executable, "-m", "omnireduce.aggregator", *only) as process:
+            assert process.wait(READY_S) == 1
+            assert f"Error: aggregator.listen: cannot listen on {address}: {what}" in process.log
+
+
+def test_the_log_and_the_metrics_say_which_user_was_refused() -> None:
+    with Daemon(1, LISTEN) as daemon:
+        assert "may not share memory" in outcome(daemon, "transport.kind=shm")
+        assert f'peer="{IMPOSTOR}" user={NOBODY}' in daemon.log
+        with RawPeer(daemon.addresses[0]) as stranger:
+            stranger.hello("a b", 0, 1)
+            assert stranger.is_closed()
+        counts = scrape(daemon)["omnireduce_refused_total"]
+        assert counts == {(daemon.addresses[0],): 1.0, (daemon.addresses[0], str(NOBODY)): 1.0}
+
+
 def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     """Where tcp will do as well, the worker goes on with that."""
     with Daemon(1, "transport.kind=tcp") as daemon, impostor(int(daemon.addresses[0].rpartition(":")[2])) as listener:
         config = configured(daemon.addresses, "cluster.join_timeout_s=20")
         with Communicator(config, rank=0, size=1, job=unique_job()) as comm:
             assert comm.transport == "tcp"
-        belongs = f"what offers shared memory for {daemon.addresses[0]} belongs to user {NOBODY}, this worker to user 0"
+        belongs = f"what offers shared memory for {daemon.addresses[0]} belongs to {IMPOSTOR}, this worker to user 0"
         assert f"going on by tcp: {belongs}" in caplog.text
         with pytest.raises(TransportError, match=belongs):
             Communicator(configured(daemon.addresses, "transport.kind=shm"), rank=0, size=1)

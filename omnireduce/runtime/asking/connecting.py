@@ -42,7 +42,7 @@ def connect_once(
             if isinstance(error, TransportError):
                 say(str(error))
         else:
-            owner = link.peer_user
+            owner = link.process.user
             if wanted.kind == "shm" or any_user or owner == os.geteuid():
                 return link
             # Root's memory could be shared, but an aggregator of root shares none with other users.

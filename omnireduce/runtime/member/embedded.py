@@ -42,6 +42,7 @@ from omnireduce.runtime.member.invitations import HOW, LISTED, Deadline, Invitat
 from omnireduce.runtime.member.launcher import Launch, launch_id
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import Secret
+from omnireduce.transport.shm import holder_of
 
 MOMENT_S = 0.5
 PROGRAM = program_of("omnireduce.aggregator.embedded")
@@ -101,7 +102,8 @@ class Embedded:
         except OSError as error:
             self.close()
             if error.errno == errno.EADDRINUSE:
-                why = "another process on this host does so just now; do two launches have this job? Give each another"
+                holder = holder_of(self._place, socket.SOCK_SEQPACKET) or "another process"
+                why = f"{holder} does so on this host just now; do two launches have this job? Give each another"
                 raise TransportError(f"{cannot}: {why} cluster.job") from error
             raise TransportError(f"{cannot}: {shortage(error)}") from error
 

@@ -129,7 +129,7 @@ class Invitations:
             if isinstance(error, BlockingIOError):
                 return
             raise TransportError(f"rank 0 cannot take in the other ranks: {shortage(error)}") from error
-        if peer_of(guest)[1] != os.geteuid() or len(self._guests) > 2 * self._size:
+        if peer_of(guest).user != os.geteuid() or len(self._guests) > 2 * self._size:
             guest.close()
             return
         guest.setblocking(False)
@@ -207,8 +207,11 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
             if patience_s is None:
                 raise too_late
             selector.select(patience_s)
-        if peer_of(sock)[1] != os.geteuid():
-            raise TransportError(f"a process of another user is where the ranks of job '{job}' meet on this host")
+        if peer_of(sock).user != os.geteuid():
+            raise TransportError(
+                f"{peer_of(sock)}, which is another user, is where the ranks of job '{job}' meet on this host: choose "
+                "another cluster.job"
+            )
         selector.register(sock, selectors.EVENT_READ)
         try:
             sock.send(CARD.pack(rank, size))

@@ -31,6 +31,7 @@ class Connection:
     def about(self, what: str) -> dict[str, object]:
         """The log's event `what`, with what is known of this connection's peer."""
         hello, team = self.hello, self.gate.said or None
+        peer: dict[str, object] = {"peer": self.link.peer, "user": self.link.user, "team": team}
         if hello is None or not hello.job.isprintable():
-            return tagged(what, peer=self.link.peer, team=team)
-        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, peer=self.link.peer, team=team)
+            return tagged(what, **peer)
+        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, **peer)

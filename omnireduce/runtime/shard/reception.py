@@ -145,7 +145,7 @@ class Reception:
 
     def refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
         """Tell a connection why it cannot join, and let it go."""
-        self._pages.refused += 1
+        self._pages.refuse(connection.link.user)
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
         self._connections.say(connection, Refused(reason, temporary))
         self._departures.leave(connection)

@@ -14,6 +14,7 @@ from omnireduce.runtime.shard.job import Job
 from omnireduce.status import JobKey, JobStatus, Status, StatusRequest, Traffic
 from omnireduce.version import __version__
 
+MOST_USERS = 16  # whose refusals are counted each by itself: a user may have many more in a namespace of his own
 PAGE_BYTES = 48 * 1024  # of jobs; a control message holds more
 
 
@@ -24,7 +25,16 @@ class StatusPages:
         self._name, self._clock, self._since = name, clock, clock()
         self._ended = Traffic()  # of jobs that are over
         self._aborts = dict.fromkeys(ABORT_KINDS, 0)
-        self.jobs_started = self.jobs_ended = self.refused = 0
+        self.jobs_started = self.jobs_ended = self._refused = 0
+        self._refused_users: dict[str, int] = {}
+
+    def refuse(self, user: int | None) -> None:
+        """A connection is refused; of this `user` of the host, if the kernel says so."""
+        self._refused += 1
+        if user is not None:
+            known, name = self._refused_users, str(user)
+            name = name if name in known or len(known) < MOST_USERS else "others"
+            known[name] = known.get(name, 0) + 1
 
     def job_ended(self, job: Job, end: End) -> None:
         """A job is over."""
@@ -64,7 +74,8 @@ class StatusPages:
             jobs_started=self.jobs_started,
             jobs_ended=self.jobs_ended,
             aborts=self._aborts,
-            refused=self.refused,
+            refused=self._refused,
+            refused_users=self._refused_users,
             jobs=jobs,
             more=more,
             draining=draining,
