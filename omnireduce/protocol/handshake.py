@@ -28,6 +28,9 @@ from omnireduce.wire.words import SHOWN, listed
 GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 
 
+UNHEARD = "is it stopped or overloaded, or does something else listen there?"
+
+
 class Gate:
     """Aggregator's side of one connection: lets no Hello pass before the handshake is complete.
 

@@ -23,7 +23,7 @@ from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, Tran
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
 from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.handshake import UNHEARD, Candidate
 from omnireduce.protocol.hosts import Neighbours
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
@@ -341,10 +341,9 @@ class Joining:
         """The error that says whom this attempt waited for in vain."""
         proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
         if proving is not None and (waited_s := now - proving[1].since) >= min(QUIET_S, (now - self._begun) / 2):
+            late = f"within {waited_s:.2g} s; {UNHEARD}"
             return RefusedError(
-                f"no proof of the secret came from aggregator {self._addresses[proving[0]]} within {waited_s:.2g} s; "
-                "is it stopped or overloaded?",
-                temporary=True,
+                f"no proof of the secret came from aggregator {self._addresses[proving[0]]} {late}", temporary=True
             )
         at = len(self._visits) if proving is None else proving[0]
         if self._reason or (proving is None and at < self._shards):

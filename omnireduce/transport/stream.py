@@ -22,6 +22,7 @@ from operator import add
 from omnireduce.blame import from_a_handler
 from omnireduce.dtypes import Array
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
+from omnireduce.transport.strangers import TLS, spoken
 
 FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
@@ -265,14 +266,20 @@ class StreamLink(Link):
             elif kind in (DATA, CREDIT):
                 at = body + self._credit_or_data(kind, slot, length, body, events)
             else:
-                expected = f"; expected at most {self._control_limit} bytes" if kind == CONTROL else ""
-                what = f"not a frame of this protocol: kind {kind}, length {length}{expected}"
-                self._end(events, what, violation=True)
+                self._end(events, self._no_frame(at, kind, length), violation=True)
         if at:
             rest = self._filled - at
             if rest:
                 self._buffer[:rest] = self._buffer[at : self._filled]
             self._filled = rest
+
+    def _no_frame(self, at: int, kind: int, length: int) -> str:
+        """What is wrong with the bytes from `at` on, which are no frame."""
+        name = spoken(bytes(self._view[at : at + FRAME.size]))
+        expected = f"; expected at most {self._control_limit} bytes" if kind == CONTROL else ""
+        what = f"it looks like {name}" if name else f"kind {kind}, length {length}{expected}"
+        hint = "; give both ends TLS or none (security.tls_certificate there, tls_ca here)" if name == TLS else ""
+        return f"not a frame of this protocol: {what}{hint}"
 
     def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:
         """Take one frame; return how many bytes of the message that it announces were in the buffer."""

@@ -27,11 +27,13 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
-from omnireduce.transport.stream import EVENTS_PER_POLL
+from omnireduce.transport.strangers import TLS, spoken
+from omnireduce.transport.stream import CONTROL, EVENTS_PER_POLL
 from omnireduce.transport.tcp import TcpLink
 
 RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
 RECORD_TYPES = range(20, 24)
+PLAIN = bytes((CONTROL, 0))  # how a frame with a control message begins
 RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
 WIRE_BYTES = 131072  # bytes looked at at once
 STRANGER_WIRE_BYTES = 20480  # the same for a peer that is not admitted: one record
@@ -182,7 +184,11 @@ class TlsLink(TcpLink):
             return 0
         kind, major, length = RECORD.unpack_from(self._wire, at)
         if kind not in RECORD_TYPES or major != 3 or length > RECORD_LIMIT:
-            self._end(events, f"no TLS: it sent {bytes(self._wire[at : at + 5])!r}", violation=True)
+            first = bytes(self._wire[at : at + 5])
+            name = "a worker without TLS (security.tls_ca)" if first[:2] == PLAIN else spoken(first)
+            size = f", with a record of {length} bytes" if name == TLS else ""
+            what = f"it looks like {name}{size}" if name else f"it sent {first!r}"
+            self._end(events, f"no TLS: {what}", violation=True)
             return 0
         size = 5 + int(length)
         return size if size <= end - at else 0

@@ -175,7 +175,7 @@ def test_members_that_break_the_rules_disturb_nobody_else(busy: Daemon) -> None:
 
 FALSE_AGGREGATORS: dict[str, tuple[bytes, type[Exception], str]] = {
     "closes": (b"", TransportError, "connection closed before this worker was admitted"),
-    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", TransportError, "not a frame of this protocol"),
+    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", TransportError, "not a frame of this protocol: it looks like HTTP"),
     "no msgpack": (FRAME.pack(CONTROL, 0, 100) + NOISE[:100], TransportError, "malformed control message"),
     "a hello": (FRAME.pack(CONTROL, 0, 5) + b"\x81\xa4typ", TransportError, "malformed control message"),
     "a goodbye": (

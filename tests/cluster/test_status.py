@@ -362,8 +362,11 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (b"", r"does not answer within 0\.\d+ s; is it stopped or overloaded\?"),  # what connecting has left of 0.3 s
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a frame of this protocol"),
+        (
+            b"",
+            r"does not answer within 0\.\d+ s; is it stopped or overloaded, or",
+        ),  # what connecting has left of 0.3 s
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a frame of this protocol: it looks like HTTP before it answered"),
     ],
     ids=["silence", "another server"],
 )

@@ -69,7 +69,7 @@ def test_strangers(busy: Daemon, local: bool) -> None:
     ("what", "reason"),
     [
         ("noise", "not a frame of this protocol: kind "),
-        ("http", "not a frame of this protocol: kind 71, length 14140"),
+        ("http", "not a frame of this protocol: it looks like HTTP"),
         ("a huge control message", "not a frame of this protocol: kind 3, length 4294967295"),
         ("the largest of a member", "not a frame of this protocol: kind 3, length 65528; expected at most 4096 bytes"),
         ("data before a hello", "message for slot 0 without a credit"),

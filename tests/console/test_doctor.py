@@ -167,7 +167,7 @@ def test_a_stopped_aggregator() -> None:
         finally:
             os.kill(shard, signal.SIGCONT)
     assert found.state == "fail"
-    assert "takes the connection, but does not answer within 2 s; is it stopped or overloaded?" in found.text
+    assert "takes the connection, but does not answer within 2 s; is it stopped or overloaded, or" in found.text
 
 
 def test_too_few_descriptors(daemon: Daemon) -> None:

@@ -115,6 +115,33 @@ def test_the_bound_of_control_messages_holds_until_slots_are_attached() -> None:
         right.close()
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "it looks like HTTP"),
+        (b"OPTIONS * HTTP/1.1\r\n", "it looks like HTTP"),
+        (b"HTTP/1.1 200 OK\r\n", "it looks like HTTP"),
+        (b"PRI * HTTP/2.0\r\n", "it looks like HTTP/2"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "it looks like SSH"),
+        (b"PROXY TCP4 10.0.0.1", "it looks like the PROXY protocol of a load balancer"),
+        (b"\r\n\r\n\x00\r\nQUIT\n", "it looks like the PROXY protocol of a load balancer"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01", "it looks like TLS; give both ends TLS or none"),
+        (b"\x15\x03\x03\x00\x02\x02\x28\x00", "it looks like TLS; give both ends TLS or none"),
+        (b"\x16\x04\x01\x02\x00\x01\x00\x01", "kind 22, length "),
+        (b"GETS / HTTP", "kind 71, length "),
+    ],
+)
+def test_another_protocol_is_called_by_its_name(said: bytes, expected: str) -> None:
+    left, right = tcp_ends()
+    right._sock.sendall(said)
+    event = _next(left, right)
+    assert isinstance(event, Lost)
+    assert event.violation
+    assert event.reason.startswith(f"not a frame of this protocol: {expected}")
+    left.close()
+    right.close()
+
+
 def test_who_connects_reads_the_longest_message_before_slots_are_attached() -> None:
     """A welcome is short, an aggregator's status need not be."""
     longest = random.Random(7).randbytes(CONTROL_LIMIT)

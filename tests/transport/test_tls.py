@@ -276,10 +276,17 @@ def test_a_handshake_in_too_many_records(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize(
-    "noise", [b"GET / HTTP/1.1\r\n\r\n", FIRST, b"\x16\x03\x01\xff\xff", b"\x17\x04\x03\x00\x05hello"]
+    ("noise", "told"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "it looks like HTTP"),
+        (b"PROXY TCP4 10.0.0.1", "it looks like the PROXY protocol of a load balancer"),
+        (FIRST, "it looks like a worker without TLS (security.tls_ca)"),
+        (b"\x16\x03\x01\xff\xff", "it looks like TLS, with a record of 65535 bytes"),
+        (b"\x17\x04\x03\x00\x05hello", r"it sent b'\x17\x04\x03\x00\x05'"),
+    ],
 )
-def test_what_is_no_tls_is_told_at_once(guest: Guest, noise: bytes) -> None:
-    assert guest.says(noise) == [Lost(f"no TLS: it sent {noise[:5]!r}", violation=True)]
+def test_what_is_no_tls_is_told_at_once(guest: Guest, noise: bytes, told: str) -> None:
+    assert guest.says(noise) == [Lost(f"no TLS: {told}", violation=True)]
 
 
 def test_without_a_certificate_nothing_is_looked_at() -> None:

@@ -16,6 +16,7 @@ from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import tagged
+from omnireduce.protocol.handshake import UNHEARD
 from omnireduce.protocol.joining import unreachable
 from omnireduce.runtime.asking.connecting import connect_once
 from omnireduce.runtime.asking.prove import prove, read_message
@@ -128,8 +129,7 @@ def _answer(link: StreamLink, deadline: float, timeout_s: float) -> ControlMessa
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not readable.poll(left_s * 1000):
             raise TransportError(
-                f"aggregator {link.peer} takes the connection, but does not answer within {timeout_s:.2g} s; "
-                "is it stopped or overloaded?"
+                f"aggregator {link.peer} takes the connection, but does not answer within {timeout_s:.2g} s; {UNHEARD}"
             )
         for event in link.poll():
             return read_message(link, event)

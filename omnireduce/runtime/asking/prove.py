@@ -8,7 +8,7 @@ import select
 import time
 
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
-from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.handshake import UNHEARD, Candidate
 from omnireduce.runtime.asking.connecting import why_lost
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost
@@ -31,8 +31,7 @@ def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
         now = time.monotonic()
         if now >= deadline:
             raise RefusedError(
-                f"no proof of the secret came from aggregator {link.peer} within {now - started:.2g} s; "
-                "is it stopped or overloaded?"
+                f"no proof of the secret came from aggregator {link.peer} within {now - started:.2g} s; {UNHEARD}"
             )
         readable.poll((deadline - now) * 1000)
 

@@ -95,8 +95,8 @@ MUTATIONS = (
         "a proof that is late is final",
         _JOINING,
         "a survivor gives up because an aggregator stood still, though it has time left",
-        '"is it stopped or overloaded?",\n                temporary=True,\n',
-        '"is it stopped or overloaded?",\n                temporary=False,\n',
+        ' {late}", temporary=True\n',
+        ' {late}", temporary=False\n',
         test="tests/protocol/test_joining.py::test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped",
     ),
     Mutation(
