@@ -9,7 +9,7 @@ from omnireduce.protocol.handshake import GIVE
 from omnireduce.runtime.shard.access import Access
 from omnireduce.secret import Secret
 from omnireduce.teams import load_teams
-from omnireduce.transport.tls import aggregator_context
+from omnireduce.transport.tls_files import aggregator_context
 
 
 def make_access(config: Config, monitor: Secret) -> Access:

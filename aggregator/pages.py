@@ -16,7 +16,7 @@ from omnireduce.aggregator.access import beyond_loopback
 from omnireduce.config.security import Metrics
 from omnireduce.errors import ConfigError
 from omnireduce.secret import read_lines
-from omnireduce.transport.tls import aggregator_context
+from omnireduce.transport.tls_files import aggregator_context
 
 CHALLENGES = (
     'Bearer realm="omnireduce metrics"',

@@ -15,7 +15,7 @@ from omnireduce.errors import OmniReduceError
 from omnireduce.runtime.asking.connecting import connect_once
 from omnireduce.runtime.shard.relaying import Connected
 from omnireduce.transport.base import Link
-from omnireduce.transport.tls import worker_context
+from omnireduce.transport.tls_files import worker_context
 
 AT_ONCE = 4  # connections that are made at the same time
 CONNECT_S = 3.0  # for one attempt

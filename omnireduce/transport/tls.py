@@ -22,10 +22,8 @@ from contextlib import suppress
 
 from omnireduce.addresses import Address, connect
 from omnireduce.blame import from_a_handler
-from omnireduce.config import Metrics, Security
 from omnireduce.dtypes import Array
-from omnireduce.errors import ConfigError, TransportError
-from omnireduce.secret import read_private
+from omnireduce.errors import TransportError
 from omnireduce.transport.base import EVERYTHING, Event, Lost
 from omnireduce.transport.strangers import TLS, spoken
 from omnireduce.transport.stream import CONTROL, EVENTS_PER_POLL
@@ -186,8 +184,8 @@ class TlsLink(TcpLink):
         if kind not in RECORD_TYPES or major != 3 or length > RECORD_LIMIT:
             first = bytes(self._wire[at : at + 5])
             name = "a worker without TLS (security.tls_ca)" if first[:2] == PLAIN else spoken(first)
-            size = f", with a record of {length} bytes" if name == TLS else ""
-            what = f"it looks like {name}{size}" if name else f"it sent {first!r}"
+            more = f", with a record of {length} bytes" if name == TLS else ""
+            what = f"it looks like {name}{more}" if name else f"it sent {first!r}"
             self._end(events, f"no TLS: {what}", violation=True)
             return 0
         size = 5 + int(length)
@@ -326,50 +324,3 @@ class _Step:
         except Exception as error:
             self.error = error
         self.done = True
-
-
-def aggregator_context(files: Security | Metrics, section: str = "security") -> ssl.SSLContext | None:
-    """An aggregator's TLS: the certificate that it shows and, with `tls_ca`, demands of its peers; None without TLS.
-
-    `files` is the `section` of the configuration. Raises ConfigError.
-    """
-    if not (files.tls_certificate or files.tls_key or files.tls_ca):
-        return None
-    if not files.tls_certificate:
-        raise ConfigError(f"{section}.tls_certificate: an aggregator with TLS needs one, and {section}.tls_key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # nobody resumes a session
-    if files.tls_ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return _filled(context, files, section)
-
-
-def worker_context(security: Security) -> ssl.SSLContext | None:
-    """A worker's TLS: the certificates that it accepts and, with `tls_certificate`, the one that it shows; None without
-    TLS.
-
-    Raises ConfigError.
-    """
-    if not (security.tls_certificate or security.tls_key or security.tls_ca):
-        return None
-    if not security.tls_ca:
-        raise ConfigError("security.tls_ca: a worker with TLS needs it, to know the aggregators' certificates")
-    return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security, "security")
-
-
-def _filled(context: ssl.SSLContext, files: Security | Metrics, section: str) -> ssl.SSLContext:
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    certificate, key, ca = files.tls_certificate, files.tls_key, files.tls_ca
-    if bool(certificate) != bool(key):
-        raise ConfigError(
-            f"{section}.tls_certificate and {section}.tls_key go together: got one, expected both or neither"
-        )
-    try:
-        if ca:
-            context.load_verify_locations(ca)
-        if certificate:
-            read_private(key, f"{section}.tls_key")
-            context.load_cert_chain(certificate, key, password=lambda: "")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{section}: {ca}, {certificate} or {key} cannot be used for TLS: {error}") from None
-    return context

@@ -286,7 +286,7 @@ def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certifica
         assert fails(first)
         Path(f"{ours}.pem").write_text("no certificate")
         reload(daemon, "event=reload_failed")
-        assert "cannot be used for TLS" in daemon.log
+        assert f"security.tls_certificate: {ours}.pem has no certificate that can be read" in daemon.log
         assert not fails(second)
         before = max(worker.expect("round")["round"] for worker in running)
         for worker in running:

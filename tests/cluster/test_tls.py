@@ -6,6 +6,7 @@ import re
 import select
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from certificates import certificates, needs_openssl
+from certificates import OPENSSL, certificates, needs_openssl
 from cluster_checks import assert_serves
 from local_cluster import READY_S, WAIT_S, Daemon, Process, Ranks, configured, eventually, run_job, unique_job
 from raw_peer import NOISE, RawPeer
@@ -21,6 +22,8 @@ from tls_client import TlsClient, needs_libssl
 from transports import over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, TransportError
+from omnireduce.config import load_config
+from omnireduce.transport.tls_files import aggregator_context
 
 pytestmark = needs_openssl
 TCP = over("tcp")
@@ -214,23 +217,57 @@ def test_an_old_version_of_tls_is_refused(sealed: Daemon) -> None:
         context.wrap_socket(sock, server_hostname=host)
 
 
+def with_passphrase(folder: Path) -> Path:
+    found = folder / "locked.key"
+    key = certificates().folder / "aggregator.key"
+    command = [str(OPENSSL), "pkey", "-in", key, "-aes128", "-passout", "pass:secret", "-out", found]
+    subprocess.run(command, check=True, timeout=WAIT_S)
+    found.chmod(0o600)
+    return found
+
+
 def test_what_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -> None:
     certificate, key = certificates().holder("aggregator")
     open_key = tmp_path / "open.key"
     open_key.write_bytes((certificates().folder / "aggregator.key").read_bytes())
     open_key.chmod(0o644)
+    (tmp_path / "junk").write_text("no PEM")
+    (tmp_path / "junk").chmod(0o600)
+    junk = f"{tmp_path}/junk"
+    folder, none = certificates().folder, f"{tmp_path}/none"
     for settings, expected in [
         ([certificate], "security.tls_certificate and security.tls_key go together"),
         ([certificates().trust()], "security.tls_certificate: an aggregator with TLS needs one"),
         ([certificate, f"security.tls_key={open_key}"], "security.tls_key: "),
-        ([certificate, f"security.tls_key={certificates().folder}/worker.key"], "cannot be used for TLS: "),
-        ([certificate, key, f"security.tls_ca={tmp_path}/none"], "cannot be used for TLS: "),
+        (
+            [certificate, f"security.tls_key={folder}/worker.key"],
+            f"security.tls_key: {folder}/worker.key is not the key of the certificate {folder}/aggregator.pem",
+        ),
+        ([certificate, key, f"security.tls_ca={none}"], f"tls_ca: {none} cannot be read: No such file or directory"),
+        ([certificate, key, f"security.tls_ca={tmp_path}"], f"tls_ca: {tmp_path} cannot be read: Is a directory"),
+        (
+            [certificate, key, f"security.tls_ca={junk}"],
+            f"tls_ca: {junk} has no certificate that can be read, expected",
+        ),
+        ([f"security.tls_certificate={junk}", key], f"tls_certificate: {junk} has no certificate that can be read"),
+        (
+            [certificate, f"security.tls_key={junk}"],
+            f"tls_key: {junk} has no private key that can be read, expected PEM",
+        ),
+        ([certificate, f"security.tls_key={none}"], f"tls_key: {none} cannot be read: No such file or directory"),
+        (
+            [certificate, f"security.tls_key={with_passphrase(tmp_path)}"],
+            "locked.key has a passphrase, expected a key without one: openssl pkey -in locked.key",
+        ),
     ]:
-        arguments = [word for setting in settings for word in ("--set", setting)]
-        with Process(sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
-            assert process.wait(READY_S) == 2
-            assert process.log.count("\n") == 1
-            assert expected in process.log
+        with pytest.raises(ConfigError) as caught:
+            aggregator_context(load_config(overrides=settings, environ={}).security)
+        assert expected in str(caught.value)
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    with Process(sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0", *arguments) as process:
+        assert process.wait(READY_S) == 2
+        assert process.log.count("\n") == 1
+        assert expected in process.log
 
 
 def test_a_worker_with_a_certificate_must_know_whom_to_trust(daemon: Daemon) -> None:

@@ -24,7 +24,7 @@ from omnireduce.secret import Secret
 from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
-from omnireduce.transport.tls import worker_context
+from omnireduce.transport.tls_files import worker_context
 from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, encode_control
 
 log = logging.getLogger("omnireduce")

@@ -30,7 +30,7 @@ from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, R
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.transport.tls import worker_context
+from omnireduce.transport.tls_files import worker_context
 from omnireduce.transport.verbs import import_rdma
 from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Welcome, decode_control, encode_control
 from omnireduce.wire.words import shown
