@@ -20,7 +20,8 @@ RULES = ROOT / "deploy" / "prometheus" / "omnireduce.rules.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "omnireduce.json"
 NAME, LABEL = re.compile(r"\bomnireduce_\w+"), re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"")
 BY = re.compile(r"\bby \(([^)]*)\)")
-SHOWN = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
+SHOWN = re.compile(r"\{\{\s*(?:with )?(?:\$labels\.)?(\w+)\s*\}\}")
+WORDS = {"value", "end"}  # of templates, beside labels
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,19 @@ def test_metrics_and_labels_exist(exported: dict[str, set[str]]) -> None:
         grouped = {each.strip() for listed in BY.findall(expression) for each in listed.split(",")}
         assert grouped <= known, expression
         left = grouped or (set() if re.match(r"(sum|max)\(", expression) else known)
-        assert set(SHOWN.findall(text)) <= left | {"value"}, (expression, text)
+        assert set(SHOWN.findall(text)) <= left | WORDS, (expression, text)
+
+
+def test_what_is_about_jobs_tells_teams_apart(exported: dict[str, set[str]]) -> None:
+    """The names of jobs of two teams may be the same."""
+    about_jobs = [each for each in asked() if "team" in set.union(*(exported[name] for name in NAME.findall(each[0])))]
+    assert len(about_jobs) > 10
+    for expression, text in about_jobs:
+        grouped = BY.findall(expression)
+        assert all("team" in listed for listed in grouped), expression
+        assert "team" in SHOWN.findall(text) or not text, (expression, text)
+    panels_of_jobs = [each["expr"] for panel in panels() for each in panel["targets"] if "$job" in each["expr"]]
+    assert all('team=~"$team"' in expression for expression in panels_of_jobs)
 
 
 def test_a_metric_that_is_not_there_is_seen(exported: dict[str, set[str]]) -> None:
