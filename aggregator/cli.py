@@ -21,11 +21,15 @@ def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None
 
     Prints `ready` and the addresses on standard output as soon as workers can join; logs go to standard error.
     """
-    config = _with_options(load_config(config_file, overrides=overrides), listen, shards)
+
+    def read_config() -> Config:
+        return _with_options(load_config(config_file, overrides=overrides), listen, shards)
+
+    config = read_config()
     start_logs(config.log, process_count(config))
     from omnireduce.aggregator.daemon import Daemon  # imports numba, which --help need not wait for
 
-    sys.exit(Daemon(config).run())
+    sys.exit(Daemon(config, read_config).run())
 
 
 def _with_options(config: Config, listen: str | None, shards: int | None) -> Config:

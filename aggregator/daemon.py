@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -24,6 +24,7 @@ from multiprocessing.connection import wait
 from omnireduce.addresses import parse_listen
 from omnireduce.administration import Order
 from omnireduce.aggregator.access import count_changes, make_access
+from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
 from omnireduce.aggregator.draining import Draining
 from omnireduce.aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
 from omnireduce.aggregator.line import Asked, Here, Line
@@ -34,6 +35,7 @@ from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, r
 from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config
+from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
 from omnireduce.runtime.asking.observe import MONITOR
@@ -48,7 +50,9 @@ BY_SIGNAL = Order("drain", "a signal", stops=True)
 class Daemon:
     """All shards of this host. Raises ConfigError when the secret is missing or cannot be used, or a codec."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, read_config: Callable[[], Config] | None = None) -> None:
+        """`read_config` reads the configuration again, to compare it with the one that is in force."""
+        self._read_config = read_config or (lambda: config)
         self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
         self._monitor = f"{MONITOR}-{secrets.token_hex(8)}"  # nobody can take this name before
@@ -66,6 +70,8 @@ class Daemon:
         if self._config.transport.kind == "verbs":
             _check_rdma(self._config)
         bound = self._bind()
+        refuse_itself_as_upstream(self._config.aggregator.upstream, [each.address for each in bound])
+        self._give_advice()
         if self._config.metrics.listen:
             self._start_monitor(bound)
         try:
@@ -119,6 +125,18 @@ class Daemon:
         self._family.hang_up()
         text = "read files again: %d teams, %d secrets (%d new, %d gone); shards and monitor follow"
         log.info(text, *counts.values(), extra=tagged("reloaded", **counts))
+        self._give_advice()
+        try:
+            keys = changed(self._config, self._read_config())
+        except ConfigError as error:
+            log.warning("the next start would fail: %s", error, extra=tagged("restart_needed"))
+            return
+        if keys:
+            log.warning("changed, but counts only after a restart: %s", ", ".join(keys), extra=tagged("restart_needed"))
+
+    def _give_advice(self) -> None:
+        for event, text in advice(self._config, self._access, self._own):
+            log.warning("%s", text, extra=tagged(event))
 
     def _read_again(self) -> None:
         access, pages = make_access(self._config, self._own), make_pages(self._config.metrics)

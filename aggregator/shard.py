@@ -182,6 +182,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         straggler_s=settings.straggler_s,
         traces=ShardTraces(with_folder(config.trace)) if trace_folder(config.trace) else None,
         codecs=own_codecs(config),
+        shards=settings.shards,
     )
     if callers is not None:
         server.call_when_readable(callers.fileno(), callers.hear)

@@ -103,19 +103,22 @@ def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
     return _lines(read_private(name, key, most_bytes=MOST_LINES * (MAX_BYTES + 2)), str(name), what)
 
 
-def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES) -> bytes:
+def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_secret: bool = True) -> bytes:
     """The first `most_bytes` bytes of a private file, and one more byte if the file is longer.
 
-    A file is private if only its owner may read it, or if root lets a group of this process read it. Raises
-    ConfigError, which names `key`.
+    A file is private if only its owner may read it, or if root lets a group of this process read it. What is no secret
+    may be read by all, but only its owner may write to it. Raises ConfigError, which names `key`.
     """
     try:
         with open(user_path(name), "rb", opener=_without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
-            if found.st_mode & 0o077:
-                _check_readers(file.fileno(), found, f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}")
+            mode = f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}"
+            if not is_secret and found.st_mode & 0o022:
+                raise ConfigError(f"{mode} lets others than its owner change it, expected 0644 or less; run chmod 644")
+            if is_secret and found.st_mode & 0o077:
+                _check_readers(file.fileno(), found, mode)
             return file.read(most_bytes + 1)
     except (OSError, UsageError) as error:
         raise ConfigError(f"{key}: {name} cannot be read: {getattr(error, 'strerror', error)}") from None

@@ -153,7 +153,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_terms(file: Path) -> Terms:
-    data = read_private(file, _FOLDER, most_bytes=TERMS_BYTES)
+    data = read_private(file, _FOLDER, most_bytes=TERMS_BYTES, is_secret=False)
     if len(data) > TERMS_BYTES:
         raise ConfigError(f"{file}: got more than {TERMS_BYTES} bytes")
     text = decode_text(data, str(file), expected="a TOML file")

@@ -140,8 +140,14 @@ def test_who_else_may_touch_the_files_is_bounded(folder: Path) -> None:
     write(folder, "vision", TEXT, 0o660)
     assert refused(folder).startswith(f"security.teams_folder: {folder}/vision: mode 0660 lets others than its owner")
     write(folder, "vision", TEXT)
-    write(folder, "vision.toml", "", 0o644)
-    assert refused(folder).startswith(f"security.teams_folder: {folder}/vision.toml: mode 0644 lets others")
+    write(folder, "vision.toml", "max_jobs = 3", 0o644)  # limits are no secret
+    assert load(folder).of("vision").terms.max_jobs == 3
+    for mode in (0o664, 0o646):
+        write(folder, "vision.toml", "", mode)
+        assert refused(folder) == (
+            f"security.teams_folder: {folder}/vision.toml: mode {mode:04o} lets others than its owner change it, "
+            "expected 0644 or less; run chmod 644"
+        )
     (folder / "vision.toml").unlink()
     for mode in ("0770", "3777"):
         folder.chmod(int(mode, 8))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from omnireduce.config.schema import URGENT
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
@@ -314,6 +315,11 @@ class Joining:
         place = Joined(
             welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, neighbours=neighbours
         )
+        most = max(welcome.shards for welcome in welcomes)
+        is_first = rank == 0 and not self._hello.survived and not self._hello.job.endswith(URGENT)
+        if is_first and len(welcomes) < most:
+            text = f"has {most} shards, and cluster.aggregators lists {len(welcomes)}: the others have nothing to do"
+            yield Notice("idle_shards", f"aggregator {self._addresses[0]} {text}", 0)
         if first.meeting is not None and len(neighbours.ranks) > 1:
             self._place = place
             yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks), neighbours.hosts)

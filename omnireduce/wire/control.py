@@ -153,7 +153,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     ranks of this worker's host meet, which are `neighbours`, ascending; its host is number `host` of `hosts`. Without
     neighbours each rank of the job sends its own blocks. `place`: in memory that local ranks share with an aggregator,
     the slots of this one begin at slot `place` × slots. `relayed`: how many ranks of this generation have come through
-    the same relay as this one; 0 without a relay.
+    the same relay as this one; 0 without a relay. `shards`: how many shards the
+    aggregator has, this one among them; 0 if it does not say so.
     """
 
     generation: _Positive
@@ -167,6 +168,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     whole_bytes: _I32 = 0
     place: _U32 = 0
     relayed: _U32 = 0
+    shards: _U32 = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

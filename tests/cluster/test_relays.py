@@ -247,7 +247,7 @@ def failure(daemon: Daemon, *overrides: str) -> OmniReduceError:
 
 
 def test_wrong_settings_are_explained() -> None:
-    """Another number of aggregators above than the worker has, nobody above, and relays that are their own upstream."""
+    """Another number of aggregators above than the worker has, nobody above, and relays in a circle."""
     with Daemon(2) as root, Daemon(1, below(root)) as relay:
         error = failure(relay)
         assert isinstance(error, RefusedError)
@@ -259,9 +259,12 @@ def test_wrong_settings_are_explained() -> None:
             f"aggregator {address}, the upstream of relay {relay.addresses[0]}, could not be reached: Connection"
             in str(failure(relay))
         )
-    with Daemon(1) as free:
-        own = free.addresses[0]
-    with Daemon(1, f'aggregator.upstream=["{own}"]', listen=own) as relay:
+    with Daemon(1) as one, Daemon(1) as other:
+        own, above = one.addresses[0], other.addresses[0]
+    with (
+        Daemon(1, f'aggregator.upstream=["{above}"]', listen=own) as relay,
+        Daemon(1, f'aggregator.upstream=["{own}"]', listen=above),
+    ):
         assert "does aggregator.upstream lead in a circle?" in str(failure(relay))
 
 

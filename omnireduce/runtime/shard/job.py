@@ -98,8 +98,8 @@ class Job:
     belong to rank r. On a relay they belong to its member r, and `above` is what it is part of: then the uplinks follow
     in `links`. Raises OSError and MemoryError.
 
-    After `straggler_s` without a result the log names the ranks that a collective waits for. Blocks may travel by
-    `codecs`.
+    The daemon has so many `shards`. After `straggler_s` without a result the log names the ranks that a collective
+    waits for. Blocks may travel by `codecs`.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Job:
         traces: ShardTraces | None = None,
         budget: Budget = BUDGET,
         codecs: Codecs = BUILT_IN,
+        shards: int = 0,
     ) -> None:
         self._codecs = codecs
         self.log = BoundLog(
@@ -129,8 +130,9 @@ class Job:
         self._relays = [Below(*each) for each in list(relays.items())[:LISTED]]
         if above is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
+            welcomes = [replace(each, shards=shards) for each in welcomes]
         else:
-            welcomes = placed([replace(each, verbs=None, note="") for each in above.welcomes], hellos)
+            welcomes = placed([replace(each, verbs=None, note="", shards=0) for each in above.welcomes], hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))

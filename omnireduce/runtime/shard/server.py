@@ -50,7 +50,7 @@ class ShardServer:
     `name`: its address in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may join,
     and may be replaced; `verbs` allows RDMA, `traces` records every job. With an `upstream` this shard is a relay. The
     log says whom a collective waits for after `straggler_s`. `budget`: of one job in a turn. Jobs may use
-    `codecs`. A simulation brings `clock`, `selector` and links.
+    `codecs`. It is one of so many `shards` (0: unknown). A simulation brings `clock`, `selector` and links.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class ShardServer:
         traces: ShardTraces | None = None,
         budget: Budget = BUDGET,
         codecs: Codecs = BUILT_IN,
+        shards: int = 0,
         clock: Clock = time.monotonic,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
@@ -82,6 +83,7 @@ class ShardServer:
             traces=traces,
             budget=budget,
             codecs=codecs,
+            shards=shards,
         )
         self._pages = StatusPages(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())

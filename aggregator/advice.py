@@ -1,0 +1,61 @@
+"""What a configuration allows, and most likely nobody means: said when the daemon starts, and after SIGHUP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from omnireduce.addresses import Target, is_own, is_wildcard, look_up, parse_address
+from omnireduce.config import Config
+from omnireduce.errors import ConfigError, show
+from omnireduce.runtime.shard.access import Access
+from omnireduce.secret import Secret
+
+_USED = ("transport", "verbs", "aggregator", "security", "metrics", "trace", "log")  # sections that a daemon reads
+_OF_PAGES = ("token_file", "tls_certificate", "tls_key", "tls_ca")
+
+
+def advice(config: Config, access: Access, monitor: Secret) -> Iterator[tuple[str, str]]:
+    """What to warn of: an event, and a text. `monitor` is the daemon's own secret."""
+    if access.teams is not None and access.teams.known == {("", monitor)}:
+        folder = config.security.teams_folder
+        yield (
+            "nobody_may_join",
+            f"security.teams_folder: {folder} has no team, and there is no other secret: nobody can join",
+        )
+    if not config.metrics.listen:
+        for name in _OF_PAGES:
+            if getattr(config.metrics, name):
+                yield "no_effect", f"metrics.{name} has no effect: metrics.listen is not set, so there are no pages"
+    if config.security.team:
+        team = config.security.team
+        yield "no_effect", f"security.team has no effect on an aggregator, which admits more than team {team}"
+
+
+def changed(running: Config, now: Config) -> list[str]:
+    """The keys of a daemon that differ, each with its value before and now."""
+    return [
+        f"{section}.{name} ({show(msgspec.to_builtins(old))}, now {show(msgspec.to_builtins(new))})"
+        for section in _USED
+        for name in getattr(running, section).__struct_fields__
+        if (old := getattr(getattr(running, section), name)) != (new := getattr(getattr(now, section), name))
+    ]
+
+
+def refuse_itself_as_upstream(upstream: Sequence[str], own: Sequence[str]) -> None:
+    """Raise ConfigError if a daemon that listens at the addresses `own` has one of them above it."""
+    for address in upstream:
+        if any(_is_the_same(address, each) for each in own):
+            raise ConfigError(f"aggregator.upstream: {address} is this aggregator itself, expected the one above it")
+
+
+def _is_the_same(address: str, own: str) -> bool:
+    (host, port), (listens, at) = parse_address(address), parse_address(own)
+    targets: list[Target] = []
+    with suppress(OSError):  # it may become known later
+        targets = look_up(host) if port == at else []
+    if is_wildcard(listens):
+        return any(map(is_own, targets))
+    return bool(targets) and not {each.host for each in targets}.isdisjoint(each.host for each in look_up(listens))
