@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -44,6 +45,13 @@ class Job:
                 return begin(communicator)
             except OmniReduceError as error:
                 raise told_to_torch(error) from error
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks know that this one refuses the next collective: see `Communicator.refuse`."""
+        with self._order, suppress(RuntimeError):  # the job is over
+            communicator = self.join()
+            communicator.take_over()
+            communicator.refuse(error)
 
     def join(self) -> Communicator:
         """Join the job, unless this rank has. All ranks must do so. Raises RuntimeError, also after `leave`."""

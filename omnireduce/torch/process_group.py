@@ -239,7 +239,8 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective as torch calls it. What it raises is what users of torch expect.
+    """A collective as torch calls it. What it raises is what users of torch expect; the other ranks learn what was
+    refused before it was started.
 
     It is never compiled, also where torch.compile works. To load torch's compiler takes a second, so who does not use
     it does without.
@@ -250,8 +251,13 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except OmniReduceError as error:
-            raise told_to_torch(error) from error
+        except dist.DistBackendError:  # of what was started
+            raise
+        except Exception as error:
+            self._job.refuse(error)
+            if isinstance(error, OmniReduceError):
+                raise told_to_torch(error) from error
+            raise
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -225,6 +225,27 @@ def test_ranks_that_disagree_are_told() -> None:
         assert "float32 (3,)" in str(error)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("call", ["allreduce", "allreduce_coalesced", "reduce", "broadcast", "reduce_scatter"])
+def test_what_one_rank_refuses_is_told(call: str, is_async: bool) -> None:
+    """Before it was started, whatever it is: here two tensors, or none, where one is expected, or what is no tensor."""
+    kind = {"allreduce_coalesced": "AllreduceCoalesced", "reduce_scatter": "ReduceScatter"}.get(call, call.title())
+    x = torch.ones(3)
+    good: tuple[object, ...] = ([x], [[x] * 2]) if call == "reduce_scatter" else ([x],)
+    wrong: tuple[object, ...] = ([x], [[x]]) if call == "reduce_scatter" else ([x, x],)
+    wrong = (["x"],) if call == "allreduce_coalesced" else wrong
+
+    def run(group: ProcessGroup, rank: int) -> str:
+        group.barrier().wait()
+        with pytest.raises(Exception, match=r"expected|attribute|refused") as caught:
+            getattr(group, call)(*(wrong if rank == 1 else good), options(kind, asyncOp=is_async)).wait()
+        return str(caught.value) if rank != 1 else ""
+
+    found = run_group(2, run)[0]
+    assert found.startswith("omnireduce: rank 1 (host "), found
+    assert "refused collective 1, which rank 0 called as" in found
+
+
 def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon) -> None:
     """After the time limit of the group."""
     both = threading.Barrier(2)
