@@ -18,6 +18,7 @@ from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.coding import Coder
 from omnireduce.runtime.member.calls import check_codec
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 STEP_BYTES = 2  # about, of the number of an element that travels by itself
 # What is done for it takes as long as so many bytes of blocks: over a link of 1 Gbit/s, and where ranks share memory
@@ -77,21 +78,21 @@ class Compression:
         step can be made again. Raises what `Communicator.allreduce` raises, CodecError, and UsageError for another
         dtype.
         """
-        flat = check_gradient(gradient)
         if self._formation is not comm.formation:  # another rank may be new, and all draw by the same step
             self._steps, self._costs, self._formation = {}, {}, comm.formation
-        step = self._steps.get(check_name(name), 0)
-        x = self.memory.compensate(flat, name)
-        if self._sends_all:
+        with told_to_others(comm):
+            flat = check_gradient(gradient)
+            step = self._steps.get(check_name(name), 0)
+            x = self.memory.compensate(flat, name)
+            places = None if self._sends_all else self.selector.select(x, name, step)
+        if places is None:
             self._send_blocks(comm, x, flat, comm.config.protocol.block_size, op=op, name=name, step=step)
+        elif self.selector.unit == "elements":
+            self._send_elements(comm, x, places, flat, op=op, name=name, step=step)
         else:
-            places = self.selector.select(x, name, step)
-            if self.selector.unit == "elements":
-                self._send_elements(comm, x, places, flat, op=op, name=name, step=step)
-            else:
-                some = np.zeros_like(x)
-                copy_blocks(x, self.selector.block_size, places, some)
-                self._send_blocks(comm, some, flat, self.selector.block_size, op=op, name=name, step=step)
+            some = np.zeros_like(x)
+            copy_blocks(x, self.selector.block_size, places, some)
+            self._send_blocks(comm, some, flat, self.selector.block_size, op=op, name=name, step=step)
         self._steps[name] = step + 1
         return gradient
 
@@ -111,8 +112,9 @@ class Compression:
         sent = x
         if codec != NONE and not isinstance(self.memory, NoMemory):
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
-            coder = Coder(codec, codec_named(codec), block_size)
-            sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
+            with told_to_others(comm):
+                coder = Coder(codec, codec_named(codec), block_size)
+                sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
             comm.allreduce(sent, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
         else:

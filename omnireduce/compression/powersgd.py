@@ -23,6 +23,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 
 def rank_for(shape: tuple[int, ...], most: int) -> tuple[int, int, int]:
@@ -58,13 +59,15 @@ class PowerSgd:
         Other dimensions than the first count as one. `name` tells gradients apart, and is the same on all ranks. Raises
         what `Communicator.allreduce` raises, and UsageError for another dtype.
         """
-        flat = check_gradient(gradient)
-        check_name(name)
-        rows, columns, rank = rank_for(gradient.shape, self.rank)
+        with told_to_others(comm):
+            flat = check_gradient(gradient)
+            rows, columns, rank = rank_for(gradient.shape, self.rank)
+            check_name(name)
         if not rank:
             return comm.allreduce(gradient, op=op, name=name, codec="none")
-        matrix = self.memory.compensate(flat, name).reshape(rows, columns)
-        left = matrix @ self._factor(name, columns, rank)
+        with told_to_others(comm):
+            matrix = self.memory.compensate(flat, name).reshape(rows, columns)
+            left = matrix @ self._factor(name, columns, rank)
         sent_as = name_for_all(name, f"PowerSgd(seed={self.seed})")
         comm.allreduce(left, op="mean", name=sent_as, codec="none")
         orthonormalise(left)

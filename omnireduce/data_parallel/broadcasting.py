@@ -17,6 +17,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 NAME = "broadcast_parameters"
 
@@ -40,10 +41,11 @@ def broadcast_parameters(
     not; otherwise what has ended the job.
     """
     comm, adapter = communicator(comm), ArrayAdapter() if adapter is None else adapter
-    named = named_tensors(list(model) if hasattr(model, "__next__") else model, adapter)
-    known = {id(each) for _, each in named}
-    buffers = [each for each in adapter.buffers(model) if id(each[1]) not in known]
-    arrays = [adapter.read(each) for _, each in named + buffers]
+    with told_to_others(comm):
+        named = named_tensors(list(model) if hasattr(model, "__next__") else model, adapter)
+        known = {id(each) for _, each in named}
+        buffers = [each for each in adapter.buffers(model) if id(each[1]) not in known]
+        arrays = [adapter.read(each) for _, each in named + buffers]
     own = [
         (name, f"{each.dtype}{list(each.shape)}")
         for (name, _), each in zip(named + buffers, arrays, strict=True)

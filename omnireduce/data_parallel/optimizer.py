@@ -15,6 +15,7 @@ from omnireduce.data_parallel.partition import Loader
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
 
@@ -84,16 +85,18 @@ class DistributedOptimizer:
         if not gradients:
             self.average_gradients()
             return self.opt.step()
-        if len(gradients) > 1:
-            raise UsageError(f"step got {len(gradients)} arguments: expected the gradients as one, in a list or dict")
+        with told_to_others(communicator(self._comm)):
+            if len(gradients) > 1:
+                raise UsageError(f"step got {len(gradients)} arguments: expected the gradients as one, a list or dict")
         return self.opt.step(self._averages_of(gradients[0]))
 
     def average_gradients(self) -> None:
         """Replace the gradients of the parameters by their means over all ranks, as `step` does before it: for what
         comes between, such as clipping; the step is `opt.opt.step()` then."""
-        for name, each in self._named:
-            if isinstance(each, np.ndarray):
-                raise UsageError(f"'{name}' is an array, which has no gradient: expected step(gradients)")
+        with told_to_others(communicator(self._comm)):
+            for name, each in self._named:
+                if isinstance(each, np.ndarray):
+                    raise UsageError(f"'{name}' is an array, which has no gradient: expected step(gradients)")
         tensors = [getattr(each, "grad", None) for _, each in self._named]
         found, copied = self._averages(tensors)
         for at, ((_, parameter), before, after) in enumerate(zip(self._named, tensors, found, strict=True)):
@@ -103,18 +106,21 @@ class DistributedOptimizer:
 
     def _averages_of(self, gradients: Any) -> Any:
         """The averages of gradients that come in lists, tuples and dicts."""
-        tensors = list(leaves(gradients, self._parameters, self._adapter))
-        if len(tensors) != len(self._named):
-            raise UsageError("an array comes twice in the parameters: expected each once for step(gradients)")
+        with told_to_others(communicator(self._comm)):
+            tensors = list(leaves(gradients, self._parameters, self._adapter))
+            if len(tensors) != len(self._named):
+                raise UsageError("an array comes twice in the parameters: expected each once for step(gradients)")
         found, _ = self._averages(tensors)
         return rebuilt(iter(found), self._parameters, self._adapter)
 
     def _averages(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
         """The average of each gradient, and the places of those that are not in the memory of their tensor."""
-        own, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
-        if self._loader is not None and self._loader.share != 1.0:
-            scale(own, self._loader.share, copied)
-        return self._averaging.average(own, communicator(self._comm)), copied
+        comm = communicator(self._comm)
+        with told_to_others(comm):
+            own, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
+            if self._loader is not None and self._loader.share != 1.0:
+                scale(own, self._loader.share, copied)
+        return self._averaging.average(own, comm), copied
 
 
 def parameters_of(opt: Any) -> Any:

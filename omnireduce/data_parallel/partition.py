@@ -19,6 +19,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 ToTensor = Callable[[Array], Any]
 
@@ -104,7 +105,9 @@ def partition_dataset(
     differ; otherwise what has ended the job.
     """
     comm = communicator(comm)
-    own = {"samples of the dataset": samples_of(dataset), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+    with told_to_others(comm):
+        samples = samples_of(dataset)
+    own = {"samples of the dataset": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
     check_alike(comm, [(name, str(value)) for name, value in own.items()], "partition_dataset")
     loader = Loader(
         dataset, batch_size, rank=comm.rank, size=comm.size, seed=seed, shuffle=shuffle, to_tensor=to_tensor

@@ -23,6 +23,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 OnHost = Callable[[Communicator, list[Array]], list[Array]]
 
@@ -92,16 +93,19 @@ def _through_host(function: OnHost, tree: Any) -> Any:
     """The tree with what `function` makes of its leaves, as arrays that belong to it: as many, of the same shapes and
     dtypes."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
-    if any(_is_key(each) for each in leaves):
-        raise UsageError(
-            "a leaf is a key of jax.random, which is no array of numbers; expected its jax.random.key_data, of which "
-            "jax.random.wrap_key_data makes a key again"
-        )
+    with told_to_others(communicator()):
+        if any(_is_key(each) for each in leaves):
+            raise UsageError(
+                "a leaf is a key of jax.random, which is no array of numbers; expected its jax.random.key_data, of "
+                "which jax.random.wrap_key_data makes a key again"
+            )
     if any(isinstance(each, jax.core.Tracer) for each in leaves):
         found = _when_it_runs(function, leaves)
     else:
         jax.effects_barrier()  # callbacks of what was called before come first, on all ranks
-        arrays = _on_host(function, [np.array(each, order="C") for each in leaves])
+        with told_to_others(communicator()):
+            own = [np.array(each, order="C") for each in leaves]
+        arrays = _on_host(function, own)
         found = [
             jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
             for array, leaf in zip(arrays, leaves, strict=True)

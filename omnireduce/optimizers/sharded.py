@@ -35,6 +35,7 @@ from omnireduce.runtime.member.alike import check_alike, together
 from omnireduce.runtime.member.arguments import check_root, two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.member.refusals import told_to_others
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
@@ -152,8 +153,9 @@ class ShardedOptimizer:
     def begin_step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> Callable[[], None]:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
-        named = self._given(gradients)
-        given = {name: self._apart(each) for part in self._parts for name, each in part.checked(named).items()}
+        with told_to_others(self):
+            named = self._given(gradients)
+            given = {name: self._apart(each) for part in self._parts for name, each in part.checked(named).items()}
         group = self._ready()
         self.steps += 1
         if isinstance(self._rule, Lamb):
@@ -184,6 +186,11 @@ class ShardedOptimizer:
         if isinstance(gradient, tuple):
             return tuple(map(self._apart, gradient))
         return gradient.copy() if self._memory.holds_some_of(gradient) else gradient
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks, which are about to use the optimizer, know that this one does not: see
+        `Communicator.refuse`."""
+        (self.comm if self._group is None else self._group).refuse(error)
 
     def _step_of(self, part: Part) -> Step:
         return Step(self.steps, self.comm.size, part.state, part.layout.block_size)
@@ -222,7 +229,8 @@ class ShardedOptimizer:
 
         An array is like the parameter; what is kept for each row has one number for a row.
         """
-        wanted = root is None or check_root(root, self.comm.size) == self.comm.rank
+        with told_to_others(self):
+            wanted = root is None or check_root(root, self.comm.size) == self.comm.rank
         found: dict[str, Any] = {each.name: {} for part in self._parts for each in part.parameters}
         for name, what, values in self._fetched(wanted=wanted):
             found[name][what] = values
@@ -267,7 +275,8 @@ class ShardedOptimizer:
 
         Raises UsageError on all ranks for a state of another rule or other parameters, before anything is sent.
         """
-        is_root = self.comm.rank == check_root(root, self.comm.size)
+        with told_to_others(self.comm):
+            is_root = self.comm.rank == check_root(root, self.comm.size)
         kept = together(
             self.comm,
             f"{self._name}.state",

@@ -17,7 +17,9 @@ from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.phases import Phase
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
+from omnireduce.runtime.member.alike import together
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 STATE = 0  # the number of the state; the communicator has no other
 
@@ -58,18 +60,10 @@ class OnShards:
         self._pipeline, self._lazy, self._lowered = pipeline, lazy, lowered(pipeline)
         self._tensors = [each for each in self._lowered.columns if isinstance(each, Tensor)]
         self._given = given_in_runs(pipeline, self._lowered)
-        sizes = sizes_in(pipeline.nodes)
-        check_names(values, [each.name for each in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
-        seat = self._seat = Seat(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
-        arrays = {each: input_value(each, values, seat) for each in self._tensors}
-        self._results = self._arrays_of_result(arrays)
-        self._shape = seat.shape(self._lowered.reduced.type.shape)
-        self._elements = int(np.prod(self._shape))
-        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS)
-        if lazy and (not self._results or len(self._lowered.phases) > 1):
-            raise UsageError(f"{pipeline.name} cannot be lazy: it has norms, or updates no tensor with its result")
+        name = name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name)
+        arrays = together(comm, f"{name}.values", lambda: self._placed(comm, values))
         self._group = comm.create_group(
-            name=name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name),
+            name=name,
             state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),
         )
         try:
@@ -78,6 +72,20 @@ class OnShards:
         except BaseException:
             self.close()
             raise
+
+    def _placed(self, comm: Communicator, values: Mapping[str, Any]) -> dict[Tensor, Array]:
+        """This rank's arrays. Raises UsageError."""
+        pipeline, sizes = self._pipeline, sizes_in(self._pipeline.nodes)
+        check_names(values, [each.name for each in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
+        seat = self._seat = Seat(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
+        arrays = {each: input_value(each, values, seat) for each in self._tensors}
+        self._results = self._arrays_of_result(arrays)
+        self._shape = seat.shape(self._lowered.reduced.type.shape)
+        self._elements = int(np.prod(self._shape))
+        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS)
+        if self._lazy and (not self._results or len(self._lowered.phases) > 1):
+            raise UsageError(f"{pipeline.name} cannot be lazy: it has norms, or updates no tensor with its result")
+        return arrays
 
     def _arrays_of_result(self, arrays: Mapping[Tensor, Array]) -> dict[Expression, Array]:
         """Where results go, by Update: the tensors that are updated with them."""
@@ -112,9 +120,10 @@ class OnShards:
         UsageError for values that do not fit; otherwise what the collectives raise: then shards may have computed a
         part, and nothing that they keep is of use any more.
         """
-        check_names(values, [each.name for each in self._given], f"a run of {self._pipeline.name}")
-        known: dict[Expression, Array] = {each: input_value(each, values, self._seat) for each in self._given}
-        x = np.ascontiguousarray(known[self._lowered.reduced]).reshape(self._shape)
+        with told_to_others(self._group):
+            check_names(values, [each.name for each in self._given], f"a run of {self._pipeline.name}")
+            known: dict[Expression, Array] = {each: input_value(each, values, self._seat) for each in self._given}
+            x = np.ascontiguousarray(known[self._lowered.reduced]).reshape(self._shape)
         out, *others = self._results.values() or [np.empty(self._shape, np.float32)]
         for at, phase in enumerate(self._lowered.phases):
             is_last = at == len(self._lowered.phases) - 1
@@ -155,10 +164,11 @@ class OnShards:
 
     def tensor(self, name: str) -> Array:
         """A tensor as the shards have it now: of a Sliced one this rank's part. All ranks call this."""
-        tensor = next((each for each in self._tensors if each.name == name), None)
-        if tensor is None:
-            kept = ", ".join(each.name for each in self._tensors)
-            raise UsageError(f"the shards keep no {name!r}; they keep {kept}")
+        with told_to_others(self._group):
+            tensor = next((each for each in self._tensors if each.name == name), None)
+            if tensor is None:
+                kept = ", ".join(each.name for each in self._tensors)
+                raise UsageError(f"the shards keep no {name!r}; they keep {kept}")
         code, found = Assembly(), np.zeros(self._shape, np.float32)
         code.fetch(self._operand(tensor))
         program = self._program(code, returns=True)

@@ -106,6 +106,12 @@ class Meeting:
         ranks = [source * size + at, target * size + at]
         return self._create(comm, ranks, f"programs-{groups}-{source}-{target}-{at}")
 
+    def refuse(self, error: Exception) -> None:
+        """Let the ranks that wait for this one in any of the groups know that it does not run the program: see
+        `Communicator.refuse`."""
+        for each in self.communicators:
+            each.refuse(UsageError(str(error)))  # each is told of one of its own
+
     def _create(self, comm: Communicator, ranks: range | list[int], name: str) -> Communicator:
         if name not in self._made:
             self._made[name] = comm.create_group(ranks, name=name)

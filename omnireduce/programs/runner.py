@@ -22,6 +22,7 @@ from omnireduce.programs.placement import Seat, bound_sizes, check_names, input_
 from omnireduce.programs.ranks import Ranks, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 
 def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> dict[str, Array]:
@@ -39,17 +40,33 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
     raise.
     """
     size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
+    meeting = meeting_of(comm)
+    own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
+    with told_to_others(comm if pipeline.groups == 1 else meeting):
+        execution, arrays = _begun(pipeline, comm, own, size, values)
+        _run_stages(execution)
+    execution.finish()
+    _commit(arrays, {each: execution.value(each) for each in arrays})
+    return {
+        name: arrays[each] if isinstance(each, Update) else execution.value(each)
+        for name, each in zip(pipeline.output_names, pipeline.outputs, strict=True)
+        if execution.is_here(each)
+    }
+
+
+def _begun(
+    pipeline: Pipeline, comm: Communicator, own: Ranks, size: int, values: Mapping[str, Any]
+) -> tuple[Execution, dict[Update, Array]]:
+    """A run before its first stage, and the arrays that get new values in the end. Raises UsageError."""
     group, rank = divmod(comm.rank, size)
     inputs = [each for each in pipeline.inputs if each.type.group in (None, group)]
     check_names(values, pipeline.known_values, pipeline.name)
     here = [each for each in pipeline.nodes if each.type.group in (None, group) or _is_sent_to(each, group)]
-    seat = Seat(rank, size, bound_sizes(sizes_in(here), inputs, values))
-    meeting = meeting_of(comm)
+    seat, meeting = Seat(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
 
     def pair(source: int, target: int) -> Communicator:
         return meeting.pair(comm, pipeline.groups, source, target)
 
-    own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
     execution = Execution(pipeline, seat, own, group, pair, rooms=meeting.rooms(pipeline))
     for each in inputs:
         execution.put(each, input_value(each, values, seat))
@@ -61,14 +78,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
         if np.shares_memory(array, another):
             names = f"{one.tensor.name} and {two.tensor.name}"
             raise UsageError(f"{names} share memory, and the program updates both: pass a copy")
-    _run_stages(execution)
-    execution.finish()
-    _commit(arrays, {each: execution.value(each) for each in arrays})
-    return {
-        name: arrays[each] if isinstance(each, Update) else execution.value(each)
-        for name, each in zip(pipeline.output_names, pipeline.outputs, strict=True)
-        if execution.is_here(each)
-    }
+    return execution, arrays
 
 
 def _is_sent_to(node: Expression, group: int) -> bool:

@@ -26,6 +26,7 @@ from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_lin
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import detect_launch
+from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.runtime.member.world import connect
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
 from omnireduce.switchml.job import Job, JobState, Starter
@@ -62,7 +63,7 @@ class Context:
         self._state = ContextState.CREATED
         self._comm: Communicator | DummyCommunicator | None = None
         self._starter: Starter | None = None
-        self._queue = deque[Job]()
+        self._queue = deque[Job | Exception]()  # an error is that of a job which was refused
         self._running: list[Job] = []
         self._begun = Counter[int]()  # how many jobs, in each generation of the communicator
         self._thread: threading.Thread | None = None  # which starts the jobs in the queue
@@ -142,8 +143,9 @@ class Context:
             self._state = ContextState.STOPPING
             while self._queue:
                 job = self._queue.popleft()
-                job.fail(ClosedError(f"the context was stopped before job {job.id} was begun"))
-                self._count(job)
+                if isinstance(job, Job):
+                    job.fail(ClosedError(f"the context was stopped before job {job.id} was begun"))
+                    self._count(job)
             self._changed.notify_all()
         try:
             if isinstance(self._starter, Packets):
@@ -173,11 +175,21 @@ class Context:
         Raises UsageError for unsuitable arrays, for an `op` other than "sum", and unless the context runs; what
         `Communicator.allreduce_async` raises.
         """
-        if op != "sum":
-            raise UsageError(f"op is {op!r}, expected 'sum', as in SwitchML; omnireduce.allreduce has the others")
-        job = Job(x, out)
+        with told_to_others(self):
+            if op != "sum":
+                raise UsageError(f"op is {op!r}, expected 'sum', as in SwitchML; omnireduce.allreduce has the others")
+            job = Job(x, out)
         self.submit(job)
         return job
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks know that this one refuses the job which they submit: see `Communicator.refuse`. Does
+        nothing where the context does not run."""
+        with self._changed:
+            if self._state is ContextState.RUNNING and not self._queue:
+                self.communicator.refuse(error)
+            elif self._state is ContextState.RUNNING:
+                self._queue.append(error)  # in its turn
 
     def allreduce(self, x: Any, out: Any = None, *, op: str = "sum", timeout_s: float | None = None) -> Array:
         """`allreduce_async`, then `Job.wait`."""
@@ -193,7 +205,8 @@ class Context:
             if self._state is not ContextState.RUNNING:
                 raise UsageError(f"the context is {self._state.value} and takes no jobs; call start() first")
             self._settle()
-            job.enter()
+            with told_to_others(self):
+                job.enter()
             self._submitted[job.x.size] += 1
             if self._queue or self._in_the_way_of(job) is not None:
                 self._let_a_thread_start_jobs()
@@ -210,7 +223,7 @@ class Context:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            jobs = [*self._running, *self._queue]
+            jobs = [*self._running, *(each for each in self._queue if isinstance(each, Job))]
         first = None
         for job in jobs:
             try:
@@ -256,6 +269,12 @@ class Context:
             raise
         self._running.append(job)
 
+    def _begin_next(self, job: Job | Exception) -> None:
+        if isinstance(job, Job):
+            self._begin(job)
+        else:
+            self.communicator.refuse(job)
+
     def _settle(self) -> None:
         """Count the jobs that are over."""
         for job in [each for each in self._running if each.over]:
@@ -284,11 +303,11 @@ class Context:
                     self._thread = None
                     return
                 job = self._queue[0]
-                before = self._in_the_way_of(job)
+                before = self._in_the_way_of(job) if isinstance(job, Job) else None
                 if before is None:
                     self._queue.popleft()
                     with suppress(OmniReduceError):  # the job has it
-                        self._begin(job)
+                        self._begin_next(job)
             if before is not None:
                 with suppress(OmniReduceError):
                     before.wait()

@@ -58,6 +58,9 @@ class DummyCommunicator:
         x *= self.size
         return x
 
+    def refuse(self, error: Exception) -> None:
+        """Nobody waits."""
+
     def barrier(self, *, name: str = "") -> None:
         """Nobody is waited for."""
 

@@ -16,6 +16,7 @@ from torch.futures import Future
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.torch.gradients import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
 
@@ -63,8 +64,9 @@ def grace_hook(state: Communicator, bucket: dist.GradBucket) -> Future[Tensor]:
     sparse gradient.
     """
     buffer = bucket.buffer()
-    if buffer.is_sparse:
-        raise UsageError("a sparse gradient cannot be compressed: expected nn.Embedding(sparse=False)")
+    with told_to_others(state.comm):
+        if buffer.is_sparse:
+            raise UsageError("a sparse gradient cannot be compressed: expected nn.Embedding(sparse=False)")
     name = _buckets.setdefault(state, Buckets()).name_of(bucket.parameters(), state)
     if isinstance(state.compressor, PowerSGDCompressor):
         for i, gradient in enumerate(bucket.gradients()):
@@ -103,7 +105,8 @@ class GraceGradients(StepGradients):
 
     @torch.no_grad()
     def combine(self) -> None:
-        gradients = {name: _dense(name, each) for name, each in self._parameters.items()}
+        with told_to_others(self._grace.comm):
+            gradients = {name: _dense(name, each) for name, each in self._parameters.items()}
         if self._number is None:
             self._number = next(_numbers.setdefault(self._grace, count()))
         beside = f" of optimizer {self._number}" if self._number else ""

@@ -14,6 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.torch.process_group import BACKEND, ProcessGroup
 
 BLOCK = 256  # elements
@@ -88,7 +89,8 @@ def block_topk_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     whole.
     """
     if not bucket.buffer().is_sparse:
-        residuals = [state._residual(each) for each in bucket.parameters()]
+        with told_to_others(state.group):
+            residuals = [state._residual(each) for each in bucket.parameters()]
         gradients = bucket.gradients()
         for gradient, residual in zip(gradients, residuals, strict=True):
             gradient.add_(residual.to(gradient.dtype))

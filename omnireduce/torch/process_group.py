@@ -114,6 +114,10 @@ class ProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.shutdown()
 
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks know that this one refuses the next collective: see `Communicator.refuse`."""
+        self._job.refuse(error)
+
     # collectives
 
     @allreduce_forms
@@ -254,7 +258,7 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
         except dist.DistBackendError:  # of what was started
             raise
         except Exception as error:
-            self._job.refuse(error)
+            self.refuse(error)
             if isinstance(error, OmniReduceError):
                 raise told_to_torch(error) from error
             raise

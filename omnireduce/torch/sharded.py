@@ -24,6 +24,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
+from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.torch.tensors import array_of, staged
 
 
@@ -70,7 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
-        gradients = [part.gradients() for part in self._parts]  # before anything is sent
+        with told_to_others(self._parts[0]):
+            gradients = [part.gradients() for part in self._parts]  # before anything is sent
         for end in [part.begin_step(each) for part, each in zip(self._parts, gradients, strict=True)]:
             end()
         return loss
@@ -152,8 +154,9 @@ class _Group:
 
     def begin_step(self, gradients: Mapping[str, Any]) -> Callable[[], None]:
         """Start a step; what this returns ends it."""
-        self._optimizer.rule = self._rule()
-        self._stage()
+        with told_to_others(self):
+            self._optimizer.rule = self._rule()
+            self._stage()
         end = self._optimizer.begin_step(gradients)
 
         def end_step() -> None:
@@ -161,6 +164,10 @@ class _Group:
             self._put_back()
 
         return end_step
+
+    def refuse(self, error: Exception) -> None:
+        """See `omnireduce.ShardedOptimizer`."""
+        self._optimizer.refuse(error)
 
     def _stage(self) -> None:
         """Before the first step: what weights on a GPU are now."""

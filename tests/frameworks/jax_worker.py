@@ -148,6 +148,14 @@ def wrong() -> None:
     tell("wrong", errors=found)
 
 
+def refused() -> None:
+    """By rank 1 alone. It ends the job."""
+    try:
+        ddp.allreduce(jax.random.key(0) if rank == 1 else jnp.ones(3))
+    except (UsageError, omnireduce.AbortedError) as error:
+        tell("refused", kind=type(error).__name__, error=str(error))
+
+
 if sys.argv[2:] == ["dies"]:
     step = ddp.jit(lambda x: ddp.allreduce(x))
     for at in range(1000):
@@ -166,6 +174,6 @@ else:
     trained("direct", lambda step: step, False)
     trained("transformed", ddp.jit, True)
     if SIZE > 1:
-        for way in (summed, in_order, from_a_root, loss_is_averaged, datasets, wrong):
+        for way in (summed, in_order, from_a_root, loss_is_averaged, datasets, wrong, refused):
             way()
 ddp.shutdown()

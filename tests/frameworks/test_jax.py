@@ -81,6 +81,11 @@ def test_errors_of_callbacks_reach_the_caller(ranks: Told) -> None:
         assert name == "name 'y_that_is_not_there' is not defined"
 
 
+def test_what_one_rank_refuses_reaches_the_others(ranks: Told) -> None:
+    assert [each["kind"] for each in ranks["refused"]] == ["AbortedError", "UsageError", "AbortedError"]
+    assert all("a leaf is a key of jax.random" in each["error"] for each in ranks["refused"])
+
+
 def test_a_rank_that_dies_ends_a_compiled_step_of_the_others(daemon: Daemon, tmp_path: Path) -> None:
     with two_ranks(daemon, tmp_path.name, WORKER, str(tmp_path), "dies") as (first, second):
         assert told(first.line())["died"] == [{"rank": 0, "way": "died", "step": 3, "culprit": ["rank", "1"]}]

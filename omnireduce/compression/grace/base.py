@@ -21,6 +21,7 @@ from omnireduce.logs import tagged
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.communicator import Communicator as Member  # what GRACE calls so is another thing
 from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.member.refusals import told_to_others
 
 Tensors = Sequence[Any]
 HALVES = "async_send", "wait_receive"  # of `send_receive`
@@ -148,8 +149,9 @@ class Communicator:
         the memory is as before.
         """
         self.say_called()
-        compensated = self.memory.compensate(tensor, check_name(name))
-        tensors, ctx = self.compressor.compress(compensated, name)
+        with told_to_others(self.comm):
+            compensated = self.memory.compensate(tensor, check_name(name))
+            tensors, ctx = self.compressor.compress(compensated, name)
         try:
             found = self.send_receive(tensors, self.name_sent(compensated, name), ctx)
         except BaseException:

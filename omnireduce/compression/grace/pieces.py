@@ -15,6 +15,7 @@ from omnireduce.compression.grace.base import Compressor, Memory, Tensors
 from omnireduce.compression.grace.communicators import Collective
 from omnireduce.compression.grace.forms import Form
 from omnireduce.runtime.member.communicator import Communicator as Member
+from omnireduce.runtime.member.refusals import told_to_others
 
 
 class AllToAll(Collective):
@@ -31,12 +32,14 @@ class AllToAll(Collective):
     def send_receive(self, tensors: Tensors, name: str, ctx: tuple[Form, list[Any]]) -> Any:
         form, contexts = ctx
         own, rank = len(tensors) // self.world_size, self.comm.rank
-        columns = [np.stack([tensors[own * piece + i] for piece in range(self.world_size)]) for i in range(own)]
+        with told_to_others(self.comm):
+            columns = [np.stack([tensors[own * piece + i] for piece in range(self.world_size)]) for i in range(own)]
         received = [self.comm.alltoall(each, name=f"{name} {i}") for i, each in enumerate(columns)]
         parts = [[each[sender] for each in received] for sender in range(self.world_size)]
         compressor = self._pieces.compressor
-        mine = self.combined([compressor.decompress(each, contexts[rank]) for each in parts])
-        whole = self.comm.allgather(np.ascontiguousarray(mine), name=f"{name} sums")
+        with told_to_others(self.comm):
+            mine = np.ascontiguousarray(self.combined([compressor.decompress(each, contexts[rank]) for each in parts]))
+        whole = self.comm.allgather(mine, name=f"{name} sums")
         return form.restore(whole.reshape(-1)[: form.size])
 
 

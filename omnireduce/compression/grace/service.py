@@ -22,6 +22,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.member.communicator import Communicator as Member
+from omnireduce.runtime.member.refusals import told_to_others
 
 
 class Aggregator(Collective):
@@ -56,8 +57,9 @@ class Aggregator(Collective):
         if self._service is None:
             return super().step(tensor, name)
         self.say_called()
-        form = Form(tensor)
-        sums = form.values.reshape(form.shape).copy()
+        with told_to_others(self.comm):
+            form = Form(tensor)
+            sums = form.values.reshape(form.shape).copy()
         self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
         return self.compressor.aggregate([form.restore(sums)])
 
@@ -68,8 +70,9 @@ class Aggregator(Collective):
             self._service.forget(gone)
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
-        form = Form(self.compressor.decompress(tensors, ctx))
-        sums = np.empty_like(form.values)
+        with told_to_others(self.comm):
+            form = Form(self.compressor.decompress(tensors, ctx))
+            sums = np.empty_like(form.values)
         self.comm.allreduce(form.values, out=sums, op=_op(self.compressor), name=name)
         return self.compressor.aggregate([form.restore(sums)])
 

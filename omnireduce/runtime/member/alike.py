@@ -12,23 +12,25 @@ import numpy as np
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import reason_of, told
 
 T = TypeVar("T")
 
 
 def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` on each rank, and return what it gives here. Where it raises UsageError on one, all raise it."""
-    found, wrong = list[T](), ""
+    """Call `attempt` on each rank, and return what it gives here. Where it raises anything on one, the others raise
+    UsageError."""
+    found, wrong = list[T](), list[Exception]()
     try:
         found.append(attempt())
-    except UsageError as error:
-        wrong = str(error)
-    texts = comm.allgather_object(wrong, name=name)
-    if wrong:
-        raise UsageError(wrong)
+    except Exception as error:
+        wrong.append(error)
+    texts = comm.allgather_object(reason_of(wrong[0]) if wrong else "", name=name)
+    for error in wrong:
+        raise told(error)
     for rank, text in enumerate(texts):
         if text:
-            raise UsageError(f"rank {rank}: {text}")
+            raise told(UsageError(f"rank {rank}: {text}"))
     return found[0]
 
 
@@ -43,7 +45,7 @@ def check_alike(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -
     for rank, theirs in enumerate(others, 1):
         for mine, other in zip_longest(first, theirs):
             if mine != other:
-                raise UsageError(_difference(mine, other, rank))
+                raise told(UsageError(_difference(mine, other, rank)))
 
 
 def _difference(first: Sequence[str] | None, other: Sequence[str] | None, rank: int) -> str:
