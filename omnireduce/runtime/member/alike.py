@@ -26,8 +26,8 @@ def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
     except Exception as error:
         wrong.append(error)
     texts = comm.allgather_object(reason_of(wrong[0]) if wrong else "", name=name)
-    for error in wrong:
-        raise told(error)
+    if wrong:
+        raise told(wrong[0])
     for rank, text in enumerate(texts):
         if text:
             raise told(UsageError(f"rank {rank}: {text}"))
