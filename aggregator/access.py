@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omnireduce.addresses import is_loopback, look_up, parse_listen
+from omnireduce.addresses import is_loopback, parse_listen, where_to_listen
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.handshake import GIVE
@@ -38,7 +38,7 @@ def count_changes(before: Access, after: Access, monitor: Secret) -> dict[str, i
 def beyond_loopback(listen: str) -> str:
     """Why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
-        found = [target.host for target in look_up(parse_listen(listen).host)]
+        found = where_to_listen(parse_listen(listen).host).host
     except OSError as error:
         return f"cannot be looked up now ({error.strerror or error}) and may stand for an address of other hosts"
-    return "" if all(map(is_loopback, found)) else "can be reached from other hosts"
+    return "" if is_loopback(found) else "can be reached from other hosts"

@@ -7,7 +7,18 @@ from contextlib import suppress
 
 import msgspec
 
-from omnireduce.addresses import Target, is_own, is_wildcard, look_up, parse_address
+from omnireduce.addresses import (
+    Target,
+    is_loopback,
+    is_numeric,
+    is_own,
+    is_wildcard,
+    look_up,
+    own_addresses,
+    parse_address,
+    parse_listen,
+    where_to_listen,
+)
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError, show
 from omnireduce.runtime.shard.access import Access
@@ -32,6 +43,19 @@ def advice(config: Config, access: Access, monitor: Secret) -> Iterator[tuple[st
     if config.security.team:
         team = config.security.team
         yield "no_effect", f"security.team has no effect on an aggregator, which admits more than team {team}"
+    yield from _why_hidden(config.aggregator.listen)
+
+
+def _why_hidden(listen: str) -> Iterator[tuple[str, str]]:
+    """A name that is none for loopback, but means it on this host."""
+    host, port = parse_listen(listen)
+    with suppress(OSError):  # it cannot be looked up just now
+        at = where_to_listen(host).host
+        if not is_numeric(host) and not is_loopback(host) and is_loopback(at):
+            own = " or ".join(own_addresses()) or "an address"
+            how = f"listen at :{port}, or at {own} with this port"
+            text = f"aggregator.listen: {host} is {at} on this host, which no other host reaches: {how}"
+            yield "listen_loopback", text
 
 
 def changed(running: Config, now: Config) -> list[str]:
@@ -58,4 +82,4 @@ def _is_the_same(address: str, own: str) -> bool:
         targets = look_up(host) if port == at else []
     if is_wildcard(listens):
         return any(map(is_own, targets))
-    return bool(targets) and not {each.host for each in targets}.isdisjoint(each.host for each in look_up(listens))
+    return bool(targets) and where_to_listen(listens).host in {each.host for each in targets}

@@ -27,12 +27,14 @@ ANYWHERE = "::"  # to listen at every address of this host, of both families
 LOOPBACKS = ("127.0.0.1", "::1")
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 MOST_TRIED = 16  # addresses of one name
+MOST_REMEMBERED = 1024  # names
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849): on the way to any other host
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
 _PORT = re.compile(r"[0-9]{1,5}\Z")
 _SIOCGIFADDR = 0x8915
 _FIRST_FREE_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+_answered: dict[str, str] = {}  # of names, the address that answered after another one had not
 _INET6 = Path("/proc/net/if_inet6")  # address, interface number, length of the prefix, scope, flags, name
 
 
@@ -159,17 +161,34 @@ def host_of(address: Sequence[Any]) -> str:
 
 
 def look_up(host: str, port: int = 0) -> list[Target]:
-    """The addresses of a host, in the order in which to try them. Raises OSError where there are none."""
-    hosts = LOOPBACKS if host.rstrip(".").lower() == "localhost" else (host,)
+    """The addresses of a host, in the order in which to try them. Raises OSError where there are none.
+
+    Many hosts have 127.0.1.1, or nothing, for their own name. Others know them by another address, at which something
+    may listen: so for a name of this host all its addresses follow.
+    """
+    name = host.rstrip(".").lower()
+    if name == "localhost":
+        return _look_up(LOOPBACKS, port)
     try:
-        found = [
+        found = _look_up((host,), port)
+    except socket.gaierror:
+        if name != socket.gethostname().lower():
+            raise
+        found = []
+    if not is_numeric(host) and all(is_loopback(each.host) for each in found):
+        found += _look_up((*LOOPBACKS, *own_addresses()), port)
+    return list(dict.fromkeys(found))[:MOST_TRIED]
+
+
+def _look_up(hosts: Sequence[str], port: int) -> list[Target]:
+    try:
+        return [
             Target(family, address)
             for each in hosts
             for family, _, _, _, address in socket.getaddrinfo(each, port, type=socket.SOCK_STREAM)
         ]
     except UnicodeError as error:  # a name that no host can have
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
-    return list(dict.fromkeys(found))[:MOST_TRIED]
 
 
 def is_own(target: Target) -> bool:
@@ -195,15 +214,18 @@ def loopback() -> str:
     return own[0] if own else LOOPBACKS[0]
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listen by TCP at the first address of `host` that is this host's (port 0: any free one), non-blocking.
-
-    ANYWHERE is all addresses of both families, or of IPv4 alone where the system has no IPv6. Raises OSError.
-    """
+def where_to_listen(host: str, port: int = 0) -> Target:
+    """The first address of `host` that is this host's. ANYWHERE is all addresses of both families, or of IPv4 alone
+    where the system has no IPv6. Raises OSError."""
     is_every = is_wildcard(host) and ":" in host
     targets = look_up("0.0.0.0" if is_every and not socket.has_dualstack_ipv6() else host, port)
-    target = next(filter(is_own, targets), targets[0])
-    both = is_every and target.family == socket.AF_INET6
+    return next(filter(is_own, targets), targets[0])
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Listen by TCP where `where_to_listen` says (port 0: any free one), non-blocking. Raises OSError."""
+    target = where_to_listen(host, port)
+    both = target.family == socket.AF_INET6 and is_wildcard(target.host)
     listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=both)
     listener.setblocking(False)
     return listener
@@ -216,7 +238,7 @@ def why_cannot_listen(error: OSError, address: Address) -> str:
     if error.errno == errno.EADDRINUSE:
         return "another program listens there, perhaps another aggregator; choose another port, or end that program"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{address.host} is no address of this host; 0.0.0.0 stands for all of its IPv4 addresses"
+        return f"{address.host} is no address of this host; :PORT stands for all that it has"
     if error.errno in (errno.EACCES, errno.EPERM) and address.port < (first := _first_free_port()):
         return f"ports below {first} are for root and for who has CAP_NET_BIND_SERVICE; choose a higher one"
     return os.strerror(error.errno) if error.errno else str(error)
@@ -229,22 +251,28 @@ def _first_free_port() -> int:
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Connect by TCP to the first address of `host` that answers. Each of them gets an equal share of what is left of
-    the time. Raises OSError, which says what was wrong at each of them."""
+    """Connect by TCP to the first address of `host` that answers; the one that did so last is the first to be tried.
+    Each of them gets an equal share of what is left of the time. Raises OSError, which says what was wrong at each."""
     deadline, failed = time.monotonic() + timeout_s, list[tuple[Target, OSError]]()
-    targets = look_up(host, port)
+    targets = sorted(look_up(host, port), key=lambda target: target.host != _answered.get(host))
     for number, target in enumerate(targets):
         share_s = (deadline - time.monotonic()) / (len(targets) - number)
         try:
-            return _connected(target, max(0.001, share_s))
+            found = _connected(target, max(0.001, share_s))
         except OSError as error:
             if from_a_handler(error):
                 raise
             failed.append((target, error))
+        else:
+            if failed and len(_answered) < MOST_REMEMBERED:
+                _answered[host] = target.host
+            return found
     if len(failed) == 1:
         raise failed[0][1]
-    reasons = [f"{target.host}: {error.strerror or error}" for target, error in failed]
-    raise OSError(failed[0][1].errno, "; ".join(reasons))
+    reasons = dict[str, list[str]]()
+    for target, why in failed:
+        reasons.setdefault(why.strerror or str(why), []).append(target.host)
+    raise OSError(failed[0][1].errno, "; ".join(f"{reason} ({', '.join(at)})" for reason, at in reasons.items()))
 
 
 def _connected(target: Target, timeout_s: float) -> socket.socket:

@@ -26,7 +26,8 @@ class Certificates:
             self._openssl("req", "-x509", *key, "-subj", f"/CN={authority}", *self._out(authority))
         for holder in ("aggregator", "worker"):
             self._openssl("req", "-new", *key, "-subj", f"/CN={holder}", "-keyout", f"{holder}.key", "-out", "request")
-            (self.folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+            names = "IP:127.0.0.1,IP:::1,IP:fd77::1,DNS:localhost"  # fd77::1 is the first of `separate_hosts`
+            (self.folder / "names").write_text(f"subjectAltName={names}\n")
             signed_by = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
             self._openssl("x509", "-req", "-in", "request", *signed_by, "-out", f"{holder}.pem", "-days", "2")
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from omnireduce.addresses import loopback
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 from omnireduce.interpreters import TREE, program_of
@@ -66,7 +67,8 @@ def _torchrun(asked: Asked, _: Mapping[str, str]) -> list[str]:
         )
     if asked.mpi_args:
         raise ConfigError("--mpi-args with --launcher torchrun: expected --launcher mpirun or srun")
-    return ["torchrun", "--standalone", f"--nproc-per-node={asked.ranks}", "--no-python", *wrapped(asked.words)]
+    here = f"--local-addr={loopback()}"  # else the name of this host, which may mean an address that it has not
+    return ["torchrun", "--standalone", here, f"--nproc-per-node={asked.ranks}", "--no-python", *wrapped(asked.words)]
 
 
 def _is_open_mpi(environ: Mapping[str, str]) -> bool:

@@ -14,6 +14,7 @@ from omnireduce.addresses import (
     ANYWHERE,
     Address,
     addresses_of_interface,
+    is_loopback,
     is_numeric,
     is_own_address,
     look_up,
@@ -102,17 +103,24 @@ def check_command(words: Sequence[str], environ: Mapping[str, str], *, is_away: 
 
 
 def address_of_first(
-    names: Sequence[str], *, is_wide: bool = False, interface: str = "", connections: Sequence[Connection] = ()
+    names: Sequence[str],
+    *,
+    is_wide: bool = False,
+    interface: str = "",
+    connections: Sequence[Connection] = (),
+    by_name: bool = False,
 ) -> str:
     """Where the other hosts of `names`, or others that come later if it `is_wide`, reach the first one. `connections`,
-    which have greeted, may know how they see each other. Raises ConfigError where nothing says it."""
+    which have greeted, may know how they see each other. `by_name`: its certificate is for its name. Raises ConfigError
+    where nothing says it."""
     first, *others = names
     if interface:
         return _address_of_interface(interface, first)
     seen = {each.host: _ends_of_ssh(each) for each in connections if each.is_remote}
     name = host_alone(first)
-    if not is_here(first):
-        return name if _is_known(name) else seen.get(first, NOBODY)[1] or name
+    if not is_here(first):  # its name may mean 127.0.1.1 there, or nothing to the others
+        at = seen.get(first, NOBODY)[1]
+        return name if not at or is_loopback(at) or is_numeric(name) or (by_name and _is_known(name)) else at
     away = [each for each in others if not is_here(each)]
     if not away and not is_wide:
         return loopback()
@@ -175,8 +183,9 @@ class Plan:
         """Once all hosts have greeted: start this job's own aggregators, if it has any, and wait until they are ready.
         Raises ConfigError, and what `Job.await_aggregator` raises."""
         self.address = self.address or address_of_first(
-            self._names, is_wide=self._is_wide, interface=self.asked.interface, connections=job.connections
-        )
+            self._names, is_wide=self._is_wide, interface=self.asked.interface, connections=job.connections,
+            by_name=bool(self.asked.config.security.tls_ca),
+        )  # fmt: skip
         if not self.shards:
             return
         known = self.asked.config.security.secret_file or SECRET_VARIABLE in self.environ

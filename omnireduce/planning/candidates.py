@@ -148,11 +148,11 @@ def as_toml(plan: Plan, hosts: int, block_size: int | None) -> str:
     rows = [", ".join(names[at : at + IN_A_ROW]) for at in range(0, len(names), IN_A_ROW)]
     listed = rows[0] if len(rows) == 1 else "".join(f"\n  {row}," for row in rows) + "\n"
     shards = -(-plan.shards // count)
-    lines = [f"# on each of these hosts: omnireduce aggregator --listen 0.0.0.0:7400 --shards {shards}"]
+    lines = [f"# on each of these hosts: omnireduce aggregator --listen :7400 --shards {shards}"]
     if plan.relays:
         lines += [
             *(f"#   {each}" for each in rows),
-            f"# on a host of each rack: omnireduce aggregator --listen 0.0.0.0:7400 --shards {plan.shards}",
+            f"# on a host of each rack: omnireduce aggregator --listen :7400 --shards {plan.shards}",
             "#   with aggregator.upstream = the list above; its ranks name it as follows",
         ]
         listed = ", ".join(f'"relay:{7400 + at}"' for at in range(plan.shards))

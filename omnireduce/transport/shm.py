@@ -14,7 +14,7 @@ import struct
 from collections import deque
 from typing import NamedTuple
 
-from omnireduce.addresses import Address, is_own, is_wildcard, look_up
+from omnireduce.addresses import Address, is_own, is_wildcard, look_up, where_to_listen
 from omnireduce.blame import from_a_handler
 from omnireduce.errors import TransportError
 from omnireduce.transport.memory import map_slots
@@ -134,7 +134,7 @@ def _abstract(host: str, port: int, purpose: str = "") -> str:
 
 def name_of(host: str, port: int, purpose: str = "") -> str:
     """The abstract name of the Unix socket at which the aggregator at host:port listens. Raises OSError."""
-    return _abstract(WILDCARD if is_wildcard(host) else next(iter(_own(host)), host), port, purpose)
+    return _abstract(WILDCARD if is_wildcard(host) else where_to_listen(host).host, port, purpose)
 
 
 def _own(host: str) -> list[str]:

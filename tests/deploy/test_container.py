@@ -264,9 +264,9 @@ def test_the_image_starts_an_aggregator_that_its_health_check_finds(image: Path)
     """Run as the image would, from what was copied, but for the address."""
     entrypoint = json.loads(of("service", "ENTRYPOINT")[0])
     arguments = json.loads(of("service", "CMD")[0])
-    assert arguments == ["--listen", "0.0.0.0:7400"]
+    assert arguments == ["--listen", ":7400"]
     check = json.loads(re.sub(r".* CMD ", "", of("service", "HEALTHCHECK")[0]))
-    assert check[-1] == "127.0.0.1:7400"
+    assert check[-1] == "localhost:7400"
     environ = {"PYTHONPATH": str(image), "PYTHONSAFEPATH": "1", **SECRET}
     start = as_here([*entrypoint, "--listen", "127.0.0.1:0"])
     with Process(*start, environ=environ) as process:

@@ -16,7 +16,7 @@ from deployment import DEPLOY, aggregator, as_here, memory_bytes, page
 from local_cluster import MPIRUN, READY_S, ROOT, WAIT_S, Process, eventually
 from pod_here import need_pods, pod_command
 
-from omnireduce.addresses import parse_address
+from omnireduce.addresses import parse_address, parse_listen
 from omnireduce.config import load_config
 
 FOLDER = DEPLOY / "kubernetes"
@@ -135,7 +135,7 @@ def test_only_the_jobs_and_monitoring_reach_the_aggregator(settings: Path) -> No
     assert jobs["ports"] == [{"port": port, "protocol": "TCP"} for port in shards]
     assert monitoring["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     assert config.metrics.listen is not None
-    assert monitoring["ports"] == [{"port": parse_address(config.metrics.listen)[1], "protocol": "TCP"}]
+    assert monitoring["ports"] == [{"port": parse_listen(config.metrics.listen).port, "protocol": "TCP"}]
 
     job = objects("training.yaml")
     own = {"podSelector": job["NetworkPolicy"]["spec"]["podSelector"]}
@@ -154,10 +154,10 @@ def test_the_aggregator_its_service_and_its_configuration_fit_together(settings:
     service, deployment = found["Service"], found["Deployment"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert labels == service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
-    first = parse_address(config.aggregator.listen)[1]
+    first = parse_listen(config.aggregator.listen).port
     shards = [first + shard for shard in range(config.aggregator.shards)]
     ports = {each["name"]: each["port"] for each in service["spec"]["ports"]}
-    assert ports == {"shard-0": shards[0], "shard-1": shards[1], "metrics": parse_address(config.metrics.listen)[1]}
+    assert ports == {"shard-0": shards[0], "shard-1": shards[1], "metrics": parse_listen(config.metrics.listen).port}
     container = container_of(pod_of(deployment))
     assert {each["name"]: each["containerPort"] for each in container["ports"]} == ports
     host = service["metadata"]["name"]

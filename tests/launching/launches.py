@@ -46,11 +46,13 @@ def environ_of(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)} | more
 
 
-def run(*words: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`omnireduce run` with these words, to its end."""
+def run(
+    *words: str, cwd: Path | None = None, prefix: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """`omnireduce run` with these words, behind `prefix`, to its end."""
     return subprocess.run(
-        [*RUN, *words], env=environ_of(**environ), cwd=cwd or ROOT, capture_output=True, text=True, check=False,
-        timeout=2 * READY_S, stdin=subprocess.DEVNULL,
+        [*prefix, *RUN, *words], env=environ_of(**environ), cwd=cwd or ROOT, timeout=2 * READY_S,
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

@@ -3,79 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from launches import FAMILY, SUM, Launched, are_gone, launched, lines, python, run
-from local_cluster import READY_S, eventually
+from local_cluster import READY_S
+from ssh_daemons import Sshd, needs_sshd, ssh_daemons
 
-SSHD = shutil.which("sshd", path=f"/usr/sbin{os.pathsep}{os.environ.get('PATH', '')}")
-pytestmark = pytest.mark.skipif(
-    not (SSHD and shutil.which("ssh") and shutil.which("ssh-keygen")),
-    reason="no sshd here; openssh-server brings one",
-)
-HOSTS = ("127.0.0.2", "127.0.0.3")
-
-
-class Sshd(NamedTuple):
-    """How to reach the other hosts."""
-
-    port: int
-    key: Path
-    known: Path
-    pid: int
-
-    def options(self) -> list[str]:
-        command = f"ssh -o UserKnownHostsFile={self.known} -o GlobalKnownHostsFile=/dev/null -F /dev/null"
-        return ["--ssh", command, "-p", str(self.port), "-i", str(self.key)]
-
-
-def answers(port: int) -> bool:
-    try:
-        with socket.create_connection((HOSTS[0], port), timeout=1) as connection:
-            return connection.recv(4) == b"SSH-"
-    except OSError:
-        return False
+pytestmark = needs_sshd
 
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    folder = tmp_path_factory.mktemp("sshd")
-    assert SSHD is not None
-    for name in ("host", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    with socket.create_server((HOSTS[0], 0)) as free:
-        port = free.getsockname()[1]
-    (folder / "config").write_text(
-        f"Port {port}\n" + "".join(f"ListenAddress {host}\n" for host in HOSTS) + f"HostKey {folder}/host\n"
-        f"AuthorizedKeysFile {folder}/key.pub\nPidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
-    )
-    public = " ".join((folder / "host.pub").read_text().split()[:2])
-    (folder / "known").write_text("".join(f"[{host}]:{port} {public}\n" for host in HOSTS))
-    if os.getuid() == 0:
-        os.makedirs("/run/sshd", exist_ok=True)  # where its unit would make it
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        if not eventually(lambda: answers(port) or process.poll() is not None) or process.poll() is not None:
-            pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-200:]}")
-        found = Sshd(port, folder / "key", folder / "known", process.pid)
-        probe = subprocess.run(
-            [*found.options()[1].split(), "-o", "BatchMode=yes", "-p", str(port), "-i", found.key, HOSTS[0], "true"],
-            capture_output=True, text=True, check=False, timeout=READY_S,
-        )  # fmt: skip
-        if probe.returncode:
-            pytest.skip(f"sshd lets nobody in here: {probe.stderr.strip()[-200:]}")
+    with ssh_daemons(tmp_path_factory.mktemp("sshd"), {"127.0.0.2": (), "127.0.0.3": ()}) as found:
         yield found
-    finally:
-        process.terminate()
-        process.wait(READY_S)
 
 
 def test_ranks_of_two_hosts_sum(sshd: Sshd) -> None:

@@ -33,7 +33,7 @@ RETRY_S = 0.02  # between two attempts to connect: rank 0 may not listen yet
 QUIET_S = 2.0  # how long to wait before saying so
 LISTED = 8  # ranks in a message
 HOW = (
-    "start `omnireduce aggregator --listen 0.0.0.0:7400` with a secret on a host that all workers can reach, and tell "
+    "start `omnireduce aggregator --listen :7400` with a secret on a host that all workers can reach, and tell "
     "all workers: OMNIREDUCE_CLUSTER_AGGREGATORS=HOST:7400, or cluster.aggregators"
 )
 Say = Callable[[str], None]

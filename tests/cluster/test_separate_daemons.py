@@ -1,0 +1,118 @@
+"""Daemons, relays and workers on hosts that have only IPv6, or whose own name means 127.0.1.1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+from certificates import certificates, needs_openssl
+from local_cluster import READY_S, ROOT, Daemon, Process, eventually, unique_job
+from separate_hosts import separate_hosts
+
+from benchmarks.testbed import Host
+from omnireduce.addresses import Address, parse_address
+
+CODE = """
+import os, sys
+import numpy as np
+import omnireduce as omni
+rank, size, job, *sets = sys.argv[1:]
+from omnireduce.config import load_config
+config = load_config(overrides=sets)
+with omni.init(config, rank=int(rank), size=int(size), job=job) as comm:
+    os.write(1, f"{omni.allreduce(np.full(50_000, comm.rank + 1.0))[0]:g}\\n".encode())
+"""
+OPEN, TCP = "security.allow_no_secret=true", "transport.kind=tcp"
+
+
+only_ipv6 = pytest.mark.parametrize("hosts", ["ipv6"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param == "ipv6") as found:
+        yield found
+
+
+def sums(ranks: Sequence[tuple[Host, Sequence[str]]], *sets: str) -> list[str]:
+    """What each rank gets that runs on this host, with these aggregators."""
+    job = unique_job("apart")
+    with ExitStack() as stack:
+        processes = []
+        for rank, (host, addresses) in enumerate(ranks):
+            words = [str(rank), str(len(ranks)), job, f"cluster.aggregators={','.join(addresses)}", *sets]
+            process = Process(*host.prefix, sys.executable, "-c", CODE, *words)
+            processes.append(stack.enter_context(process))
+        found = [process.line(READY_S) for process in processes]
+        assert [process.wait() for process in processes] == [0] * len(ranks)
+    return found
+
+
+def omnireduce(host: Host, *words: str) -> str:
+    """What this command of the program prints on a host."""
+    command = [*host.prefix, sys.executable, "-m", "omnireduce", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def at(host: Host, daemon: Daemon) -> list[str]:
+    """The addresses of a daemon that listens at all of them, as other hosts see it."""
+    return [str(Address(host.address, parse_address(each).port)) for each in daemon.addresses]
+
+
+@only_ipv6
+def test_a_daemon_serves_hosts_without_ipv4(hosts: list[Host]) -> None:
+    here, there = hosts
+    with Daemon(2, OPEN, "metrics.listen=:0", listen=":0", prefix=here.prefix) as daemon:
+        assert all(each.startswith("[::]:") for each in daemon.addresses)
+        addresses = at(here, daemon)
+        by_name = [each.replace(f"[{here.address}]", here.name) for each in addresses]
+        assert sums([(there, addresses), (there, by_name), (here, by_name)]) == ["6"] * 3
+        assert f"{addresses[0]} " in omnireduce(there, "status", "--once", *addresses)
+        told = "--set", f"cluster.aggregators={by_name[0]}"
+        assert "answers by tcp, from fd77::2" in omnireduce(there, "doctor", *told)
+        assert "answers by shm" in omnireduce(here, "doctor", *told)
+        with Daemon(2, OPEN, f"aggregator.upstream={','.join(addresses)}", listen=":0", prefix=there.prefix) as relay:
+            assert sums([(there, at(there, relay)), (here, addresses)]) == ["3"] * 2
+        port = daemon.log.partition("metrics at http://[::]:")[2].partition("/")[0]
+        read = f"import urllib.request as u; print(u.urlopen('http://[{here.address}]:{port}/metrics').read().decode())"
+        done = subprocess.run([*there.prefix, sys.executable, "-c", read], capture_output=True, text=True, check=True)
+        assert "omnireduce_" in done.stdout
+
+
+@needs_openssl
+@only_ipv6
+def test_tls_to_an_ipv6_address(hosts: list[Host]) -> None:
+    here, there = hosts
+    files = certificates()
+    with Daemon(1, OPEN, *files.holder("aggregator"), listen=f"[{here.address}]:0", prefix=here.prefix) as daemon:
+        assert daemon.addresses[0].startswith("[fd77::1]:")
+        assert sums([(there, daemon.addresses)] * 2, files.trust(), TCP) == ["3"] * 2
+
+
+@only_ipv6
+def test_a_daemon_without_configuration(hosts: list[Host]) -> None:
+    """It listens at localhost, where status and workers look."""
+    with Daemon(1, listen="localhost:7400", prefix=hosts[1].prefix) as daemon:
+        assert daemon.addresses == ["localhost:7400"]
+        assert "localhost:7400 " in omnireduce(hosts[1], "status", "--once")
+        assert sums([(hosts[1], ["[::1]:7400"])] * 2, TCP) == ["3"] * 2
+
+
+@pytest.mark.parametrize("hosts", ["ipv4", "ipv6"], indirect=True)
+def test_a_host_may_call_itself_127_0_1_1(hosts: list[Host]) -> None:
+    """Its daemon listens at the address that others know, and all workers are told the same name. Who lets it listen at
+    that name hears that no other host reaches it."""
+    here, there = hosts
+    with Daemon(1, OPEN, listen=str(Address(here.address, 0)), prefix=here.prefix) as daemon:
+        name = str(Address(here.name, parse_address(daemon.addresses[0]).port))
+        assert sums([(here, [name]), (there, [name])], TCP) == ["3"] * 2
+        assert "answers by shm" in omnireduce(here, "doctor", "--set", f"cluster.aggregators={name}")
+    with Daemon(1, listen=f"{here.name}:0", prefix=here.prefix) as daemon:
+        own = "127.0.1.1" if "." in here.address else "::1"
+        assert eventually(lambda: f"{here.name} is {own} on this host" in daemon.log)
+        assert here.address in daemon.log
