@@ -35,6 +35,7 @@ from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, r
 from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config
+from omnireduce.control_groups import OutOfMemory
 from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
@@ -56,7 +57,7 @@ class Daemon:
         self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
         self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
         self._monitor = f"{MONITOR}-{secrets.token_hex(8)}"  # nobody can take this name before
-        self._family, self._draining = Family(), Draining()
+        self._family, self._draining, self._memory = Family(), Draining(), OutOfMemory()
         own_codecs(config)  # they are loaded before shards are forked
         self._signals, self._signals_in = socket.socketpair()
         self._pulses = [Pulse() for _ in range(config.aggregator.shards)]
@@ -256,7 +257,9 @@ class Daemon:
         status = self._family.bury(child)
         self._draining.forget(child)
         about = {child.kind: child.address, "status": status}
-        log.error("%s died with status %s", child.name, status, extra=tagged(f"{child.kind}_died", **about))
+        why = self._memory.news() if status else ""
+        what = f"{child.name} died with status {status}{f': {why}' if why else ''}"
+        log.error("%s", what, extra=tagged(f"{child.kind}_died", **about))
         if not child.deaths.one_too_many():
             self._family.restart(child)
             return True

@@ -57,9 +57,9 @@ def bench(
     """
     config = _load(config_file, overrides)
     from omnireduce.bench.command import run_bench
-    from omnireduce.runtime.member.launcher import detect_launch
+    from omnireduce.runtime.member.launcher import own_launch
 
-    launch = detect_launch(rank=rank, size=size)
+    launch = own_launch(rank=rank, size=size)
     wrong = run_bench(config, launch, pattern=pattern, json_path=json_path, against_mpi=against == "mpi")
     if wrong and launch.rank == 0:
         raise OmniReduceError(f"{wrong} elements were wrong")
@@ -85,11 +85,11 @@ def lab(
     Times are medians of rank 0. Every result is checked. Start it with mpirun, else mpi4py is left out.
     """
     config = _load(config_file, overrides)
-    from omnireduce.runtime.member.launcher import detect_launch
+    from omnireduce.runtime.member.launcher import own_launch
     from omnireduce.worker.lab.command import run_lab
 
     sizes = numbers(elements, "--elements")
-    run_lab(config, detect_launch(rank=rank, size=size), sizes, rounds)
+    run_lab(config, own_launch(rank=rank, size=size), sizes, rounds)
 
 
 @main.command(short_help="Train on real text, verify the weights.")

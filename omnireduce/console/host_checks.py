@@ -15,7 +15,7 @@ from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.launcher import detect_launch, job_name
+from omnireduce.runtime.member.launcher import alone_though, detect_launch, job_name
 
 PACKAGES = ("omnireduce", "numpy", "numba", "llvmlite", "msgspec", "ml_dtypes", "prometheus-client")
 OPTIONAL = {"mpi4py": "omnireduce bench --against mpi", "pyverbs": "RDMA"}
@@ -58,6 +58,9 @@ def check_launch(config: Config, environ: Mapping[str, str] = os.environ) -> Ite
         return
     by = "no launcher" if launch.launcher == "none" else f"by {launch.launcher}"
     yield Finding("ok", "launch", f"{by}; rank {launch.rank} of {launch.size}, job {job_name(config, launch.job)!r}")
+    alone = alone_though(environ) if launch.launcher == "none" else None
+    if alone is not None:
+        yield Finding("fail" if alone.is_certain else "warn", "launch", alone.said, alone.instead)
 
 
 def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:

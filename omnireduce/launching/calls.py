@@ -17,11 +17,12 @@ from typing import Any, TextIO, TypeVar
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageError
 from omnireduce.interpreters import TREE, program_of
-from omnireduce.launching.job import Job, Rank
+from omnireduce.launching.job import Job
 from omnireduce.launching.keywords import read_keywords
 from omnireduce.launching.launch import connect, names_of_hosts, prefixed, start_ranks
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Stream
+from omnireduce.launching.rank import Rank
 from omnireduce.loading import search_path
 
 R = TypeVar("R")

@@ -21,12 +21,15 @@ from omnireduce.launching.connection import Connection
 from omnireduce.launching.discovery import Discovery
 from omnireduce.launching.host_lists import Host
 from omnireduce.launching.hosts import Slot, place
-from omnireduce.launching.job import InterruptedLaunchError, Job, Rank, how_it_ended
+from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.launch import HERE, connect
 from omnireduce.launching.messages import STDERR, STDOUT, Signal
 from omnireduce.launching.output import Descriptor, Prefixed
 from omnireduce.launching.plan import Asked, Plan, check_command
+from omnireduce.launching.rank import Rank, how_it_ended
+from omnireduce.launching.standard_input import watch_input
 from omnireduce.logs import tagged
+from omnireduce.protocol.reminders import Reminders
 
 TURN_S = 0.25
 log = logging.getLogger("omnireduce")
@@ -56,6 +59,7 @@ class ElasticJob(Job):
         self._is_finishing = False
         self._failed_after: int | None = None  # the first status of a failure after a rank had ended well
         self._too_few_since: float | None = None
+        self._reminders = Reminders(0.0)  # of too few ranks
         self._discovery = Discovery(asked.discovery_script, asked.slots_per_host) if asked.discovery_script else None
         self._kill_rank_at: dict[int, float] = {}  # of ranks that have to leave their host
         self._asked_at: dict[str, float] = {}  # when a host's supervisor was started
@@ -85,12 +89,15 @@ class ElasticJob(Job):
             self._start(slot)
 
     def _await_room(self, discovery: Discovery) -> None:
-        deadline = time.monotonic() + self._asked.elastic_timeout_s
+        deadline, reminders = time.monotonic() + self._asked.elastic_timeout_s, Reminders(time.monotonic())
         while not (self.signal or self._room() >= self._asked.smallest):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return
             discovery.look(self)
+            if waited_s := reminders.due(time.monotonic()):
+                what = f"waiting for --min-np {self._asked.smallest} slots since {waited_s:.0f} s"
+                log.warning("%s: there are %d", what, self._room(), extra=tagged("waiting_for_hosts"))
             self.wait_for(lambda: bool(self.signal) or self._room() >= self._asked.smallest, min(TURN_S, left_s))
 
     def run(self) -> int:
@@ -241,9 +248,13 @@ class ElasticJob(Job):
         if alive >= self._asked.smallest:
             self._too_few_since = None
             return
-        self._too_few_since = self._too_few_since or now
+        if self._too_few_since is None:
+            self._too_few_since, self._reminders = now, Reminders(now)
         limit_s = self._asked.elastic_timeout_s
         if alive and now - self._too_few_since < limit_s:
+            if waited_s := self._reminders.due(now):
+                what = f"waiting for hosts with room for --min-np {self._asked.smallest} ranks since {waited_s:.0f} s"
+                log.warning("%s: there are %d ranks", what, alive, extra=tagged("waiting_for_hosts", ranks=alive))
             return
         why = "no rank is left" if not alive else f"fewer than --min-np {self._asked.smallest} ranks for {limit_s:g} s"
         log.error("%s; the job ends", why, extra=tagged("too_few_ranks", ranks=alive))
@@ -296,4 +307,5 @@ def launch_elastic(asked: Asked) -> int:
     sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
     output = Prefixed(dict(sinks), timestamps=asked.timestamps)
     with ElasticJob(asked, output, list(sinks.values())) as job:
+        watch_input(job)
         return job.carry_out(job.begin)

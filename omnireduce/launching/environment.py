@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.launching.hosts import Slot
-from omnireduce.runtime.member.launcher import variables_of_launchers
+from omnireduce.runtime.member.launchers import variables_of_launchers
 
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
 _OF_HOST = {  # what says where this login is; another host has its own

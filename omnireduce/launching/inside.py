@@ -13,7 +13,7 @@ from omnireduce.runtime.member.launcher import Launch, detect_launch, number_in
 
 def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
     """HOROVOD_RANK and its like. Of the ranks of several hosts only Slurm and torchrun say on which one this is."""
-    found = {"RANK": launch.rank, "SIZE": launch.size}
+    found: dict[str, int | str] = {"RANK": launch.rank, "SIZE": launch.size}
     if launch.local_rank is not None and launch.local_size is not None:
         found |= {"LOCAL_RANK": launch.local_rank, "LOCAL_SIZE": launch.local_size}
         if launch.local_size == launch.size:

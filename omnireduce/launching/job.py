@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Self
 
 from omnireduce.addresses import parse_address
@@ -36,6 +35,7 @@ from omnireduce.launching.messages import (
     Started,
 )
 from omnireduce.launching.output import Descriptor, Lines, Plain, Prefixed
+from omnireduce.launching.rank import Rank, how_it_ended
 from omnireduce.logs import tagged
 
 READY_S = 600.0  # for an aggregator that must first compile its kernels
@@ -43,19 +43,6 @@ SLOWNESS_S = 10.0  # beyond the grace period, for supervisors to end
 LAST_OUTPUT_S = 5.0  # for the last output to be taken, after the job was interrupted
 MOST_RESULT_BYTES = 1 << 31  # of what a rank's function returns
 log = logging.getLogger("omnireduce")
-
-
-@dataclass
-class Rank:
-    """A process of the job, and where it runs."""
-
-    number: int
-    connection: Connection
-    status: int | None = None
-    pid: int = 0
-    was_asked: bool = False  # to end, by its supervisor
-    why: str = ""  # it ended, as the system says
-    result: bytearray = field(default_factory=bytearray)
 
 
 class InterruptedLaunchError(Exception):
@@ -229,9 +216,7 @@ class Job(Loop):
     def greet(self, limit_s: float) -> None:
         """Wait for all supervisors. Raises TransportError, which names a host that does not answer, and
         InterruptedLaunchError."""
-        self.wait_for(
-            lambda: self._is_spoiled or all(each.has_greeted or each.is_lost for each in self.connections), limit_s
-        )
+        self.wait_for(lambda: self._is_spoiled or not self._silent(), limit_s, self._silent_hosts)
         self.check()
         for each in self.connections:
             if each.is_lost and each.errors is not None:
@@ -242,6 +227,12 @@ class Job(Loop):
                 if each.is_lost and not each.said:
                     why = "it ended at once; are Python and omnireduce at the same place there as here?"
                 raise TransportError(f"host {each.host}: {how}: {why.removeprefix('ssh: ')}")
+
+    def _silent(self) -> list[Connection]:
+        return [each for each in self.connections if not each.has_greeted and not each.is_lost]
+
+    def _silent_hosts(self) -> str:
+        return ", ".join(each.host for each in self._silent() if each.is_remote)[:MOST_SAID]
 
     @property
     def _is_spoiled(self) -> bool:
@@ -382,14 +373,6 @@ class Job(Loop):
 
     def _is_written(self) -> bool:
         return not any(each.waits for each in self.sinks)
-
-
-def how_it_ended(rank: Rank, status: int) -> str:
-    """What became of a rank that has failed."""
-    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-    if rank.was_asked:  # this program has not
-        how += ", after its host had told it to end"
-    return f"{how}: {rank.why}" if rank.why else how
 
 
 def _name(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.interpreters import TREE
@@ -20,8 +22,11 @@ from omnireduce.launching.job import Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Descriptor, Plain, Prefixed, Sink
 from omnireduce.launching.plan import Asked, Plan, check_command
+from omnireduce.launching.standard_input import watch_input
 
 HERE = "localhost"
+RANKS_AT_ONCE = 32  # are started before the job hears what has come meanwhile
+RANKS_PER_PROCESSOR = 4  # at most, where something is measured
 STARTED_BY_US = ("", "local", "ssh")  # launchers whose ranks this program starts itself
 
 
@@ -48,7 +53,8 @@ def start_ranks(job: Job, asked: Asked) -> None:
     first = job.connections[0]
     plan.serve(job, first)
     for slot in slots:
-        job.check()
+        if slot.rank % RANKS_AT_ONCE == 0:
+            job.check()
         if job.is_over:  # a rank has failed already
             return
         connection = by_name[slot.host]
@@ -76,12 +82,26 @@ def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> i
     with ExitStack() as stack:
         connections = connect(names, asked, stack)
         job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))
+        if not asked.given:
+            watch_input(job)
         return job.carry_out(lambda: begin(job, asked))
+
+
+def _check_processors(ranks: int) -> None:
+    quota = processors.quota()
+    here = processors.usable() if quota is None else min(processors.usable(), math.ceil(quota))
+    most = RANKS_PER_PROCESSOR * here
+    if ranks > most:
+        raise ConfigError(f"-np {ranks}: expected at most {most}, for this host has {here} processors for the ranks")
 
 
 def launch_for_result(program: str, np: int, config: Config, given: object, **more: Any) -> tuple[int, bytes]:
     """Run the text `program` as each of `np` ranks, which get `given` as JSON by standard input. Returns the exit
-    status, and what rank 0 has written to its pipe. `more`: further fields of `Asked`."""
+    status, and what rank 0 has written to its pipe. `more`: further fields of `Asked`.
+
+    Raises ConfigError for so many ranks that what `program` measures would mean nothing.
+    """
+    _check_processors(np)
     jobs = list[Job]()
 
     def begin(job: Job, asked: Asked) -> None:

@@ -5,6 +5,7 @@ Every wait ends: by what it waits for, by its limit, or by a signal to this proc
 
 from __future__ import annotations
 
+import logging
 import selectors
 import signal
 import socket
@@ -14,10 +15,13 @@ from collections.abc import Callable, Sequence
 from omnireduce.launching.connection import Connection
 from omnireduce.launching.messages import CHUNK
 from omnireduce.launching.output import Descriptor
+from omnireduce.logs import tagged
+from omnireduce.protocol.reminders import FIRST_S, Reminders
 
 FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*FATAL, signal.SIGUSR1, signal.SIGUSR2)
 Act = Callable[[], None]
+log = logging.getLogger("omnireduce")
 
 
 class Loop:
@@ -74,14 +78,22 @@ class Loop:
         at = time.monotonic() + seconds
         self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda each: each[0])
 
-    def wait_for(self, condition: Callable[[], bool], limit_s: float | None = None) -> bool:
+    def wait_for(
+        self, condition: Callable[[], bool], limit_s: float | None = None, whom: Callable[[], str] | None = None
+    ) -> bool:
         """Take turns until the condition holds; whether it does before the limit. Without a limit, what `call_after`
-        and `take_signal` do must make it hold."""
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        and `take_signal` do must make it hold. After 1, 2, 4, ... seconds it says for `whom` it waits."""
+        now = time.monotonic()
+        deadline, reminders = None if limit_s is None else now + limit_s, Reminders(now)
         while not condition():
-            left_s = None if deadline is None else deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = None if deadline is None else deadline - now
             if left_s is not None and left_s <= 0:
                 return False
+            if whom is not None:
+                left_s = min(left_s or FIRST_S, max(0.0, reminders.at - now))
+                if (waited_s := reminders.due(now)) and (names := whom()):
+                    log.warning("waiting for %s since %.0f s", names, waited_s, extra=tagged("waiting_for_hosts"))
             self.turn(left_s)
         return True
 

@@ -5,10 +5,14 @@ The command that they start is `inside`: it sets what launchers of other kinds w
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from omnireduce.addresses import loopback
 from omnireduce.config.security import SECRET_VARIABLE
@@ -17,11 +21,13 @@ from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.host_lists import Host, names_in
 from omnireduce.launching.hosts import is_here
 from omnireduce.launching.job import Job
+from omnireduce.launching.messages import CHUNK
 from omnireduce.launching.plan import Asked, Plan
 
 INSIDE = program_of("omnireduce.launching.inside", "1")
 OTHERS = ("mpirun", "srun", "torchrun")
 _LOOK_S = 30.0  # for `mpirun --version`
+_KILLED_S = 5.0  # for that to end when it was killed
 _PREFIXES = ("OMNIREDUCE_", "HOROVOD_", "OMNIRUN_", "PYTHON")
 _ALSO = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", SECRET_VARIABLE)
 
@@ -31,18 +37,20 @@ def wrapped(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-c", INSIDE, TREE, *words]
 
 
-def words_of(asked: Asked, environ: Mapping[str, str]) -> list[str]:
-    """The command line of the other launcher. Raises ConfigError where it is missing, or cannot do what is asked."""
+def words_of(asked: Asked, environ: Mapping[str, str], job: Job) -> list[str]:
+    """The command line of the other launcher. Raises ConfigError where it is missing, or cannot do what is asked;
+    InterruptedLaunchError."""
     if shutil.which(asked.launcher, path=environ.get("PATH")) is None:
         how = {"mpirun": "pip install 'omnireduce[mpi]', or MPI of this system", "torchrun": "pip install torch"}
         raise ConfigError(f"{asked.launcher}: command not found: {how.get(asked.launcher, 'it comes with Slurm')}")
-    make = {"mpirun": _mpirun, "srun": _srun, "torchrun": _torchrun}[asked.launcher]
-    return make(asked, environ)
+    if asked.launcher == "mpirun":
+        return _mpirun(asked, environ, is_open_mpi=_is_open_mpi(environ, job))
+    return _srun(asked) if asked.launcher == "srun" else _torchrun(asked)
 
 
-def _mpirun(asked: Asked, environ: Mapping[str, str]) -> list[str]:
+def _mpirun(asked: Asked, environ: Mapping[str, str], *, is_open_mpi: bool) -> list[str]:
     words = ["mpirun", "-n", str(asked.ranks)]
-    if _is_open_mpi(environ):
+    if is_open_mpi:
         if asked.hosts:
             words += ["-H", _listed(asked.hosts)]
         named = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _ALSO)
@@ -52,14 +60,14 @@ def _mpirun(asked: Asked, environ: Mapping[str, str]) -> list[str]:
     return [*words, *asked.mpi_args, *wrapped(asked.words)]
 
 
-def _srun(asked: Asked, _: Mapping[str, str]) -> list[str]:
+def _srun(asked: Asked) -> list[str]:
     words = ["srun", f"--ntasks={asked.ranks}", "--export=ALL"]
     if asked.hosts:
         words += [f"--nodelist={','.join(host.name for host in asked.hosts)}", f"--nodes={len(asked.hosts)}"]
     return [*words, *asked.mpi_args, *wrapped(asked.words)]
 
 
-def _torchrun(asked: Asked, _: Mapping[str, str]) -> list[str]:
+def _torchrun(asked: Asked) -> list[str]:
     if len(asked.hosts) > 1:
         raise ConfigError(
             "--launcher torchrun starts ranks on one host only: run torchrun --nnodes on each host, or use "
@@ -71,14 +79,32 @@ def _torchrun(asked: Asked, _: Mapping[str, str]) -> list[str]:
     return ["torchrun", "--standalone", here, f"--nproc-per-node={asked.ranks}", "--no-python", *wrapped(asked.words)]
 
 
-def _is_open_mpi(environ: Mapping[str, str]) -> bool:
-    try:
-        done = subprocess.run(
-            ["mpirun", "--version"], capture_output=True, text=True, timeout=_LOOK_S, check=False, env=dict(environ)
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"mpirun --version: {error}") from None
-    return "Open MPI" in done.stdout or "PRTE" in done.stdout or "prterun" in done.stdout
+def _is_open_mpi(environ: Mapping[str, str], job: Job) -> bool:
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                ["mpirun", "--version"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL,
+                env=dict(environ), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"mpirun --version: {error.strerror}") from None
+        end = os.pidfd_open(process.pid)
+        job.watch(end, lambda: job.forget(end))
+        try:
+            has_ended = job.wait_for(lambda: not job.is_watched(end) or bool(job.signal), _LOOK_S)
+        finally:
+            job.forget(end)
+            os.close(end)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_S)
+        job.check()
+        if not has_ended:
+            raise ConfigError(f"mpirun --version: no answer within {_LOOK_S:g} s")
+        output.seek(0)
+        said = output.read(CHUNK)
+    return any(name in said for name in (b"Open MPI", b"PRTE", b"prterun"))
 
 
 def _listed(hosts: Sequence[Host]) -> str:
@@ -99,7 +125,7 @@ def start_other(job: Job, asked: Asked) -> None:
         raise ConfigError(f"--output-filename with --launcher {asked.launcher}: use its own option, by --mpi-args")
     [here] = job.connections
     plan = Plan(asked, hosts_of(asked, asked.environ))
-    words = words_of(asked, plan.environ)
+    words = words_of(asked, plan.environ, job)
     job.greet(asked.start_timeout_s)
     plan.serve(job, here)
     job.called = asked.launcher

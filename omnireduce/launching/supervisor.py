@@ -46,6 +46,7 @@ from omnireduce.launching.messages import (
 
 MOST_WAITING = 1 << 20  # bytes that the launcher has not taken; then processes wait
 ENDING = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+KILLED_S = 5.0  # for a process to end that was killed: it may hang in the system
 ORPHANS_S = 2.0  # for orphans to end by themselves, as the aggregator of rank 0 does
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
@@ -112,7 +113,8 @@ class _Process:
     def forget(self) -> None:
         """End what is left of its group, and let its number go."""
         self.send(signal.SIGKILL)
-        self._popen.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(KILLED_S)
 
 
 def _die_with_parent() -> None:

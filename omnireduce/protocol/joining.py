@@ -26,6 +26,7 @@ from omnireduce.protocol.effects import Tell, error_of
 from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.handshake import UNHEARD, Candidate
 from omnireduce.protocol.hosts import Neighbours
+from omnireduce.protocol.reminders import Reminders
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
     Aborted,
@@ -46,7 +47,7 @@ RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the
 LONGEST_PAUSE_S = 2.0
 SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
 MOST_SAID = 400  # characters of an error that the other ranks are told
-QUIET_S = 2.0  # how long to wait for an aggregator, or for ranks, before saying so
+QUIET_S = 2.0  # an attempt, or a wait for a proof, that takes longer tells something
 
 
 @dataclass(slots=True)
@@ -74,7 +75,8 @@ class Joining:
         self._limit_s, self._transport = limit_s, transport
         self._join_by = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
         self._last_error: OmniReduceError | None = None  # of the attempt before
-        self._complain_at: float | None = None
+        self._reminders = Reminders(0.0)  # of what this attempt waits for
+        self._failures = Reminders(0.0)  # of attempts that fail for the same reason
         self._again_at: float | None = None  # when to connect again or, in a pause, to try again
         self._pauses = False
         self._pause_s = RETRY_S
@@ -95,13 +97,13 @@ class Joining:
             return None
         if self._pauses:
             return self._again_at
-        return min(at for at in (self._by, self._complain_at, self._again_at) if at is not None)
+        return min(at for at in (self._by, self._reminders.at, self._again_at) if at is not None)
 
     # events
 
     def start(self, now: float) -> Iterator[JoiningEffect]:
         """Begin."""
-        self._join_by = now + self._limit_s
+        self._join_by, self._failures = now + self._limit_s, Reminders(now)
         yield self._attempt(now)
 
     def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoiningEffect]:
@@ -159,9 +161,8 @@ class Joining:
         elif now >= self._by:
             yield from self.failed(self._overdue(now), now)
         else:
-            if self._complain_at is not None and now >= self._complain_at:
-                self._complain_at = None
-                yield self._complaint()
+            if waited_s := self._reminders.due(now):
+                yield self._complaint(waited_s)
             if self._again_at is not None and now >= self._again_at:
                 self._again_at = None
                 yield Connect(len(self._visits), self._by)
@@ -189,14 +190,16 @@ class Joining:
             return
         self._pauses, self._again_at = True, now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if self._is_news(str(error)):
-            yield Notice("joining_again", f"joining once more: {error}")
+        is_news, waited_s = self._is_news(str(error)), self._failures.due(now)
+        if is_news or waited_s:
+            since = "" if is_news else f", since {waited_s:.0f} s"
+            yield Notice("joining_again", f"joining once more{since}: {error}")
 
     # an attempt
 
     def _attempt(self, now: float) -> Connect:
         self._begun, self._by, self._pauses, self._again_at = now, self._join_by, False, None
-        self._complain_at = now + QUIET_S
+        self._reminders = Reminders(now)
         self._shards, self._seat, self.newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
         return Connect(0, self._by)
 
@@ -224,7 +227,7 @@ class Joining:
     def _say_hello(self, shard: int, now: float) -> Iterator[JoiningEffect]:
         """Say Hello at once: an aggregator drops a connection without a Hello, and the next one may take long to come
         up."""
-        self._complain_at, self._reason = now + QUIET_S, ""
+        self._reminders, self._reason = Reminders(now), ""
         hello, seat = replace(self._hello, shard=shard), self._seat
         if seat is not None:
             hello = replace(
@@ -283,7 +286,7 @@ class Joining:
             self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.settle_s))
             self._shards = len(self._addresses)
             if self._shards > 1:
-                self._complain_at = now + QUIET_S
+                self._reminders = Reminders(now)
                 yield Connect(1, self._by)
                 return
         yield from self._joined(welcomes, now)
@@ -335,13 +338,13 @@ class Joining:
 
     # waiting for too long
 
-    def _complaint(self) -> Notice:
+    def _complaint(self, waited_s: float) -> Notice:
+        since = f"since {waited_s:.0f} s"
         if len(self._visits) < self._shards:
             shard = len(self._visits)
-            return Notice(
-                "waiting_for_aggregator", f"waiting for aggregator {self._addresses[shard]}: {self._reason}", shard
-            )
-        return Notice("waiting_for_ranks", f"waiting for {self._what_is_missing()}")
+            text = f"waiting for aggregator {self._addresses[shard]} {since}: {self._reason}"
+            return Notice("waiting_for_aggregator", text, shard)
+        return Notice("waiting_for_ranks", f"waiting for {self._what_is_missing()} {since}")
 
     def _overdue(self, now: float) -> OmniReduceError:
         """The error that says whom this attempt waited for in vain."""

@@ -7,9 +7,11 @@ ends with that actor. omnireduce has to be installed on the nodes.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,19 +23,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from omnireduce.addresses import loopback
 from omnireduce.config import load_config
-from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError
+from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
 from omnireduce.launching.connection import Connection, words_of_supervisor
 from omnireduce.launching.environment import draw_job, of_rank
 from omnireduce.launching.hosts import place_on
-from omnireduce.launching.job import Job
+from omnireduce.launching.job import READY_S, Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Prefixed, Stream
 from omnireduce.launching.plan import Asked, Plan
 from omnireduce.launching.supervisor import free_port
+from omnireduce.logs import tagged
+from omnireduce.protocol.reminders import Reminders
 
 R = TypeVar("R")
+log = logging.getLogger("omnireduce")
 GRACE_S = 10.0
 START_S = 60.0  # for a supervisor to start on a busy node
+ACTORS_S = READY_S + 2 * START_S  # for actors to start: Ray may install packages, aggregators compile their kernels
 
 
 class _Worker:
@@ -99,7 +105,7 @@ def run(
     group = placement_group([bundle] * num_workers)
     actors: list[Any] = []
     try:
-        if not group.wait(placement_timeout_s):
+        if not _await_room(group, placement_timeout_s):
             raise TransportError(
                 f"Ray has no room for {num_workers} ranks with {bundle} each after {placement_timeout_s:g} s: "
                 "expected fewer ranks or more nodes"
@@ -125,7 +131,7 @@ def _start(
     options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at) for at in range(size)]
     actors += [ray.remote(_Worker).options(scheduling_strategy=each, **options).remote() for each in strategies]
-    places = ray.get([each.where.remote() for each in actors])
+    places = _answers([each.where.remote() for each in actors], "the ranks")
     nodes = list(dict.fromkeys(node for node, _, _ in places))
     order = sorted(range(size), key=lambda at: nodes.index(places[at][0]))
     actors[:] = [actors[at] for at in order]
@@ -134,10 +140,34 @@ def _start(
     if aggregators or (is_wide and not load_config().cluster.aggregators):
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         actors.append(ray.remote(_Service).options(num_cpus=0, scheduling_strategy=strategy).remote())
-        service = ray.get(actors[-1].start.remote(aggregators or 1, address if is_wide else loopback(), is_wide))
+        call = actors[-1].start.remote(aggregators or 1, address if is_wide else loopback(), is_wide)
+        [service] = _answers([call], "the aggregators")
     job = draw_job()
     slots = place_on([places[at][0] for at in order])
     return [of_rank(slot, size, job, (address, port)) | service for slot in slots]
+
+
+def _await_room(group: Any, limit_s: float) -> bool:
+    """Wait for the placement group; whether it is there in time. After 1, 2, 4, ... seconds it says so."""
+    begun = time.monotonic()
+    reminders = Reminders(begun)
+    while (now := time.monotonic()) < begun + limit_s:
+        if waited_s := reminders.due(now):
+            log.warning("waiting for room in the Ray cluster since %.0f s", waited_s, extra=tagged("waiting_for_hosts"))
+        if group.wait(max(0.0, min(begun + limit_s, reminders.at) - now)):
+            return True
+    return False
+
+
+def _answers(calls: Sequence[Any], whose: str) -> list[Any]:
+    """What actors answer at their start. Raises TransportError where they do not."""
+    try:
+        found: list[Any] = ray.get(list(calls), timeout=ACTORS_S)
+    except ray.exceptions.GetTimeoutError:
+        raise TransportError(f"{whose} have not started on the Ray cluster after {ACTORS_S:g} s") from None
+    except ray.exceptions.RayError as error:
+        raise TransportError(f"{whose} cannot start on the Ray cluster: {in_a_line(error)}") from error
+    return found
 
 
 def _results(calls: Sequence[Any]) -> list[Any]:

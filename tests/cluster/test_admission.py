@@ -18,7 +18,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol import joining
+from omnireduce.protocol import reminders
 from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
 
 
@@ -54,13 +54,15 @@ def test_a_launch_ends_at_once_when_one_of_its_ranks_is_refused(daemon: Daemon, 
     assert sum(f"job '{job}' cannot start: " in text for text in texts) == 2
 
 
-def test_a_worker_says_once_for_whom_it_waits(
+def test_a_worker_says_for_whom_it_waits(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining, "QUIET_S", 0.05)
-    join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.4"), 0, 2, "alone")
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
-    assert said == f"waiting for rank 1 of job 'alone' at aggregator {daemon.addresses[0]}"
+    monkeypatch.setattr(reminders, "FIRST_S", 0.05)
+    join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.6"), 0, 2, "alone")
+    said = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
+    assert len(said) >= 2
+    text = f"waiting for rank 1 of job 'alone' at aggregator {daemon.addresses[0]}"
+    assert set(said) <= {f"{text} since {seconds} s" for seconds in (0, 1)}
 
 
 def test_many_missing_ranks_are_not_all_listed(daemon: Daemon) -> None:

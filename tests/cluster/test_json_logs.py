@@ -91,7 +91,7 @@ def test_a_worker_and_the_error_that_ends_it(daemon: Daemon) -> None:
     command = [sys.executable, "-m", "omnireduce.worker", "bench", "--rank", "1", "--size", "2"]
     with Process(*command, *(word for each in settings for word in ("--set", each))) as worker:
         assert worker.wait(READY_S) == 1
-        [waiting, failed] = [line for line in events(worker.log) if line["level"] != "info"]
+        [waiting, *_, failed] = [line for line in events(worker.log) if line["level"] != "info"]
     assert (waiting["event"], waiting["job"], waiting["rank"]) == ("waiting_for_ranks", job, 1)
     assert (failed["event"], failed["level"]) == ("failed", "critical")
     assert "still waiting for rank 0" in failed["message"]

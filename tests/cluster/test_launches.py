@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import sys
 
 import numpy as np
 import pytest
 from local_cluster import Daemon, Process, Ranks, configured, eventually, unique_job
 
-from omnireduce import Communicator
+from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError
 from omnireduce.runtime.asking.observe import ask
 
 PROGRAM = """
@@ -70,13 +69,19 @@ def test_torchrun_without_an_id(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "job", "warns"),
-    [((), None, True), ((), "named", False), (("cluster.launch=x",), None, False)],
+    ("overrides", "job", "error"),
+    [
+        ((), None, ConfigError),
+        ((), "named", RefusedError),  # of a rank that does not come
+        (("cluster.job=named",), None, RefusedError),
+        (("cluster.launch=x",), None, RefusedError),
+        (("cluster.launch=",), None, RefusedError),  # no other launch can be there
+        (("elastic.enabled=true", "elastic.settle_s=0.1"), None, ConfigError),
+    ],
 )
-def test_what_nothing_tells_apart_is_said(
-    daemon: Daemon, overrides: tuple[str, ...], job: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+def test_workers_that_nothing_tells_from_those_of_another_launch_are_refused(
+    daemon: Daemon, overrides: tuple[str, ...], job: str | None, error: type[OmniReduceError]
 ) -> None:
     config = configured(daemon.addresses, "cluster.join_timeout_s=0.5", *overrides)
-    with caplog.at_level(logging.WARNING, "omnireduce"), contextlib.suppress(Exception):
+    with pytest.raises(error):
         Communicator(config, rank=0, size=2, job=job)
-    assert ("set another cluster.job for each" in caplog.text) == warns

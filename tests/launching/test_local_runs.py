@@ -276,6 +276,20 @@ def test_ranks_read_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("kind", ["pipe", "file", "nothing", "closed"])
+def test_input_that_ranks_do_not_get_is_said_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_text("data\n" * 3)
+    redirected = {"pipe": f"cat {path} |", "file": "", "nothing": "true |", "closed": ""}[kind]
+    behind = {"pipe": "", "file": f"<{path}", "nothing": "", "closed": "<&-"}[kind]
+    done = subprocess.run(
+        ["sh", "-c", f'{redirected} "$@" {behind}', "-", *RUN, "-np", "2", "cat"],
+        env=environ_of(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.count("ranks read nothing from standard input") == (kind in ("pipe", "file"))
+
+
 def test_a_variable_of_horovod_reaches_ranks() -> None:
     code = "import omnireduce, os; os.write(1, omnireduce.load_config().log.level.encode())"
     done = run("-np", "1", *python(code), HOROVOD_LOG_LEVEL="ERROR")

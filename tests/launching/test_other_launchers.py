@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from local_cluster import MPIRUN, READY_S, WAIT_S
 
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
+from omnireduce.launching import others
 from omnireduce.launching.host_lists import Host
+from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.others import _is_open_mpi, words_of, wrapped
+from omnireduce.launching.output import Plain
 from omnireduce.launching.plan import Asked
 from omnireduce.runtime.member.launcher import detect_launch, launch_id
 
@@ -86,29 +90,51 @@ def fake(folder: Path, name: str, says: str) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def idle() -> Iterator[Job]:
+    """A job without hosts, in which something can be waited for."""
+    with Job([], Plain({}), grace_s=0) as job:
+        yield job
+
+
 def asked(launcher: str, *hosts: Host) -> Asked:
     return Asked(words=["train"], ranks=4, config=Config(), launcher=launcher, hosts=hosts, mpi_args=["--more"])
 
 
-def test_open_mpi_passes_names_of_variables_only(tmp_path: Path) -> None:
+def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: Job) -> None:
     environ = fake(tmp_path, "mpirun", "mpirun (Open MPI) 4.1.4")
-    assert _is_open_mpi(environ)
-    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ)
+    assert _is_open_mpi(environ, idle)
+    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:5] == ["mpirun", "-n", "4", "-H", "a:2,b:2"]
     assert words[5:10] == ["-x", "OMNIREDUCE_SECURITY_SECRET", "-x", "PATH", "--more"]
     assert "s" * 32 not in " ".join(words)
 
 
-def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: Job
+) -> None:
+    """Also where a child of it keeps its output."""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
+    (tmp_path / "mpirun").chmod(0o700)
+    monkeypatch.setattr(others, "_LOOK_S", 1000.0 if is_interrupted else 0.1)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if is_interrupted:
+        os.write(idle._wakes.fileno(), bytes([signal.SIGINT]))
+    with pytest.raises(InterruptedLaunchError if is_interrupted else ConfigError):
+        _is_open_mpi(environ, idle)
+
+
+def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path, idle: Job) -> None:
     environ = fake(tmp_path, "mpirun", "HYDRA build details:")
-    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ)
+    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["mpirun", "-n", "4", "-hosts", "a:2,b:2", "--more"]
     environ = fake(tmp_path, "srun", "")
-    words = words_of(asked("srun", Host("a", 2), Host("b", 2)), environ)
+    words = words_of(asked("srun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["srun", "--ntasks=4", "--export=ALL", "--nodelist=a,b", "--nodes=2", "--more"]
     environ = fake(tmp_path, "torchrun", "")
     with pytest.raises(ConfigError, match="--launcher torchrun starts ranks on one host only"):
-        words_of(asked("torchrun", Host("a", 2), Host("b", 2)), environ)
+        words_of(asked("torchrun", Host("a", 2), Host("b", 2)), environ, idle)
 
 
 @pytest.mark.parametrize("more", [{"SLURM_NODEID": "9" * 5000, "SLURM_STEP_NUM_NODES": "2"}, {"PMI_SIZE": "x"}])

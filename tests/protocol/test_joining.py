@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -116,7 +117,8 @@ def test_an_aggregator_that_is_not_up_yet_is_tried_again() -> None:
         assert list(joining.timer(now + 0.1)) == [Connect(0, LIMIT_S)]
     list(joining.unreachable(0, "Name or service not known", 2.0))
     notice, again = joining.timer(2.1)
-    assert notice == Notice("waiting_for_aggregator", "waiting for aggregator a:0: Name or service not known", 0)
+    text = "waiting for aggregator a:0 since 2 s: Name or service not known"
+    assert notice == Notice("waiting_for_aggregator", text, 0)
     assert again == Connect(0, LIMIT_S)
     list(joining.unreachable(0, "Name or service not known", LIMIT_S))
     error = failure(joining.timer(LIMIT_S))
@@ -127,7 +129,7 @@ def test_an_aggregator_that_is_not_up_yet_is_tried_again() -> None:
 def test_a_connection_that_is_lost_before_the_hello_is_made_again(hello: Hello) -> None:
     """Nobody counts on this worker yet. What may be wrong is said after a while, and in the end."""
     joining, hint = begun(hello, SECRET), "; does it want TLS?"
-    for now in (0.0, 0.5, 1.0, 1.5):
+    for now in (0.0, 0.3, 0.6, 0.8):
         assert list(joining.connected(0, NONCE, now, hint)) == [Tell(0, Greeting(PROTOCOL_VERSION, NONCE))]
         assert list(joining.lost(0, "connection closed", now)) == [HangUp(0)]
         assert joining.deadline == pytest.approx(now + 0.1)
@@ -135,7 +137,7 @@ def test_a_connection_that_is_lost_before_the_hello_is_made_again(hello: Hello) 
     list(joining.connected(0, NONCE, 1.9, hint))
     list(joining.lost(0, "connection closed", 1.95))
     notice, again = joining.timer(2.05)
-    assert notice.text == "waiting for aggregator a:0: connection closed before the hello; does it want TLS?"
+    assert notice.text == "waiting for aggregator a:0 since 2 s: connection closed before the hello; does it want TLS?"
     assert again == Connect(0, LIMIT_S)
     list(joining.connected(0, NONCE, LIMIT_S - 0.01, hint))
     error = failure(joining.timer(LIMIT_S))
@@ -147,8 +149,8 @@ def test_the_connections_before_a_lost_one_stay() -> None:
     list(joining.connected(0, NONCE, 0.0))
     told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
     list(joining.connected(1, NONCE, 0.0))
-    assert list(joining.lost(1, "connection closed", 1.0)) == [HangUp(1)]
-    assert list(joining.timer(1.1)) == [Connect(1, LIMIT_S)]
+    assert list(joining.lost(1, "connection closed", 0.8)) == [HangUp(1)]
+    assert list(joining.timer(0.9)) == [Connect(1, LIMIT_S)]
     list(joining.connected(1, NONCE, 1.1))
     told(joining, 0, Welcome(3))
     told(joining, 1, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)), now=1.2)
@@ -170,12 +172,17 @@ def test_what_cannot_get_better_is_final_before_the_hello_too() -> None:
     assert str(error) == "aggregator a:0: connection closed before this worker was admitted; does it want TLS?"
 
 
-def test_who_is_missing_is_said_once_and_in_the_end() -> None:
+def test_who_is_missing_is_said_again_and_again_and_in_the_end() -> None:
+    """As in an all-reduce, after 1, 2, 4, ... seconds."""
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
     told(joining, 0, Pending([0], 1, "rank 0 was refused"))
-    (notice,) = joining.timer(2.0)
-    assert notice.text == "waiting for rank 0 of job 'job' at aggregator a:0 (rank 0 was refused)"
+    for waited_s in (1.0, 2.0, 4.0, 8.0, 16.0):
+        assert joining.deadline == waited_s
+        assert list(joining.timer(waited_s - 0.1)) == []
+        (notice,) = joining.timer(waited_s)
+        who = "rank 0 of job 'job' at aggregator a:0 (rank 0 was refused)"
+        assert notice == Notice("waiting_for_ranks", f"waiting for {who} since {waited_s:.0f} s")
     assert joining.deadline == LIMIT_S
     error = failure(joining.timer(LIMIT_S))
     assert isinstance(error, RefusedError)
@@ -366,7 +373,22 @@ def test_who_waits_for_a_place_or_for_memory_is_told_so() -> None:
     list(joining.connected(0, NONCE, 0.0))
     told(joining, 0, Pending([], 0))
     (notice,) = joining.timer(2.0)
-    assert notice.text == "waiting for the last generation of job 'job' to go, at aggregator a:0"
+    assert notice.text == "waiting for the last generation of job 'job' to go, at aggregator a:0 since 2 s"
+
+
+def test_a_reason_for_which_attempts_fail_is_said_again() -> None:
+    joining, said = begun(SURVIVOR, shards=1), list[str]()
+    now = 0.0
+    while now < 10:
+        list(joining.connected(0, NONCE, now))
+        effects = told(joining, 0, Refused("full", temporary=True), now=now)
+        said += [each.text for each in effects if isinstance(each, Notice)]
+        assert joining.deadline is not None
+        now = joining.deadline
+        list(joining.timer(now))
+    assert said[0] == "joining once more: aggregator a:0 refused: full"
+    assert 3 <= len(said) <= 5
+    assert all(re.search("since [0-9]+ s: aggregator a:0 refused: full", text) for text in said[1:])
 
 
 def test_pauses_grow_and_end_with_the_time_to_join() -> None:

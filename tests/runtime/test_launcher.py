@@ -14,14 +14,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from local_cluster import MPIRUN
+from local_cluster import MPIRUN, ROOT
 
 from omnireduce.config import Cluster, Config, Security
+from omnireduce.config.horovod import RANKS
 from omnireduce.config.keys import KEYS
 from omnireduce.config.schema import JOB_PATTERN
-from omnireduce.errors import UsageError
+from omnireduce.errors import ConfigError, UsageError
 from omnireduce.runtime.member import launcher
-from omnireduce.runtime.member.launcher import Launch, detect_launch, job_name, launch_id, this_host
+from omnireduce.runtime.member.launcher import (
+    Launch,
+    alone_though,
+    check_told_apart,
+    detect_launch,
+    job_name,
+    launch_id,
+    own_launch,
+    this_host,
+)
+from omnireduce.runtime.member.launchers import HINTS, LAUNCHERS
 from omnireduce.teams import Team
 
 OPEN_MPI = {
@@ -44,6 +55,28 @@ SLURM = {
     "SLURM_STEP_ID": "0",
 }
 
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "1",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "LSB_JOBID": "5",
+    "PMIX_NAMESPACE": "ns",
+}
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "node1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4000",
+}
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_ID": "f42"}
+PALS = {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "1", "PALS_APID": "a-b"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+
 
 @pytest.mark.parametrize(
     ("environ", "launch"),
@@ -53,6 +86,22 @@ SLURM = {
         (MPICH, Launch(3, 4, 1, None, "MPICH", 2)),
         (TORCHRUN, Launch(6, 7, 2, "run", "torchrun", 3)),
         (SLURM, Launch(2, 9, 1, "77.0", "Slurm", 2)),
+        (JSRUN, Launch(1, 4, 1, "5.ns", "jsrun", 2)),
+        (HOROVODRUN, Launch(1, 4, 0, None, "horovodrun", 2, 1, 2)),
+        (FLUX, Launch(1, 2, 1, "f42", "Flux")),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, Launch(1, 2, None, None, "MVAPICH2")),
+        (
+            {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "lws-0.lws"},
+            Launch(1, 2, None, "lws-0.lws", "LeaderWorkerSet"),
+        ),
+        (
+            {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "3", "AWS_BATCH_JOB_ID": "4f#1"},
+            Launch(1, 3, 0, "4f", "AWS Batch", 1),
+        ),
+        (
+            {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "sky-1"},
+            Launch(0, 2, 0, "sky-1", "SkyPilot", 1),
+        ),
     ],
     ids=lambda value: value.launcher if isinstance(value, Launch) else "",
 )
@@ -64,6 +113,13 @@ def test_the_inner_launcher_counts() -> None:
     assert detect_launch(SLURM | TORCHRUN | MPICH | OPEN_MPI).launcher == "Open MPI"
     assert detect_launch(SLURM | TORCHRUN | MPICH).launcher == "MPICH"
     assert detect_launch(SLURM | TORCHRUN).launcher == "torchrun"
+
+
+def test_who_only_repeats_another_launcher_takes_from_it_what_it_does_not_say() -> None:
+    assert detect_launch(PMI | PALS) == Launch(1, 2, 0, "a-b", "MPICH", 1)
+    assert detect_launch(PMI | FLUX) == Launch(1, 2, 1, "f42", "MPICH")
+    assert launch_id(1, 2, PMI | FLUX) == "f42"
+    assert launch_id(1, 2, PMI | FLUX | {"FLUX_TASK_RANK": "0"}) == ""  # an mpirun in a task of Flux
 
 
 def test_open_mpi_4_has_a_job_id_of_its_own() -> None:
@@ -136,6 +192,7 @@ def test_arguments_may_be_integers_of_numpy() -> None:
     [
         ({"PMI_RANK": "0"}, "MPICH: got PMI_RANK but not PMI_SIZE, expected both or neither"),
         ({"WORLD_SIZE": "2"}, "torchrun: got WORLD_SIZE but not RANK, expected both or neither"),
+        (PALS, "PALS: got PALS_RANKID but not PMI_SIZE, expected both or neither; or set RANK and WORLD_SIZE"),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
             "Slurm: got SLURM_PROCID but not SLURM_NTASKS, expected both or neither",
@@ -183,6 +240,87 @@ def test_every_job_name_is_one_that_the_configuration_allows(job: str | None, te
     assert KEYS["cluster.job"].read(name) == name
 
 
+SPEAKS_OF_SEVERAL = [
+    ({"PET_NNODES": "2"}, True),
+    ({"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "1"}, True),
+    ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "gpu"}, True),
+    ({"PMIX_RANK": "1"}, True),
+    ({"PMIX_RANK": "0"}, False),
+    ({"ALPS_APP_PE": "3"}, True),
+    ({"TF_CONFIG": '{"cluster": {"chief": ["a"], "worker": ["b"]}, "task": {"type": "chief", "index": 0}}'}, True),
+    ({"SM_HOSTS": '["algo-1", "algo-2"]'}, True),
+    ({name: text for name, text in SLURM.items() if "STEP" not in name}, False),
+    ({"PBS_NP": "4"}, False),
+    ({"LSB_MCPU_HOSTS": "host1 4 host2 4"}, False),
+    ({"NHOSTS": "2"}, False),
+    ({"COBALT_JOBSIZE": "2"}, False),
+    ({"JOB_COMPLETION_INDEX": "0"}, False),
+    ({"NNODES": "2"}, False),
+]
+
+
+@pytest.mark.parametrize(("environ", "is_certain"), SPEAKS_OF_SEVERAL)
+def test_nobody_is_alone_in_silence(
+    environ: dict[str, str], is_certain: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_said", set[str]())
+    if is_certain:
+        with pytest.raises(UsageError, match="but does not say which rank of how many this one is"):
+            own_launch(environ)
+    else:
+        for _ in range(2):
+            assert own_launch(environ) == Launch(0, 1, 0, None, "none", 1)
+        [record] = caplog.records
+        assert "this process is rank 0 of 1 though" in record.getMessage()
+    caplog.clear()
+    assert own_launch(environ, rank=0, size=1).launcher == "arguments"
+    assert own_launch(environ | {"RANK": "0", "WORLD_SIZE": "1"}).launcher == "torchrun"
+    assert not caplog.records
+
+
+def test_hosts_of_pbs_are_in_a_file(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("node1\n")
+    assert alone_though({"PBS_NODEFILE": str(nodes)}) is None
+    nodes.write_text("node1\nnode1\nnode2\n")
+    found = alone_though({"PBS_NODEFILE": str(nodes)})
+    assert found is not None
+    assert "PBS (PBS_NODEFILE) speaks of 3 processes or more" in found.said
+    assert alone_though({"PBS_NODEFILE": str(tmp_path / "none")}) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"},
+        {"SLURM_NTASKS": "1"},
+        {"TF_CONFIG": "{}"},
+        {"TF_CONFIG": "[" * 9999},
+        {"TF_CONFIG": '{"cluster": 1}'},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"LSB_MCPU_HOSTS": "host1 8"},
+        {"PMIX_RANK": "1" * 5000},
+    ],
+)
+def test_who_is_alone_is_told_nothing(environ: dict[str, str]) -> None:
+    assert alone_though(environ) is None
+
+
+def test_the_page_for_users_has_all_variables() -> None:
+    page = (ROOT / "docs" / "launching.md").read_text()
+    named = {name for each in LAUNCHERS for name in (each.rank, *each.size, *(each.meets or ()))}
+    named |= {name for each in LAUNCHERS for names in each.job for name in names}
+    hints = [re.findall(r"[A-Z_]+", each.who.partition("(")[2]) for each in HINTS]
+    assert all(hints)
+    named |= {name for names in hints for name in names}
+    assert not [name for name in sorted(named) if f"`{name}`" not in page]
+
+
+def test_ranks_that_launchers_tell_do_not_repeat_what_rank_0_says() -> None:
+    assert {each.rank for each in LAUNCHERS} == set(RANKS)
+
+
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_mpirun() -> None:
     program = (
@@ -225,10 +363,25 @@ INTERACTIVE = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_N
         ((0, 2), SLURM | INTERACTIVE, ""),
         ((0, 2), SLURM | INTERACTIVE | MEETS, "node1:29500"),
         ((0, 2), OPEN_MPI, ""),
+        ((1, 4), HOROVODRUN, "node1:4000"),
     ],
 )
 def test_what_tells_launches_apart(place: tuple[int, int], environ: dict[str, str], expected: str) -> None:
     assert launch_id(*place, environ) == expected
+
+
+def test_a_launch_that_nothing_tells_from_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MEETS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="nothing tells this launch of 2 workers from another one on the same"):
+        check_told_apart(Config(), 0, 2, is_named=False)
+    check_told_apart(Config(), 0, 1, is_named=False)
+    check_told_apart(Config(), 0, 2, is_named=True)
+    for launch in ("mine", ""):
+        check_told_apart(Config(cluster=Cluster(launch=launch)), 0, 2, is_named=False)
+    for name, text in MEETS.items():
+        monkeypatch.setenv(name, text)
+    check_told_apart(Config(), 0, 2, is_named=False)
 
 
 HOSTS = [("first", "namespace"), ("second", "namespace"), ("first", "container")]

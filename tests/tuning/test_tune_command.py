@@ -130,6 +130,7 @@ def test_what_an_aggregator_would_not_admit_is_not_measured(tmp_path: Path) -> N
         (["--elements", "3"], "--elements: got 3, expected at least 24"),
         (["--log", "no/folder/tune.csv"], "there is no folder"),
         (["--write", "."], "is a directory"),
+        (["-np", "4000"], "-np 4000: expected at most "),
         (["--config", "nowhere.toml"], "nowhere.toml: no such file"),
     ],
 )

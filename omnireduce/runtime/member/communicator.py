@@ -27,7 +27,7 @@ from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.fused import FusedCollectives
-from omnireduce.runtime.member.launcher import Launch, job_name, launch_id
+from omnireduce.runtime.member.launcher import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.parts_of_job import check_group, config_of_group
 from omnireduce.runtime.member.pictures import Pictures
@@ -102,7 +102,7 @@ class Communicator(FusedCollectives):
         job: str | None = None,
         _parent: Communicator | None = None,
     ) -> None:
-        check_config(config)
+        config = check_config(config)
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size <= MOST_RANKS:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
@@ -126,7 +126,9 @@ class Communicator(FusedCollectives):
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         is_named = config.cluster.job != "auto" or name != job_name(config, None)
         self._embedded: Embedded | None = None
-        if not config.cluster.aggregators:
+        if config.cluster.aggregators:
+            check_told_apart(config, rank, size, is_named=is_named)
+        else:
             place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
             self._embedded = embed(config, place, name, is_named=is_named)
         self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
@@ -135,21 +137,15 @@ class Communicator(FusedCollectives):
             if self._embedded is not None:
                 self.config = self._embedded.meet(self._say_progress)
                 self._own_secret = self._embedded.secret
-            self._hello = self._make_hello(is_named)
+            self._hello = self._make_hello()
             self._form(self._hello, None if _parent is None else _parent._engine)
         except BaseException:
             self._end_embedded()
             raise
 
-    def _make_hello(self, is_named: bool) -> Hello:
+    def _make_hello(self) -> Hello:
         config, rank, size = self.config, self.rank, self._largest
-        launch = launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
-        if size > 1 and not launch and not is_named and self._embedded is None:
-            self._log.warning(
-                "nothing tells this launch from another one of %d workers: if two may run at once on these "
-                "aggregators, set another cluster.job for each", size, extra=tagged("no_launch_id"),
-            )  # fmt: skip
-        hello = hello_of(config, self._job, launch, rank, size)
+        hello = hello_of(config, self._job, identity_of(config, rank, size), rank, size)
         if config.elastic.enabled:
             hello = replace(hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
         return hello

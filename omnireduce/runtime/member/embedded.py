@@ -39,7 +39,7 @@ from omnireduce.runtime.embedding import (
     encode,
 )
 from omnireduce.runtime.member.invitations import HOW, LISTED, Deadline, Invitations, be_invited, place_of
-from omnireduce.runtime.member.launcher import Launch, launch_id
+from omnireduce.runtime.member.launcher import Launch, identity_of
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import Secret
 from omnireduce.transport.shm import holder_of
@@ -61,7 +61,7 @@ def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
     Raises ConfigError where rank 0 cannot start an aggregator for all: workers on several hosts, an elastic job, or
     workers of which nothing tells that they belong together.
     """
-    identity = launch_id(launch.rank, launch.size) if config.cluster.launch == "auto" else config.cluster.launch
+    identity = identity_of(config, launch.rank, launch.size)
     nothing = "no aggregator is configured (cluster.aggregators)"
     if launch.local_size is not None and launch.local_size < launch.size:
         here = f"only {launch.local_size} of the {launch.size} workers are on this host"
@@ -156,12 +156,13 @@ class Embedded:
 
     def _await_ranks(self, child: Child, progress: Progress) -> Ready:
         limit_s, ready = self._config.cluster.join_timeout_s, None
-        deadline = Deadline(limit_s, lambda: self._say(f"waiting for {self._whom(ready)}"))
+        deadline = Deadline(limit_s, lambda since: self._say(f"waiting for {self._whom(ready)} {since}"))
         with selectors.DefaultSelector() as selector:
             selector.register(child, selectors.EVENT_READ)
             if self._invitations is not None:
                 selector.register(self._invitations, selectors.EVENT_READ)
             while ready is None or self._missing:
+                deadline.is_starting = ready is None
                 patience_s = deadline.left_s()
                 if patience_s is None:
                     raise RefusedError(

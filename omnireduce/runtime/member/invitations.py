@@ -23,6 +23,7 @@ from pathlib import Path
 
 from omnireduce.blame import from_a_handler
 from omnireduce.errors import RefusedError, TransportError
+from omnireduce.protocol.reminders import FIRST_S, Reminders
 from omnireduce.runtime.embedding import MOST_BYTES, Compiling, Failed, News, Ready, decode_news, encode
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.shm import peer_of
@@ -30,7 +31,7 @@ from omnireduce.transport.stream import BACKLOG
 
 CARD = struct.Struct("<II")  # rank, world size
 RETRY_S = 0.02  # between two attempts to connect: rank 0 may not listen yet
-QUIET_S = 2.0  # how long to wait before saying so
+START_S = 4.0  # for an aggregator to start; if it takes longer, that is said
 LISTED = 8  # ranks in a message
 HOW = (
     "start `omnireduce aggregator --listen :7400` with a secret on a host that all workers can reach, and tell "
@@ -50,22 +51,25 @@ def place_of(launch: str, job: str, proc: Path = Path("/proc")) -> str:
 
 
 class Deadline:
-    """The end of a wait of `limit_s` seconds, which news put off. `complain` is called once, when it gets long."""
+    """The end of a wait of `limit_s` seconds, which news put off. `complain` is called after 1, 2, 4, ... seconds of
+    it, with the words that say so; not before START_S while `is_starting`: what is waited for is here, and starts."""
 
-    def __init__(self, limit_s: float, complain: Callable[[], None]) -> None:
+    def __init__(self, limit_s: float, complain: Callable[[str], None]) -> None:
         self._limit_s, self._complain = limit_s, complain
-        self._at, self._quiet_until = time.monotonic() + limit_s, time.monotonic() + QUIET_S
+        self.is_starting = False
+        self.put_off()
 
     def put_off(self) -> None:
         """Something goes on."""
-        self._at, self._quiet_until = time.monotonic() + self._limit_s, time.monotonic() + QUIET_S
+        now = time.monotonic()
+        self._at, self._reminders = now + self._limit_s, Reminders(now)
 
-    def left_s(self, most_s: float = QUIET_S) -> float | None:
+    def left_s(self, most_s: float = FIRST_S) -> float | None:
         """How many seconds to wait for the next event, at most `most_s`; None: the time is over."""
         now = time.monotonic()
-        if now >= self._quiet_until:
-            self._quiet_until = float("inf")
-            self._complain()
+        waited_s = self._reminders.due(now)
+        if waited_s and not (self.is_starting and waited_s < START_S):
+            self._complain(f"since {waited_s:.0f} s")
         return None if now >= self._at else min(most_s, self._at - now)
 
 
@@ -195,7 +199,7 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
     Raises TransportError when rank 0 does not come within `limit_s`, is gone, or has no aggregator to offer.
     """
     zero = f"rank 0 of job '{job}', which starts the aggregator"
-    deadline = Deadline(limit_s, lambda: say(f"waiting for {zero}"))
+    deadline = Deadline(limit_s, lambda since: say(f"waiting for {zero}, {since}"))
     too_late = TransportError(
         f"{zero}, is not on this host, or has stopped, after cluster.join_timeout_s = {limit_s:g}; were all workers "
         f"started here, with the same job? For workers on several hosts {HOW}"
@@ -213,6 +217,7 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
                 "another cluster.job"
             )
         selector.register(sock, selectors.EVENT_READ)
+        deadline.is_starting = True
         try:
             sock.send(CARD.pack(rank, size))
             while (patience_s := deadline.left_s()) is not None:

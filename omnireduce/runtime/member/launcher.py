@@ -4,14 +4,12 @@ Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slu
 launcher is the one to believe. Slurm counts only inside a step: a batch script has the variables of the whole
 allocation, though it runs once. `omnireduce run` takes the variables of all other launchers out of its ranks'
 environment, and then says torchrun's, for torch: so one that is there beside it was started in a rank.
-
-Sources: Open MPI documentation, "Environment variables set for MPI applications"; PyTorch documentation, "torchrun,
-environment variables"; srun(1), "Output environment variables"; for MPICH, `mpirun env`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -19,23 +17,36 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from omnireduce.addresses import is_loopback, is_wildcard
 from omnireduce.config import Config
-from omnireduce.errors import UsageError
+from omnireduce.errors import ConfigError, UsageError
+from omnireduce.logs import tagged
+from omnireduce.runtime.member.launchers import (
+    BEHIND_ID,
+    HINTS,
+    LAUNCHERS,
+    MEETS,
+    OWN,
+    TASKS_PER_NODE,
+    TORCHRUN,
+    Variables,
+)
 from omnireduce.runtime.member.numbers import whole
 
 LONGEST = 128  # characters of a job's name and of a launch's id
 PROC = Path("/proc")
-TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
+log = logging.getLogger("omnireduce")
+_said = set[str]()  # which launchers were told of
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One process of a launch: `0 <= rank < size`; `local_rank` counts the launch's processes on this host.
 
-    `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so:
-    "arguments", "Open MPI", "MPICH", "omnireduce run", "torchrun", "Slurm", or "none" for a process on its own.
+    `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so: "arguments", one of
+    the table in `launchers`, such as "Open MPI", or "none" for a process on its own.
     `local_size` is how many processes of the launch this host has. Of all processes that have the same local rank, one
     on each of `cross_size` hosts, this one is number `cross_rank`. All these are None where nobody said them.
     """
@@ -48,73 +59,6 @@ class Launch:
     local_size: int | None = None
     cross_rank: int | None = None
     cross_size: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Variables:
-    """The names of a launcher's variables. Of several names the first that is set counts.
-
-    `job` lists alternatives. Each has the names of the variables whose values together make the id. Where the variable
-    `guard` is named but not set, none of the others counts.
-    """
-
-    launcher: str
-    rank: str
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    job: tuple[tuple[str, ...], ...]
-    guard: str = ""
-    cross_rank: tuple[str, ...] = ()
-    cross_size: tuple[str, ...] = ()
-
-
-OWN = _Variables(  # omnireduce/launching/environment.py sets them
-    launcher="omnireduce run",
-    rank="OMNIRUN_RANK",
-    size=("OMNIRUN_SIZE",),
-    local_rank=("OMNIRUN_LOCAL_RANK",),
-    local_size=("OMNIRUN_LOCAL_SIZE",),
-    job=(("OMNIRUN_JOB",),),
-    cross_rank=("OMNIRUN_CROSS_RANK",),
-    cross_size=("OMNIRUN_CROSS_SIZE",),
-)
-_LAUNCHERS = (
-    _Variables(
-        launcher="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=(("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
-    ),
-    _Variables(  # MPICH's mpirun, and srun --mpi=pmi2, which has a job id but no local rank of its own
-        launcher="MPICH",
-        rank="PMI_RANK",
-        size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
-        local_size=("MPI_LOCALNRANKS", TASKS_PER_NODE),
-        job=(("PMI_JOBID",),),
-    ),
-    OWN,
-    _Variables(
-        launcher="torchrun",
-        rank="RANK",
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        job=(("TORCHELASTIC_RUN_ID",),),
-    ),
-    _Variables(
-        launcher="Slurm",
-        rank="SLURM_PROCID",
-        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),  # NTASKS may count the allocation, not the step
-        local_rank=("SLURM_LOCALID",),
-        local_size=(TASKS_PER_NODE,),
-        job=(("SLURM_JOB_ID", "SLURM_STEP_ID"),),
-        guard="SLURM_STEP_ID",
-    ),
-)
 
 
 def detect_launch(
@@ -135,10 +79,47 @@ def detect_launch(
         said = _innermost(environ)
         if said is None or not _says(said, environ, rank, size):
             return Launch(rank, size, None, None, "arguments")
-        local_rank, local_size = _local(said.local_rank, environ), _local(said.local_size, environ)
-        return Launch(rank, size, local_rank, None, "arguments", local_size, **_cross(said, environ))
+        return Launch(rank, size, launcher="arguments", job=None, **_places(said, environ, rank, size))
     found = _innermost(environ)
     return Launch(0, 1, 0, None, "none", 1) if found is None else _launch(found, environ)
+
+
+def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None) -> Launch:
+    """`detect_launch`, for a process that is going to train.
+
+    Where it would train alone, though variables speak of several ranks, this raises UsageError. Where these only may
+    be ranks, as in a batch script that runs once, this says so, once.
+    """
+    found = detect_launch(environ, rank=rank, size=size)
+    alone = None if found.launcher != "none" else alone_though(environ)
+    if alone is not None:
+        if alone.is_certain:
+            raise UsageError(f"{alone.said}, but does not say which rank of how many this one is: {alone.instead}")
+        if alone.said not in _said:
+            _said.add(alone.said)
+            what = f"this process is rank 0 of 1 though {alone.said}: if it should be one of them, {alone.instead}"
+            log.warning("%s", what, extra=tagged("alone"))
+    return found
+
+
+class Alone(NamedTuple):
+    """What the environment of a process says for which no launcher speaks, and what to do `instead`. `is_certain`: it
+    should be one of several ranks."""
+
+    said: str
+    instead: str
+    is_certain: bool
+
+
+def alone_though(environ: Mapping[str, str] = os.environ) -> Alone | None:
+    """What speaks of several processes; None: nothing does."""
+    for hint in HINTS:
+        many = hint.many(environ)
+        if many:
+            said = f"{hint.who} speaks of {f'{many} processes or more' if many > 1 else 'several processes'}"
+            instead = f"{hint.instead}; or, for a process on its own, set RANK=0 and WORLD_SIZE=1"
+            return Alone(said, instead, hint.is_certain and many > 1)
+    return None
 
 
 def job_name(config: Config, launcher_job: str | None) -> str:
@@ -166,19 +147,47 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     inside = _innermost(environ)
     if inside is not None and not _says(inside, environ, rank, size):
         inside = None
+    meets = MEETS if inside is None else inside.meets
     parts = [] if inside is None else [_id(inside, environ)]
-    if inside is None or inside.launcher == "torchrun":
-        address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if meets is not None:
+        address, port = (environ.get(name, "") for name in meets)
         parts.append(_met_at(f"{address}:{port}") if address and port else None)
     return _short("@".join(part for part in parts if part))
 
 
-def _id(variables: _Variables, environ: Mapping[str, str]) -> str | None:
-    """The launcher's id of the launch; of MPICH's mpirun, which may give none, where it waits for its proxies."""
+def identity_of(config: Config, rank: int, size: int) -> str:
+    """What tells this launch from others: `cluster.launch`, or what the launcher gives; empty where nothing does."""
+    return launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
+
+
+def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) -> None:
+    """Raise ConfigError where ranks of another launch could be taken for those of this one: both have the same job,
+    which nobody has named, and nothing tells them apart. cluster.launch = "" says that this cannot be."""
+    if size > 1 and not is_named and config.cluster.launch == "auto" and not identity_of(config, rank, size):
+        raise ConfigError(
+            f"nothing tells this launch of {size} workers from another one on the same aggregators: set another "
+            "cluster.job for each launch (OMNIREDUCE_CLUSTER_JOB=NAME), the same for all its workers, or start them by "
+            "omnireduce run, mpirun, srun or torchrun"
+        )
+
+
+def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
+    """The id of the launch: the launcher's own; of MPICH's mpirun, which may give none, where it waits for its proxies;
+    else that of a launcher that says the same of this process."""
     found = _job(variables, environ)
     if found is None and variables.launcher == "MPICH":
-        found = _met_at(_process_manager() or "")
+        found = _met_at(_process_manager() or "") or None
+    if found is None and variables is not TORCHRUN:
+        rank, size = environ[variables.rank], environ[_size_of(variables, environ)]
+        others = (_job(each, environ) for each in _same(variables, environ, rank, size))
+        found = next((each for each in others if each is not None), None)
     return found
+
+
+def _same(said: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> list[Variables]:
+    """The launchers other than `said` that say the same of this process. One carries out what another one wants."""
+    inside = [each for each in LAUNCHERS if each is not said and _is_inside(each, environ)]
+    return [each for each in inside if _says(each, environ, rank, size)]
 
 
 def _met_at(address: str) -> str:
@@ -200,7 +209,7 @@ def this_host(proc: Path = PROC) -> str:
     return ".".join(parts)
 
 
-def _says(variables: _Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> bool:
+def _says(variables: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> bool:
     """Whether the launcher started this process as that rank."""
     sizes = [environ[name] for name in variables.size if name in environ]
     return environ.get(variables.rank) == str(rank) and sizes[:1] == [str(size)]
@@ -217,10 +226,10 @@ def _short(text: str) -> str:
     return _clean(text)[:64] + hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _innermost(environ: Mapping[str, str]) -> _Variables | None:
+def _innermost(environ: Mapping[str, str]) -> Variables | None:
     """Who started this process. Where Slurm says what the variables of a torchrun that is not there say, they only
     repeat it."""
-    found = [each for each in _LAUNCHERS if _is_inside(each, environ)]
+    found = [each for each in LAUNCHERS if _is_inside(each, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
     if found[:1] == [OWN]:  # it says torchrun's variables, too, but for the id that torchrun gives
         return found[1] if "TORCHELASTIC_RUN_ID" in environ and len(found) > 1 else OWN
@@ -229,48 +238,53 @@ def _innermost(environ: Mapping[str, str]) -> _Variables | None:
     return found[0] if found else None
 
 
-def variables_of_launchers() -> frozenset[str]:
-    """The names by which launchers say rank, size and the launch."""
-    found: set[str] = set()
-    for each in _LAUNCHERS:
-        names = (each.rank, each.guard, *each.size, *each.local_rank, *each.local_size, *each.cross_rank)
-        found |= {*names, *each.cross_size, *(name for job in each.job for name in job)}
-    return frozenset(found - {"", "SLURM_JOB_ID"})  # the allocation, which srun in a rank needs
-
-
-def _is_inside(variables: _Variables, environ: Mapping[str, str]) -> bool:
+def _is_inside(variables: Variables, environ: Mapping[str, str]) -> bool:
     """Whether this process was started by that launcher."""
     is_inside = not variables.guard or variables.guard in environ
     return is_inside and any(name in environ for name in (variables.rank, *variables.size))
 
 
-def _launch(variables: _Variables, environ: Mapping[str, str]) -> Launch:
-    rank_name = variables.rank
-    size_name = next((name for name in variables.size if name in environ), variables.size[-1])
+def _launch(variables: Variables, environ: Mapping[str, str]) -> Launch:
+    rank_name, size_name = variables.rank, _size_of(variables, environ)
     if rank_name not in environ or size_name not in environ:
         given, missing = (rank_name, size_name) if rank_name in environ else (size_name, rank_name)
-        raise UsageError(f"{variables.launcher}: got {given} but not {missing}, expected both or neither")
+        is_outer = LAUNCHERS.index(variables) > LAUNCHERS.index(TORCHRUN)
+        or_else = "; or set RANK and WORLD_SIZE" if is_outer else ""
+        raise UsageError(f"{variables.launcher}: got {given} but not {missing}, expected both or neither{or_else}")
     rank, size = number_in(rank_name, environ), number_in(size_name, environ)
     if rank >= size:
         raise UsageError(
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
         )
-    local_rank, local_size = _local(variables.local_rank, environ), _local(variables.local_size, environ)
-    if local_size is not None and not (local_rank or 0) < local_size <= size:
+    places = _places(variables, environ, rank, size)
+    local_rank, local_size = places["local_rank"] or 0, places["local_size"]
+    if local_size is not None and not local_rank < local_size <= size:
         raise UsageError(
-            f"{variables.launcher}: got local rank {local_rank or 0} of {local_size} on this host and {size} in all, "
+            f"{variables.launcher}: got local rank {local_rank} of {local_size} on this host and {size} in all, "
             "expected local rank < local size <= size"
         )
     job = _job(variables, environ)
     if job is None and variables.launcher == "MPICH":
         job = _process_manager()
-    return Launch(rank, size, local_rank, job, variables.launcher, local_size, **_cross(variables, environ))
+    return Launch(rank, size, launcher=variables.launcher, job=job or _id(variables, environ), **places)
 
 
-def _cross(variables: _Variables, environ: Mapping[str, str]) -> dict[str, int | None]:
-    """The numbers of a `Launch` across hosts."""
-    names = {"cross_rank": variables.cross_rank, "cross_size": variables.cross_size}
-    return {name: _local(each, environ) for name, each in names.items()}
+def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
+    """The name of the variable that counts."""
+    return next((name for name in variables.size if name in environ), variables.size[-1])
+
+
+def _places(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
+    """The numbers of a `Launch` on its host and across hosts. What the launcher leaves out, another one may say that
+    says the same of this process."""
+    found: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
+    for each in (variables, *_same(variables, environ, rank, size)):
+        for name in found:
+            if found[name] is None:
+                found[name] = _local(getattr(each, name), environ)
+        if each.one_per_host and found["local_rank"] is None:
+            found["local_rank"], found["local_size"] = 0, 1
+    return found
 
 
 def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
@@ -301,9 +315,10 @@ def number_in(name: str, environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _job(variables: _Variables, environ: Mapping[str, str]) -> str | None:
+def _job(variables: Variables, environ: Mapping[str, str]) -> str | None:
     for names in variables.job:
-        parts = [environ.get(name, "") for name in names]
+        texts = {name: environ.get(name, "") for name in names}
+        parts = [text.partition(BEHIND_ID[name])[0] if name in BEHIND_ID else text for name, text in texts.items()]
         if all(parts) and parts != ["none"]:  # torchrun's id is "none" unless it was given one
             return ".".join(parts)
     return None

@@ -19,7 +19,7 @@ from omnireduce.runtime.member.collectives import G, S
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle
-from omnireduce.runtime.member.launcher import detect_launch, job_name
+from omnireduce.runtime.member.launcher import job_name, own_launch
 from omnireduce.runtime.member.local_first import local_first as first_of_host
 
 _global: Communicator | None = None
@@ -41,7 +41,7 @@ def connect(
     program's own logging takes them.
 
     Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
-    sense; otherwise what `Communicator` raises.
+    sense, or speak of ranks and do not say which one this is; otherwise what `Communicator` raises.
     """
     settings = config if isinstance(config, Config) else load_config(config)
     changes: dict[str, object] = {}
@@ -50,7 +50,7 @@ def connect(
     if job is not None:
         changes["cluster.job"] = job
     settings = override_config(settings, changes, source="argument")
-    launch = detect_launch(rank=rank, size=size)
+    launch = own_launch(rank=rank, size=size)
     show_debug_lines(settings.log, rank=launch.rank)
     return Communicator(
         settings,
@@ -361,5 +361,5 @@ def local_first() -> AbstractContextManager[bool]:
 
 def _said_by_launcher(found: int | None, what: str) -> int:
     if found is None:
-        raise UsageError(f"{what} is not known: no launcher said it, expected mpirun, srun or torchrun")
+        raise UsageError(f"{what} is not known: no launcher said it, expected omnireduce run, mpirun, srun or torchrun")
     return found
