@@ -37,8 +37,9 @@ from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config
 from omnireduce.control_groups import OutOfMemory
 from omnireduce.errors import ConfigError
-from omnireduce.kernels.warm import COMPILING, warm_up_aggregator
+from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_aggregator
 from omnireduce.logs import tagged, tell_left_out
+from omnireduce.progress import Seldom
 from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret
@@ -289,9 +290,11 @@ def _has_terminal() -> bool:
 def _make_kernels_ready() -> None:
     """Load or compile the kernels. The log shows the progress when that takes long, and the time in the end."""
     started = time.monotonic()
-    warm_up_aggregator(_say_progress)
+    warm_up_aggregator(Seldom(_say_progress))
     seconds = time.monotonic() - started
     log.info("kernels ready after %.1f s", seconds, extra=tagged("kernels_ready", seconds=round(seconds, 1)))
+    if trouble := take_trouble():
+        log.warning("%s", trouble, extra=tagged("kernels_not_kept"))
 
 
 def _say_progress(ready: int, total: int) -> None:

@@ -27,6 +27,7 @@ FIRST_COLUMN = REGISTERS  # operand numbers from here on are columns
 MAX_COLUMNS, MAX_CELLS, MAX_TOTALS = 8, 4, 4
 MAX_STATE = (1 << 16) - 1
 PROGRAM_ELEMENTS = 1 << 14  # most of a block: a shard runs a program on a whole block in one step
+STEP_WORK = 1 << 23  # most of that step: elements of the block, times what the program costs
 TOTAL_BYTES = 8  # of one total, a float64
 SCALAR_BYTES = 4  # of one scalar, a float32
 
@@ -123,7 +124,12 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
     @property
     def work(self) -> int:
         """What it costs to run on a block, in passes over that."""
-        return sum(WORK.get(Operation(each), 1) for each in self.code[::INSTRUCTION_BYTES])
+        return work_of(self.code)
+
+    @property
+    def most_elements(self) -> int:
+        """Of a block on which a shard may run it."""
+        return min(PROGRAM_ELEMENTS, STEP_WORK // max(1, self.work))
 
     @property
     def total_bytes(self) -> int:
@@ -171,6 +177,11 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
             if wanted and third + wanted > count:
                 return f"{where} ({operation.name}) uses {what} {third + wanted - 1} of {count}"
         return ""
+
+
+def work_of(code: bytes) -> int:
+    """What it costs to run on a block, in passes over that."""
+    return sum(WORK.get(Operation(each), 1) for each in code[::INSTRUCTION_BYTES])
 
 
 def _arrays_of(operation: Operation, target: int, operand: int, third: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
+from omnireduce.block_program import BlockProgram
 from omnireduce.dtypes import BOOL, BYTES, ELEMENT_TYPES, ElementType, element_type
 from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.layout import Layout
@@ -145,8 +145,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
         kinds = ("allreduce", "allreduce_rows")
         if self.kind not in kinds or self.dtype != "float32" or self.op not in CODED_OPS or self.codec:
             return f"no block program works on {self}: expected an allreduce of float32, {' or '.join(CODED_OPS)}"
-        if self.layout.block_size > PROGRAM_ELEMENTS:
-            return f"blocks of {self.layout.block_size} elements: expected at most {PROGRAM_ELEMENTS} with a program"
+        if self.layout.block_size > self.program.most_elements:
+            most = f"expected at most {self.program.most_elements} with this program"
+            return f"blocks of {self.layout.block_size} elements: {most}"
         if len(self.encoded) > EXTRA_BYTES:
             return f"a name and a program of {len(self.encoded)} bytes; expected at most {EXTRA_BYTES}"
         return ""

@@ -1,9 +1,15 @@
-"""Progress of long work where no terminal can show it: under mpirun both output streams are pipes."""
+"""Progress of long work: lines where no terminal can show it, and a thread that tells where the work itself cannot.
+
+Under mpirun both output streams are pipes.
+"""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import TypeVar
 
 import click
@@ -38,3 +44,47 @@ class PlainProgress:
         for number, item in enumerate(items, 1):
             self.at(f"{what} {number} of {len(items)}", clock())
             yield item
+
+
+class Seldom:
+    """Hands on the first call, and afterwards at most one in `EVERY_S` seconds."""
+
+    def __init__(self, tell: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock, self._due = tell, clock, -math.inf
+
+    def __call__(self, ready: int, total: int) -> None:
+        if (now := self._clock()) >= self._due:
+            self._due = now + EVERY_S
+            self._tell(ready, total)
+
+
+class Ticker:
+    """Calls `tell` every `every_s` seconds, in a thread of its own, while the block runs. Once `tell` has raised, it is
+    not called any more, and `check` raises that."""
+
+    def __init__(self, tell: Callable[[], None], every_s: float) -> None:
+        self._tell, self._every_s, self._over = tell, every_s, threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="omnireduce-progress", daemon=True)
+
+    def check(self) -> None:
+        """Raise what `tell` has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(self._every_s):
+                self._tell()
+        except BaseException as error:  # the one who waits gets it
+            self._error = error
+
+    def __enter__(self) -> Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+        if kind is None:
+            self.check()

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from nursery import Forked
 
 from omnireduce.config import Config, load_config
+from omnireduce.kernels.jit import kernel_files
 from omnireduce.runtime.member.communicator import Communicator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,13 @@ MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}
 
 _T = TypeVar("_T")
 _numbers = itertools.count(1)
+
+
+def keep_kernels(cache: Path) -> None:
+    """Let a test's own cache have the kernels that this user has compiled."""
+    folder = kernel_files().folder
+    if folder is not None:  # with the JIT off, too
+        (cache / "kernels").symlink_to(folder.parent)
 
 
 def unique_job(stem: str = "test") -> str:

@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from omnireduce.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, REGISTERS, BlockProgram, Operation
 from omnireduce.dtypes import Array
+from omnireduce.kernels.instructions import FLUSHES
+from omnireduce.kernels.jit import has_compiler
 
 F = np.float32
+FLUSHES_HERE = has_compiler() and platform.machine() in FLUSHES
+SMALLEST = np.finfo(F).tiny
+# Of what a result would be with as many digits as it likes: x86 looks once it is rounded to 24 of them, Arm before.
+TOO_SMALL = SMALLEST if platform.machine() == "aarch64" else SMALLEST * (1 - 2.0**-25)
+
+
+def rounded(exact: Array) -> Array:
+    """float64 to float32; what is smaller than a normal number is zero. Of one operation on two numbers of float32,
+    float64 has enough digits for that."""
+    found = exact.astype(F)
+    return np.where(np.abs(exact) < TOO_SMALL, np.copysign(F(0), found), found) if FLUSHES_HERE else found
+
+
+def wide(*numbers: Array | np.float32) -> Iterator[Array]:
+    """As float64."""
+    return (np.asarray(each, np.float64) for each in numbers)
+
+
+def add(x: Array, y: Array | np.float32) -> Array:
+    return rounded(np.add(*wide(x, y)))
+
+
+def subtract(x: Array, y: Array) -> Array:
+    return rounded(np.subtract(*wide(x, y)))
+
+
+def multiply(x: Array, y: Array | np.float32) -> Array:
+    return rounded(np.multiply(*wide(x, y)))
+
+
+def divide(x: Array | np.float32, y: Array) -> Array:
+    return rounded(np.divide(*wide(x, y)))
+
+
 WITH_OPERAND: dict[Operation, Callable[[Array, Array, np.float32, np.float32], Array]] = {
     Operation.COPY: lambda d, a, s, t: a.copy(),
-    Operation.ADD: lambda d, a, s, t: d + a,
-    Operation.SUBTRACT: lambda d, a, s, t: d - a,
-    Operation.SUBTRACT_FROM: lambda d, a, s, t: a - d,
-    Operation.MULTIPLY: lambda d, a, s, t: d * a,
-    Operation.DIVIDE: lambda d, a, s, t: d / a,
-    Operation.DIVIDE_INTO: lambda d, a, s, t: a / d,
+    Operation.ADD: lambda d, a, s, t: add(d, a),
+    Operation.SUBTRACT: lambda d, a, s, t: subtract(d, a),
+    Operation.SUBTRACT_FROM: lambda d, a, s, t: subtract(a, d),
+    Operation.MULTIPLY: lambda d, a, s, t: multiply(d, a),
+    Operation.DIVIDE: lambda d, a, s, t: divide(d, a),
+    Operation.DIVIDE_INTO: lambda d, a, s, t: divide(a, d),
     Operation.MINIMUM: lambda d, a, s, t: np.minimum(d, a),
     Operation.MAXIMUM: lambda d, a, s, t: np.maximum(d, a),
     Operation.GREATER: lambda d, a, s, t: (d > a).astype(F),
-    Operation.ADD_SCALED: lambda d, a, s, t: d + a * s,
-    Operation.MIX: lambda d, a, s, t: d * s + a * t,
-    Operation.MIX_SQUARE: lambda d, a, s, t: d * s + a * a * t,
-    Operation.ROOT: lambda d, a, s, t: np.sqrt(a) * s + t,
+    Operation.ADD_SCALED: lambda d, a, s, t: add(d, multiply(a, s)),
+    Operation.MIX: lambda d, a, s, t: add(multiply(d, s), multiply(a, t)),
+    Operation.MIX_SQUARE: lambda d, a, s, t: add(multiply(d, s), multiply(multiply(a, a), t)),
+    Operation.ROOT: lambda d, a, s, t: add(multiply(np.sqrt(a), s), t),
 }
 ALONE: dict[Operation, Callable[[Array, np.float32], Array]] = {
     Operation.FILL: lambda d, s: np.full_like(d, s),
-    Operation.ADD_SCALAR: lambda d, s: d + s,
-    Operation.SCALE: lambda d, s: d * s,
-    Operation.SQUARE: lambda d, s: d * d,
+    Operation.ADD_SCALAR: lambda d, s: add(d, s),
+    Operation.SCALE: lambda d, s: multiply(d, s),
+    Operation.SQUARE: lambda d, s: multiply(d, d),
     Operation.SQUARE_ROOT: lambda d, s: np.sqrt(d),
     Operation.ABSOLUTE: lambda d, s: np.abs(d),
     Operation.NEGATE: lambda d, s: -d,
-    Operation.RECIPROCAL: lambda d, s: F(1) / d,
-    Operation.EXPONENTIAL: lambda d, s: np.exp(d),
+    Operation.RECIPROCAL: lambda d, s: divide(F(1), d),
+    Operation.EXPONENTIAL: lambda d, s: rounded(np.exp(d).astype(np.float64)),
     Operation.LOGARITHM: lambda d, s: np.log(d),
     Operation.TANH: lambda d, s: np.tanh(d),
 }
@@ -65,13 +102,16 @@ class Oracle:
 
     def _run_on(self, program: BlockProgram, block_sum: Array, block: int, totals: Array) -> Array:
         """One block. Registers that were not set hold anything: programs of tests do not read them."""
-        operands = {0: block_sum.copy(), **{number: np.zeros(self.block_size, F) for number in range(1, REGISTERS)}}
+        operands = {
+            0: rounded(block_sum.astype(np.float64)),
+            **{number: np.zeros(self.block_size, F) for number in range(1, REGISTERS)},
+        }
         operands |= {FIRST_COLUMN + at: self.columns[at, block].copy() for at in range(len(self.columns))}
         valid = min(self.block_size, self.elements - block * self.block_size)
         for at in range(0, len(program.code), INSTRUCTION_BYTES):
             number, d, a, third = program.code[at : at + INSTRUCTION_BYTES]
             operation = Operation(number)
-            numbers = np.array([*program.numbers, 0], F)
+            numbers = rounded(np.array([*program.numbers, 0]))
             s, t, u, v = (numbers[min(third + each, len(program.numbers))] for each in range(4))
             if operation in (Operation.MOMENTS, Operation.ROOT_STEP):
                 _run_on_pair(operation, operands, d, a, (s, t, u, v))
@@ -82,7 +122,7 @@ class Oracle:
             elif operation in ALONE:
                 operands[d] = ALONE[operation](operands[d], s)
             elif operation is Operation.BLOCK_SUM:
-                operands[d] = np.full_like(operands[d], operands[d][:valid].astype(np.float64).sum())
+                operands[d] = np.full_like(operands[d], rounded(operands[d][:valid].astype(np.float64).sum()))
             elif operation is Operation.LOAD_CELL:
                 operands[d] = np.full_like(operands[d], self.cells[third, block])
             elif operation is Operation.STORE_CELL:
@@ -100,7 +140,8 @@ def _run_on_pair(
     """An instruction one of whose arrays is the first of two."""
     s, t, u, v = scalars
     if operation is Operation.MOMENTS:
-        operands[d] = operands[d] * s + operands[a] * t
-        operands[d + 1] = operands[d + 1] * u + operands[a] * operands[a] * v
+        operands[d + 1] = WITH_OPERAND[Operation.MIX_SQUARE](operands[d + 1], operands[a], u, v)
+        operands[d] = WITH_OPERAND[Operation.MIX](operands[d], operands[a], s, t)
     else:
-        operands[d] = operands[d] + operands[a] / (np.sqrt(operands[a + 1]) * s + t) * u
+        root = WITH_OPERAND[Operation.ROOT](operands[d], operands[a + 1], s, t)
+        operands[d] = add(operands[d], multiply(divide(operands[a], root), u))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from omnireduce.progress import EVERY_S, PlainProgress
+from omnireduce.progress import EVERY_S, PlainProgress, Seldom, Ticker
 
 
 def lines_of(seconds_per_item: float, items: int, start: float = 100.0) -> list[str]:
@@ -39,3 +41,36 @@ def test_the_interval_runs_on_across_parts_of_the_work() -> None:
 def test_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     PlainProgress(0.0).at("bench: round 7 of 20", EVERY_S)
     assert capsys.readouterr() == ("", "bench: round 7 of 20\n")
+
+
+def test_seldom() -> None:
+    said, now = list[int](), [100.0]
+    tell = Seldom(lambda ready, total: said.append(ready), lambda: now[0])
+    for step in range(31):
+        tell(step, 31)
+        now[0] += EVERY_S / 10
+    assert said == [0, 10, 20, 30]
+
+
+def test_a_ticker_hands_on_what_it_raises() -> None:
+    calls, is_called = list[int](), threading.Event()
+
+    def tell() -> None:
+        calls.append(1)
+        is_called.set()
+        raise ConnectionResetError
+
+    def tick() -> None:
+        with Ticker(tell, 0.001) as ticker:
+            assert is_called.wait(30.0)
+            while True:
+                ticker.check()
+
+    with pytest.raises(ConnectionResetError):
+        tick()
+    is_called.clear()
+    with pytest.raises(ConnectionResetError), Ticker(tell, 0.001):
+        assert is_called.wait(30.0)
+    with pytest.raises(ValueError, match="the block's own"), Ticker(tell, 60.0):
+        raise ValueError("the block's own")
+    assert len(calls) == 2

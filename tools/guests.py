@@ -40,7 +40,6 @@ from guest.image import CannotRunError, Image, output_of, pack_init, prepare
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "omnireduce"
 NUMBA = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(CACHE / "numba")}
-WARM_UP = "from omnireduce.kernels.warm import *; warm_up_worker(); warm_up_aggregator()"
 DID_NOT_FINISH = 124
 
 
@@ -52,7 +51,7 @@ def say(message: str) -> None:
 
 def compile_kernels() -> None:
     """Compile omnireduce's kernels ahead, for the CPU that QEMU emulates: inside it takes minutes."""
-    command = [sys.executable, "-c", WARM_UP]
+    command = [sys.executable, "-m", "omnireduce", "warm"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | NUMBA, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no message"])[-1]

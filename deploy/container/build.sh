@@ -3,6 +3,7 @@
 #
 #   deploy/container/build.sh omnireduce:0.1.0               # from the base in base.lock; without the file, writes it first: commit it
 #   deploy/container/build.sh --update omnireduce:0.1.0      # takes the base's newest state: commit base.lock
+#   deploy/container/build.sh --warm omnireduce:0.1.0        # with kernels that are compiled for processors like this one
 #   deploy/container/build.sh --push registry.example.com/omnireduce:0.1.0     # pushes both, and prints NAME@sha256:DIGEST of each
 #
 # A registry makes the digest of an image: without --push there is none to print. kubernetes/ wants it.
@@ -11,11 +12,12 @@ set -eu
 
 fail() { echo "build.sh: $*" >&2; exit 2; }
 
-update='' push=''
+update='' push='' warm=''
 while :; do
     case "${1:-}" in
     --update) update=1 ;;
     --push) push=1 ;;
+    --warm) warm=1 ;;
     *) break ;;
     esac
     shift
@@ -50,7 +52,7 @@ export BUILDAH_FORMAT=docker # the format that podman takes by default knows no 
 for target in service mpi; do
     image=$name:$tag
     [ "$target" = service ] || image=$name-$target:$tag
-    "$builder" build -f "$here/Containerfile" --build-arg "BASE=$base" --target "$target" -t "$image" "$here/../.." >&2
+    "$builder" build -f "$here/Containerfile" --build-arg "BASE=$base" --build-arg "WARM=$warm" --target "$target" -t "$image" "$here/../.." >&2
 done
 [ -n "$push" ] || exit 0
 

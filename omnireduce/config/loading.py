@@ -27,12 +27,13 @@ from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, names_in, unk
 from omnireduce.config.schema import Config
 from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
 from omnireduce.errors import ConfigError, show
+from omnireduce.files.cache import CACHE_VARIABLE
 from omnireduce.files.paths import read_text, shown, user_path
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
 _PROFILE_VARIABLE = "OMNIREDUCE_PROFILE"  # what users of other profilers look for
-_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE, _PROFILE_VARIABLE)
+_NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE, _PROFILE_VARIABLE, CACHE_VARIABLE)
 # The first conversion to a type prepares it. Threads that do this at the same time crash the process (msgspec 0.22).
 msgspec.convert({section: {} for section in SECTIONS}, Config)
 

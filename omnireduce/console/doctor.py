@@ -9,12 +9,12 @@ from rich.console import Console
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, show
 from omnireduce.console.host_checks import (
-    check_kernels,
     check_launch,
     check_limits,
     check_processor,
     check_versions,
 )
+from omnireduce.console.kernels import check_kernels
 from omnireduce.console.link_checks import (
     check_aggregators,
     check_rdma,
@@ -34,10 +34,9 @@ def examine(config: Config) -> bool:
         show(console, findings)
 
     report(*check_versions(), *check_processor())
-    with console.status("compiling kernels, if they are not"):
-        kernels = list(check_kernels())
+    report(check_kernels(console))
     ports, why_none = find_ports()
-    report(*kernels, *check_limits(config, has_devices=bool(ports)))
+    report(*check_limits(config, has_devices=bool(ports)))
     report(*check_transports(config), *check_rdma(config, ports, why_none))
     report(*check_launch(config))
     report(*check_secret(config), *check_aggregators(config))

@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,25 +79,6 @@ def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
         yield Finding("warn", "processor", text, advice)
     else:
         yield Finding("ok", "processor", text)
-
-
-def check_kernels() -> Iterator[Finding]:
-    """Compile the kernels, or load them, and run each."""
-    from omnireduce.kernels.pack import pack_blocks
-    from omnireduce.kernels.warm import warm_up_aggregator, warm_up_worker
-
-    started = time.monotonic()
-    warm_up_worker()
-    warm_up_aggregator()
-    text = f"ready after {time.monotonic() - started:.1f} s"
-    stats = getattr(pack_blocks, "stats", None)
-    if stats is None:
-        yield Finding("warn", "kernels", f"{text}, as plain Python, which is very slow", "unset NUMBA_DISABLE_JIT")
-    elif stats.cache_path is None:
-        advice = "every process compiles for itself; set NUMBA_CACHE_DIR to a folder that this user can write to"
-        yield Finding("warn", "kernels", f"{text}, not kept on disk", advice)
-    else:
-        yield Finding("ok", "kernels", f"{text}, kept in {stats.cache_path}")
 
 
 def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]:

@@ -54,6 +54,18 @@ def slurm_script(command: tuple[str, ...], **asked: Any) -> None:
     click.echo(batch_script(command=command, **asked), nl=False)
 
 
+@main.command("warm", short_help="Compile the kernels now, as when an image is built.")
+def warm_up() -> None:
+    """Compile all kernels for this processor, or load them, and say where they are kept: so the first start of a job
+    need not. An image that is built as root has them for all users, who cannot change them:
+
+    OMNIREDUCE_CACHE=/opt/omnireduce/cache omnireduce warm
+    """
+    from omnireduce.console.kernels import warm
+
+    warm()
+
+
 @main.command(short_help="Show what aggregators do: jobs, traffic, stragglers.")
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import counter, inlined, kernel, prefetch, prefetch_to_write, row_of, span_of
+from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
+from omnireduce.kernels.jit import inlined, kernel
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM, reduce_half_planned, reduce_planned
 from omnireduce.kernels.regions import (

@@ -34,7 +34,8 @@ from __future__ import annotations
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
-from omnireduce.kernels.jit import entry, give_way, kernel, publish
+from omnireduce.kernels.instructions import give_way, publish
+from omnireduce.kernels.jit import entry, kernel
 from omnireduce.kernels.regions import (
     BEGUN,
     BEGUN_AT,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import LINE_BYTES, inlined, kernel, prefetch, prefetch_to_write, row_of
+from omnireduce.kernels.instructions import LINE_BYTES, prefetch, prefetch_to_write, row_of
+from omnireduce.kernels.jit import inlined, kernel
 
 LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far

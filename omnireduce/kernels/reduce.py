@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array, ElementType
-from omnireduce.kernels.jit import inlined, kernel, row_of, span_of, span_or
+from omnireduce.kernels.instructions import row_of, span_of, span_or
+from omnireduce.kernels.jit import inlined, kernel
 from omnireduce.kernels.merge import ABSENT
 
 OWN = -2  # in the part of a block: the block that the caller has in an array of its own

@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.kernels.jit import LINE_BYTES, counter, kernel, publish
+from omnireduce.kernels.instructions import LINE_BYTES, counter, publish
+from omnireduce.kernels.jit import kernel
 
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor

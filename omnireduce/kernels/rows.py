@@ -11,7 +11,8 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.kernels.chunk import reduce_batch
-from omnireduce.kernels.jit import counter, kernel
+from omnireduce.kernels.instructions import counter
+from omnireduce.kernels.jit import kernel
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, is_needed, slot_of

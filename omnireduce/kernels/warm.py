@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.claims import BuiltIn, Kernel, in_turn
+from omnireduce.kernels.claims import BuiltIn, Kernel, are_kept, in_turn
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.interpret import run_on_blocks
-from omnireduce.kernels.jit import watching_the_compiler
+from omnireduce.kernels.jit import has_compiler, kernel_files, watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_every, plan_union
 from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks, reduce_half_planned, reduce_planned
@@ -21,6 +20,7 @@ from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleep
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
+from omnireduce.progress import Ticker
 
 # of rows, too: those of halves are added as float32; in the same order in every process
 STORAGES = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_half))
@@ -37,25 +37,41 @@ def _silent(ready: int, total: int) -> None:
 
 def warm_up_aggregator(progress: Progress = _silent) -> None:
     """Make the aggregator's kernels ready; call `progress` about once a second while they are compiled."""
-    make_ready(list(_of_aggregator()), progress)
+    make_ready([list(_of_aggregator())], progress)
 
 
 def warm_up_worker(progress: Progress = _silent, *, in_memory: bool = True) -> None:
     """Make the worker's kernels ready, those of the exchange inside a host only if ranks may exchange `in_memory`; call
     `progress` about once a second while they are compiled."""
-    make_ready([*_of_worker(), *(_of_host() if in_memory else ())], progress)
+    make_ready([list(_of_worker(in_memory))], progress)
 
 
-def make_ready(kernels: Sequence[Kernel], progress: Progress) -> None:
-    """Call each of `kernels`, and `progress` between them once one was compiled: to load them is no news, however busy
-    the machine is."""
-    said_at = time.monotonic()
+def warm_up_all(progress: Progress = _silent) -> None:
+    """Make all kernels ready that workers and aggregators need."""
+    make_ready([list(_of_worker()), list(_of_aggregator())], progress)
+
+
+def make_ready(lists: Sequence[Sequence[Kernel]], progress: Progress) -> None:
+    """Call each kernel of `lists`. A thread calls `progress` meanwhile, if one is compiled, here or by another process:
+    to load them is no news, however busy the machine is. Raises what `progress` raises."""
+    ready, total, are_cold = 0, sum(map(len, lists)), not all(map(are_kept, lists))
     with watching_the_compiler() as has_compiled:
-        for ready, kernel in enumerate(in_turn(kernels), 1):
-            kernel()
-            if time.monotonic() - said_at >= MOMENT_S and has_compiled():
-                progress(ready, len(kernels))
-                said_at = time.monotonic()
+
+        def tell() -> None:
+            if are_cold or has_compiled():
+                progress(ready, total)
+
+        with Ticker(tell, MOMENT_S) as ticker:
+            for kernels in lists:
+                for kernel in in_turn(kernels):
+                    kernel()
+                    ready += 1
+                    ticker.check()
+
+
+def take_trouble() -> str:
+    """What was wrong with the files of compiled kernels; empty for nothing, and once somebody has asked."""
+    return kernel_files().take_trouble() if has_compiler() else ""
 
 
 def _of_aggregator() -> Iterator[Kernel]:
@@ -94,7 +110,7 @@ def _of_codecs() -> Iterator[Kernel]:
         yield partial(codec.sum, encoded.reshape(-1), where.reshape(1, 1), values)
 
 
-def _of_worker() -> Iterator[Kernel]:
+def _of_worker(in_memory: bool = True) -> Iterator[Kernel]:
     words, index = np.zeros((1, 1), np.uint64), np.zeros(1, np.int64)
     yield partial(pack_blocks, words, words, True, np.uint64(1), 0, 1, 1, 1, words.copy(), index.copy())
     rows = words.view(np.uint8)
@@ -109,6 +125,8 @@ def _of_worker() -> Iterator[Kernel]:
     unchanged = np.zeros(1, np.bool_)
     yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
+    if in_memory:
+        yield from _of_host()
 
 
 def _of_lists(indices: Array) -> Iterator[Kernel]:

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, packed
+from omnireduce.block_program import (
+    FIRST_COLUMN,
+    PROGRAM_ELEMENTS,
+    STEP_WORK,
+    Assembly,
+    BlockProgram,
+    packed,
+    work_of,
+)
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
@@ -82,7 +90,8 @@ class OnShards:
         self._results = self._arrays_of_result(arrays)
         self._shape = seat.shape(self._lowered.reduced.type.shape)
         self._elements = int(np.prod(self._shape))
-        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS)
+        most_work = max((work_of(_code_of(phase)) for phase in self._lowered.phases), default=1)
+        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS, STEP_WORK // max(1, most_work))
         if self._lazy and (not self._results or len(self._lowered.phases) > 1):
             raise UsageError(f"{pipeline.name} cannot be lazy: it has norms, or updates no tensor with its result")
         return arrays
@@ -141,7 +150,7 @@ class OnShards:
             number = float(self._number(each.node, known))
             scalars.append(-number if each.negated else number)
         return BlockProgram(
-            STATE, len(self._lowered.columns), 0, b"".join(bytes(each) for each in phase.code), packed(*scalars),
+            STATE, len(self._lowered.columns), 0, _code_of(phase), packed(*scalars),
             every_block=not self._lazy, totals=len(phase.totals), returns=returns,
         )  # fmt: skip
 
@@ -185,3 +194,7 @@ class OnShards:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _code_of(phase: Phase) -> bytes:
+    return b"".join(bytes(each) for each in phase.code)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_cluster import READY_S, ROOT
+from local_cluster import READY_S, ROOT, keep_kernels
 
 from omnireduce.console.programs.trial import difference
 from omnireduce.programs.ready import PROGRAMS, schedules
@@ -84,8 +84,9 @@ def test_a_file_is_written(tmp_path: Path) -> None:
 
 
 def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
+    keep_kernels(tmp_path)
     words = ["tune", "adam", "--sizes", "1_000,70", "--turns", "1"]
-    done = said(*words, XDG_CACHE_HOME=str(tmp_path))
+    done = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"adam on 2 ranks, \S+: median ms of a run", lines[0])
@@ -95,9 +96,9 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     for at, (name, line) in enumerate(zip(("N=1000", "N=70"), lines[-2:], strict=True)):
         best = line.removeprefix(f"{name}: ")
         assert rows[best][at] == min(each[at] for each in rows.values())
-    again = said(*words, XDG_CACHE_HOME=str(tmp_path))
+    again = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
     assert again.stdout.splitlines() == [f"{lines[0]}, known from an earlier run", *lines[1:]]
-    other = said(*words, "--no-cache", XDG_CACHE_HOME=str(tmp_path))
+    other = said(*words, "--no-cache", OMNIREDUCE_CACHE=str(tmp_path))
     assert other.stdout.splitlines()[0] == lines[0]
 
 

@@ -7,7 +7,6 @@ the image (this host's files stand under it), the network of a cluster, and the 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import shutil
@@ -19,6 +18,8 @@ from typing import Any
 
 import pytest
 from local_cluster import ROOT
+
+from omnireduce.kernels.jit import kernel_files
 
 Object = dict[str, Any]
 TOOLS = ("unshare", "nsenter", "mount", "setpriv", "chroot", "ip")
@@ -58,13 +59,14 @@ def _volume(mount: Object, kind: Object, group: int, files: Mapping[str, str]) -
     return [*steps, f"mount -o remount,ro {target}"]
 
 
-def _compiled() -> list[str]:
-    """Steps that put the kernels that this checkout has compiled where the pod looks for its own. To compile them takes
+def _compiled(user: int) -> list[str]:
+    """Steps that put the kernels that this user has compiled where the pod looks for its own. To compile them takes
     longer than most tests. test_systemd.py has a daemon compile its own."""
-    folder = ROOT / "omnireduce" / "kernels"
-    name = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}"  # numba's name for it
-    target = f"root{KERNELS}/{name}"
-    return [f"mkdir -p {target}", f"cp {folder}/__pycache__/*.nb? {target} || true", f"chmod -R a+rwX {target}"]
+    folder = kernel_files().folder
+    if folder is None:
+        return []
+    target = f"root{KERNELS}/kernels"
+    return [f"mkdir -p {target}", f"cp -r {folder} {target}", f"chown -R {user} {target}"]
 
 
 def pod_with(folder: Path, at: str, user: int, group: int, environ: Mapping[str, str]) -> Object:
@@ -115,9 +117,9 @@ def pod_command(
         steps += _volume(mount, volumes[mount["name"]], shared, files.get(mount["name"], {}))
     steps.append(f"mkdir -p root{ROOT} && mount --bind {ROOT} root{ROOT}")  # it may lie below a volume, such as /tmp
     if any(mount["mountPath"] == KERNELS for mount in container["volumeMounts"]):
-        steps += _compiled()
+        steps += _compiled(user)
     steps += [f"mount -o remount,ro,bind root{ROOT}", "mount -o remount,ro root"]
-    variables = {"HOME": HOME, "NUMBA_CACHE_DIR": KERNELS, "PYTHONPATH": str(ROOT)}
+    variables = {"HOME": HOME, "XDG_CACHE_HOME": str(Path(KERNELS).parent), "PYTHONPATH": str(ROOT)}
     variables |= {each["name"]: each["value"] for each in container.get("env", [])}
     drop = (
         f"setpriv --reuid {user} --regid {group} --groups {shared} --bounding-set=-all --inh-caps=-all --no-new-privs"

@@ -59,7 +59,11 @@ def of(stage: str, keyword: str) -> list[str]:
 
 def test_every_instruction_is_one() -> None:
     assert {step.keyword for step in steps()} <= KEYWORDS
-    assert [step.text for step in steps() if step.keyword == "ARG"] == ["BASE", "BASE"]  # no default: no floating tag
+    assert [step.text for step in steps() if step.keyword == "ARG"] == [
+        "BASE",
+        "BASE",
+        "WARM",
+    ]  # no default, no floating tag
     stages = [step.stage for step in steps() if step.keyword == "FROM"]
     assert stages == ["build", "service", "mpi", "final"]
     bases = [step.text.split()[0] for step in steps() if step.keyword == "FROM"]
@@ -257,7 +261,7 @@ def test_the_variables_are_known_to_the_programs() -> None:
     variables = dict(pair.split("=", 1) for pair in text.split())
     load_config(environ={name: value for name, value in variables.items() if name.startswith("OMNIREDUCE_")})
     assert variables["PATH"].startswith("/opt/omnireduce/bin:")
-    assert of("service", "VOLUME") == [variables["NUMBA_CACHE_DIR"]]
+    assert of("service", "VOLUME") == [variables["XDG_CACHE_HOME"] + "/omnireduce"]
 
 
 def test_the_image_starts_an_aggregator_that_its_health_check_finds(image: Path) -> None:

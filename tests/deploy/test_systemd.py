@@ -240,7 +240,7 @@ def test_an_aggregator_needs_no_call_beyond_the_filter(
 ) -> None:
     """A call beyond it would end it. Kernels are compiled, jobs run, a shard dies, pages are served."""
     prefix = behind(tmp_path, allowed, unit_families())
-    environ = {"NUMBA_CACHE_DIR": str(kernels), "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
+    environ = {"OMNIREDUCE_CACHE": str(kernels), "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
     large = np.arange(1_000_000, dtype=np.float32)
     with Daemon(2, prefix=prefix, environ=environ) as daemon:
         for pid in (daemon.pid, *daemon.shard_pids):

@@ -1,22 +1,27 @@
-"""Processes that compile at the same time do not spoil each other's cache."""
+"""Compiled kernels are kept, believed from the right users only, and whatever is wrong with them costs time alone."""
 
 from __future__ import annotations
 
 import ast
-import fcntl
-import multiprocessing
 import os
+import re
+import resource
+import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from omnireduce.kernels import jit, scatter
+from omnireduce.files.cache import cache_folders
+from omnireduce.kernels import cache, jit
+from omnireduce.kernels.cache import KEPT, UNFINISHED, UNFINISHED_S, KernelFiles
 
 PROGRAM = """
 import numpy as np
-from omnireduce.kernels.jit import {0}
+from omnireduce.kernels.jit import {0}, kernel_files
 
 @{0}
 def total(numbers):
@@ -26,47 +31,100 @@ def total(numbers):
     return found
 
 print(total(np.arange(5)), sum(total.stats.cache_hits.values()))
+print(kernel_files().trouble)
 """
-WAIT_S = 20.0
-COMPILE_S = 60.0
-BRIEFLY_S = 0.2
+COMPILE_S = 120.0
+NAME, CONTENT = "one.kernel", b"machine code"
+compiled = pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
+FOLDER = Path(jit.__file__).parent
 
 
-@pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
-def test_every_access_to_the_cache_is_locked() -> None:
-    cache = scatter.add_rows._cache  # type: ignore[attr-defined]
-    for access in (cache.save_overload, cache.load_overload):
-        assert access.__name__ == "access_locked"
+def run(folder: Path, program: str = "program.py", **options: object) -> list[str]:
+    """The lines that the program says, with a cache beside it."""
+    done = subprocess.run(
+        [sys.executable, program], cwd=folder, env=os.environ | {"OMNIREDUCE_CACHE": str(folder / "cache")},
+        capture_output=True, text=True, check=True, timeout=COMPILE_S, **options,  # type: ignore[call-overload]
+    )  # fmt: skip
+    return done.stdout.splitlines()
 
 
-@pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
-def test_an_edit_to_any_kernel_file_makes_all_compile_anew() -> None:
-    folder = Path(jit.__file__).parent
-    cache = scatter.add_rows._cache  # type: ignore[attr-defined]
-    stamp = {name: size for name, _, size in cache._cache_file._source_stamp}
-    assert stamp == {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*.py")}
-    assert "codecs/int8.py" in stamp
+@compiled
+@pytest.mark.parametrize("decorator", ["kernel", "entry"])
+def test_a_kernel_is_compiled_once(tmp_path: Path, decorator: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(decorator))
+    assert run(tmp_path) == ["10 0", ""]
+    assert run(tmp_path) == ["10 1", ""]
+    (tmp_path / "program.py").write_text(PROGRAM.format(decorator).replace("found = 0", "found = 1"))
+    assert run(tmp_path) == ["11 0", ""]
 
 
-@pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
-def test_an_entry_is_loaded_without_what_compilers_want(tmp_path: Path) -> None:
-    for decorator in ("kernel", "entry"):
-        folder = tmp_path / decorator
-        folder.mkdir()
-        (folder / "program.py").write_text(PROGRAM.format(decorator))
-        for hits in (0, 1):
-            done = subprocess.run(
-                [sys.executable, "program.py"], cwd=folder, env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
-                capture_output=True, text=True, check=True, timeout=COMPILE_S,
-            )  # fmt: skip
-            assert done.stdout.split() == ["10", str(hits)]
-    sizes = [next((tmp_path / each).rglob("*.nbc")).stat().st_size for each in ("entry", "kernel")]
+@compiled
+def test_an_entry_is_kept_without_what_compilers_want(tmp_path: Path) -> None:
+    sizes = []
+    for decorator in ("entry", "kernel"):
+        (tmp_path / decorator).mkdir()
+        (tmp_path / decorator / "program.py").write_text(PROGRAM.format(decorator))
+        run(tmp_path / decorator)
+        [file] = (tmp_path / decorator).rglob("*.kernel")
+        sizes.append(file.stat().st_size)
     assert sizes[0] < sizes[1]
+
+
+@compiled
+def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+    (tmp_path / "program.py").write_text(PROGRAM.format("kernel"))
+    (tmp_path / "home").mkdir()
+    environ = {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=os.environ | environ, preexec_fn=limit,
+        capture_output=True, text=True, check=True, timeout=COMPILE_S,
+    )  # fmt: skip
+    first, trouble = done.stdout.splitlines()
+    assert first == "10 0"
+    assert re.search("every start compiles them again .*File too large.*: set OMNIREDUCE_CACHE to a folder", trouble)
+    assert not [each for each in tmp_path.rglob("*") if each.name.endswith((".kernel", UNFINISHED))]
+
+
+@compiled
+def test_a_file_that_is_damaged_is_compiled_once_more(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format("kernel"))
+    run(tmp_path)
+    [file] = tmp_path.rglob("*.kernel")
+    whole = file.read_bytes()
+    for spoiled in (whole[: len(whole) // 2], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(spoiled)
+        first, trouble = run(tmp_path)
+        assert first == "10 0"
+        assert trouble == f"{file}: cut short or damaged, so this kernel was compiled once more"
+        assert run(tmp_path) == ["10 1", ""]
+
+
+def test_what_constants_and_kernels_come_from_makes_all_compile_anew() -> None:
+    """Modules of which a kernel may take a constant, and no others: an edit costs minutes of compiling."""
+    sources = {file: ast.parse(file.read_text()) for file in FOLDER.rglob("*.py") if file.name not in jit.NO_KERNELS}
+    taken = {
+        node.module.removeprefix("omnireduce.")
+        for tree in sources.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("omnireduce")
+    }
+    constants = {each for each in taken if not each.startswith("kernels")}
+    assert constants - {"errors", "loading", "files.cache", "version"} == set(jit.CONSTANTS)
+    for name in jit.NO_KERNELS:
+        functions = [
+            each for each in ast.walk(ast.parse((FOLDER / name).read_text())) if isinstance(each, ast.FunctionDef)
+        ]
+        marks = {each.id for function in functions for each in function.decorator_list if isinstance(each, ast.Name)}
+        assert not marks & {"kernel", "inlined", "entry", "reordering"}, name
 
 
 def test_no_kernel_calls_an_entry() -> None:
     """It would call an empty function, once both are loaded from their files."""
-    trees = [ast.parse(file.read_text()) for file in Path(jit.__file__).parent.glob("*.py")]
+    trees = [ast.parse(file.read_text()) for file in FOLDER.glob("*.py")]
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     marks = {node: {each.id for each in node.decorator_list if isinstance(each, ast.Name)} for node in functions}
     entries = {node.name for node, names in marks.items() if "entry" in names}
@@ -77,19 +135,124 @@ def test_no_kernel_calls_an_entry() -> None:
             assert not entries & {each.id for each in calls if isinstance(each, ast.Name)}, node.name
 
 
-def test_a_cache_is_written_by_one_process_at_a_time() -> None:
-    folder = os.open(Path(jit.__file__).parent, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_SH)  # a reader holds the writer up
-    ours, theirs = multiprocessing.Pipe()
-    writer = multiprocessing.get_context("fork").Process(
-        target=jit._locked(lambda: theirs.send("written"), fcntl.LOCK_EX)
-    )
-    writer.start()
+# where files are, and whose are believed
+
+
+def place(folder: Path) -> Path:
+    return folder / "kernels" / "tag"
+
+
+def test_the_first_folder_that_can_be_written_to_keeps_what_is_new(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    files = KernelFiles("tag", [tmp_path / "file", tmp_path / "own"])
+    assert files.load(NAME) is None
+    files.save(NAME, CONTENT)
+    assert (files.load(NAME), files.trouble, files.folder) == (CONTENT, "", place(tmp_path / "own"))
+    KernelFiles("tag", [tmp_path / "image"]).save("two.kernel", b"2")
+    both = KernelFiles("tag", [tmp_path / "image", tmp_path / "own"])
+    assert (both.load("two.kernel"), both.load(NAME)) == (b"2", CONTENT)
+    assert (both.has(NAME), both.has("three.kernel")) == (True, False)
+
+
+def test_nothing_can_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folders, why in (([tmp_path / "file"], "Not a directory"), ([], "this user has no home")):
+        files = KernelFiles("tag", folders)
+        files.save(NAME, CONTENT)
+        assert why in files.trouble
+        assert files.trouble.endswith("set OMNIREDUCE_CACHE to a folder that this user can write to")
+        assert files.folder is None
+
+
+def test_nobody_else_can_write_to_what_is_made(tmp_path: Path) -> None:
+    before = os.umask(0)
     try:
-        assert not ours.poll(BRIEFLY_S)
-        fcntl.flock(folder, fcntl.LOCK_UN)
-        assert ours.poll(WAIT_S)
+        KernelFiles("tag", [tmp_path / "a"]).save(NAME, CONTENT)
     finally:
-        os.close(folder)
-        writer.join(WAIT_S)
-    assert writer.exitcode == 0
+        os.umask(before)
+    for each in (tmp_path / "a", *(tmp_path / "a").rglob("*")):
+        assert not each.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), each
+    assert place(tmp_path / "a").stat().st_mode & 0o777 == 0o755  # as others need it who share what root has made
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_may_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
+    spoiled = place(tmp_path) if what == "folder" else place(tmp_path) / NAME
+    spoiled.chmod(0o777)
+    files = KernelFiles("tag", [tmp_path])
+    assert files.load(NAME) is None
+    if what == "folder":
+        files.save(NAME, CONTENT)
+        assert "other users may write to it, its mode is 777" in files.trouble
+    spoiled.chmod(0o755)
+    assert KernelFiles("tag", [tmp_path]).load(NAME) == CONTENT
+    monkeypatch.setattr(cache.os, "geteuid", lambda: spoiled.stat().st_uid + 4321)
+    monkeypatch.setattr(cache, "ROOT", 1234)
+    files = KernelFiles("tag", [tmp_path])
+    assert files.load(NAME) is None
+    files.save(NAME, CONTENT)
+    assert f"it belongs to another user, {spoiled.stat().st_uid}" in files.trouble
+    monkeypatch.setattr(cache, "ROOT", spoiled.stat().st_uid)  # root may have filled it when an image was built
+    assert KernelFiles("tag", [tmp_path]).load(NAME) == CONTENT
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    KernelFiles("tag", [tmp_path]).save("elsewhere", CONTENT)
+    (place(tmp_path) / NAME).symlink_to("elsewhere")
+    assert KernelFiles("tag", [tmp_path]).load(NAME) is None
+
+
+def test_folders_of_other_versions_and_unfinished_files_go(tmp_path: Path) -> None:
+    for age in range(KEPT + 3):
+        folder = tmp_path / "kernels" / f"old-{age}"
+        folder.mkdir(parents=True)
+        (folder / NAME).write_bytes(b"")
+        os.utime(folder, (1000 - age, 1000 - age))
+    files = KernelFiles("tag", [tmp_path])
+    files.save(NAME, CONTENT)
+    left = {each.name for each in (tmp_path / "kernels").iterdir()}
+    assert left == {"tag", *(f"old-{age}" for age in range(KEPT))}
+    for name, age_s in (("a", 0.0), ("b", UNFINISHED_S + 60)):
+        file = place(tmp_path) / f"{name}{UNFINISHED}"
+        file.write_bytes(b"")
+        os.utime(file, (file.stat().st_mtime - age_s,) * 2)
+    KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
+    assert [each.name for each in place(tmp_path).glob(f"*{UNFINISHED}")] == [f"a{UNFINISHED}"]
+
+
+def test_a_folder_that_is_used_counts_as_new(tmp_path: Path) -> None:
+    KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
+    os.utime(place(tmp_path), (1000, 1000))
+    KernelFiles("tag", [tmp_path]).load(NAME)
+    assert place(tmp_path).stat().st_mtime > 1000
+
+
+def test_the_folders_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = tmp_path / ".cache" / "omnireduce"
+    assert cache_folders({}) == [own]
+    assert cache_folders({"XDG_CACHE_HOME": "relative"}) == [own]  # so says its specification
+    assert cache_folders({"XDG_CACHE_HOME": "/x"}) == [Path("/x/omnireduce")]
+    assert cache_folders({"OMNIREDUCE_CACHE": "/a"}) == [Path("/a"), own]
+    assert cache_folders({"OMNIREDUCE_CACHE": "~/a"}) == [tmp_path / "a", own]
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert cache_folders({}) == []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "stat", lambda path: SimpleNamespace(st_uid=1000))
+    assert cache_folders({}) == []  # as sudo may leave it
+
+
+@compiled
+def test_numbas_own_variable_counts_too(tmp_path: Path) -> None:
+    program = "from omnireduce.kernels.jit import kernel_files; print(kernel_files().folder.parents[1])"
+    for environ, expected in (
+        ({"NUMBA_CACHE_DIR": str(tmp_path / "n")}, tmp_path / "n" / "omnireduce"),
+        ({"NUMBA_CACHE_DIR": str(tmp_path / "n"), "OMNIREDUCE_CACHE": str(tmp_path / "o")}, tmp_path / "o"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | environ, capture_output=True, text=True, check=True,
+            timeout=COMPILE_S,
+        )  # fmt: skip
+        assert done.stdout.strip() == str(expected)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +14,17 @@ import pytest
 from local_cluster import ROOT
 
 from omnireduce.kernels import claims
+from omnireduce.kernels.cache import KernelFiles
+from omnireduce.kernels.jit import kernel_files
 
 SHARE = """
 import sys
+import tempfile
 from functools import partial
-from types import SimpleNamespace
 from omnireduce.kernels.claims import in_turn
 
 def kernel(number): pass
-kernel._cache = SimpleNamespace(cache_path=sys.argv[1])
-for found in in_turn([partial(kernel, kind(1)) for kind in (int, float, str, bytes)]):
+for found in in_turn([partial(kernel, kind()) for kind in (int, float, str, bytes)]):
     print(type(found.args[0]).__name__, flush=True)
     sys.stdin.readline()
 """
@@ -31,8 +33,22 @@ WAIT_S = 60.0
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SHARE.replace("kind(1)", "kind()"), str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    environ = os.environ | {"OMNIREDUCE_CACHE": str(folder), "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", SHARE]
+    return subprocess.Popen(command, cwd=ROOT, env=environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
+    """What `start` gives to other processes, in this one."""
+    files = KernelFiles(kernel_files().tag, [tmp_path])
+    monkeypatch.setattr(claims, "kernel_files", lambda: files)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return files
+
+
+def kernel(number: object) -> None:
+    """Nothing is compiled."""
 
 
 def called(process: subprocess.Popen[str]) -> str:
@@ -65,40 +81,55 @@ def test_two_processes_do_not_compile_the_same_kernel(tmp_path: Path) -> None:
         assert second.wait(WAIT_S) == 0
 
 
-def test_a_kernel_that_a_stopped_process_holds_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_that_are_stopped_are_waited_for_once(
+    here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "PATIENCE_S", 0.1)
-    with start(tmp_path) as other:
-        assert called(other) == "int"
-
-        def kernel(number: object) -> None:
-            """Nothing is compiled."""
-
-        kernel._cache = type("Cache", (), {"cache_path": str(tmp_path)})  # type: ignore[attr-defined]
-        ours = [partial(kernel, number) for number in (0, 0.0, "")]
-        assert [type(found.args[0]).__name__ for found in claims.in_turn(ours)] == ["float", "str", "int"]
-        other.kill()
-
-
-def test_where_there_can_be_no_claims_every_process_does_all(tmp_path: Path) -> None:
-    def kernel() -> None:
-        """Nothing is compiled."""
-
-    assert len(list(claims.in_turn([partial(kernel)] * 3))) == 3
-    kernel._cache = type("Cache", (), {"cache_path": str(tmp_path / "none")})  # type: ignore[attr-defined]
-    assert len(list(claims.in_turn([partial(kernel)] * 3))) == 3
+    now = [0.0]
+    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(claims.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(claims, "LOOK_S", 0.5)
+    now[0] = 100.0
+    with start(tmp_path) as one, start(tmp_path) as another:
+        held = {called(one), called(another)}
+        ours = [partial(kernel, kind()) for kind in (int, float, str)]
+        claimed = monkeypatch.setattr(claims.time, "monotonic", lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
+        assert claimed is None
+        found = [type(each.args[0]).__name__ for each in claims.in_turn(ours)]
+        assert sorted(found) == ["float", "int", "str"]
+        assert set(found[:1]).isdisjoint(held)
+        assert now[0] < 100.0 + 2 * claims.PATIENCE_S + 10
+        one.kill()
+        another.kill()
 
 
-def test_a_claim_ends_with_the_next_kernel(tmp_path: Path) -> None:
-    def kernel(number: int) -> None:
-        """Nothing is compiled."""
+def test_where_there_can_be_no_claims_every_process_does_all(
+    here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert len(list(claims.in_turn([partial(kernel, 1)] * 3))) == 3
+    nowhere = KernelFiles("tag", [])
+    monkeypatch.setattr(claims, "kernel_files", lambda: nowhere)
+    for _ in range(2):
+        assert len(list(claims.in_turn([partial(kernel, 1)] * 3))) == 3
 
-    kernel._cache = type("Cache", (), {"cache_path": str(tmp_path)})  # type: ignore[attr-defined]
+
+def test_a_file_of_claims_that_others_can_open_does_not_count(here: KernelFiles, tmp_path: Path) -> None:
+    """They could hold each of them."""
+    file = tmp_path / f"omnireduce-kernels-{os.geteuid()}"
+    assert claims._opened(here) != claims.NOWHERE
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)
+    assert claims._opened(here) == claims.NOWHERE
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    assert claims._opened(here) == claims.NOWHERE
+
+
+def test_a_claim_ends_with_the_next_kernel(here: KernelFiles, tmp_path: Path) -> None:
     list(claims.in_turn([partial(kernel, 1)]))
     child = os.fork()
     if not child:
-        with open(tmp_path / claims.FILE, "r+") as file:
+        with open(tmp_path / f"omnireduce-kernels-{os.geteuid()}", "r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -117,22 +148,16 @@ def test_what_has_been_compiled_as_a_whole_is_not_claimed(tmp_path: Path) -> Non
         another.kill()
 
 
-def test_what_is_built_into_others_is_compiled_but_not_loaded(tmp_path: Path) -> None:
-    def kernel(number: int) -> None:
-        """Nothing is compiled."""
-
-    kernel._cache = type("Cache", (), {"cache_path": str(tmp_path)})  # type: ignore[attr-defined]
+def test_what_is_built_into_others_is_compiled_but_not_loaded(here: KernelFiles) -> None:
     kernels = [claims.BuiltIn(kernel, 1), partial(kernel, 2)]
+    assert not claims.are_kept(kernels)
     assert list(claims.in_turn(kernels)) == kernels
+    assert claims.are_kept(kernels)
     assert list(claims.in_turn(kernels)) == kernels[1:]
+    assert not claims.are_kept(kernels[1:])  # another list
 
 
-def test_the_marks_of_many_edits_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(number: object) -> None:
-        """Nothing is compiled."""
-
-    kernel._cache = type("Cache", (), {"cache_path": str(tmp_path)})  # type: ignore[attr-defined]
-    for edit in range(1000):
-        monkeypatch.setattr(claims, "source_stamp", lambda edit=edit: edit)
-        assert len(list(claims.in_turn([partial(kernel, 1)]))) == 1
-    assert (tmp_path / claims.FILE).stat().st_size <= claims.MOST_MARKS
+def test_a_list_of_which_something_is_not_kept_is_not_complete(here: KernelFiles) -> None:
+    here.note("the disk is full")
+    assert len(list(claims.in_turn([partial(kernel, 1)]))) == 1
+    assert not claims.are_kept([partial(kernel, 1)])

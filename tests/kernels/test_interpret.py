@@ -7,13 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_oracle import Oracle
+from program_oracle import FLUSHES_HERE, SMALLEST, Oracle
 
-from omnireduce.block_program import FIRST_COLUMN, BlockProgram, Operation, packed
+from omnireduce.block_program import (
+    FIRST_COLUMN,
+    PROGRAM_ELEMENTS,
+    STEP_WORK,
+    BlockProgram,
+    Operation,
+    packed,
+)
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
-from omnireduce.errors import ProtocolError
+from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.reduce import reduce_blocks
 from omnireduce.layout import Stripes
 from omnireduce.protocol.shard_states import ShardStates
 
@@ -82,6 +90,73 @@ def test_programs_do_what_their_instructions_say(each: list[BlockProgram], seed:
         run(states, program, blocks, out)
         oracle.run(program, blocks.sum(axis=0, dtype=np.float32).reshape(-1)[:ELEMENTS], expected)
         np.testing.assert_array_equal(out, expected)
+
+
+def tiny_blocks(seed: int) -> Array:
+    """Numbers about the smallest normal one, and denormal ones, of one rank: every sum is exact."""
+    rng = np.random.default_rng(seed)
+    found = np.ldexp(rng.integers(-(1 << 24), 1 << 24, (BLOCKS, BLOCK)), rng.integers(-152, -146, (BLOCKS, BLOCK)))
+    others = np.zeros((RANKS - 1, BLOCKS, BLOCK))
+    return np.concatenate([found[None], others]).astype(np.float32)
+
+
+def bits_of(numbers: Array) -> Array:
+    """Zeros with their signs; all that is no number alike."""
+    return np.where(np.isnan(numbers), np.float32(np.nan), numbers).view(np.int32)
+
+
+@settings(max_examples=300, deadline=None)
+@given(program=programs(), seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.5, 0.75, 1.0, 1e-39, 1e20]))
+def test_denormal_numbers_are_zero(program: BlockProgram, seed: int, scale: float) -> None:
+    """Bit for bit, and nothing smaller than a normal number comes out or is kept."""
+    program = msgspec.structs.replace(program, every_block=True, scalars=packed(scale, 1e-30, -0.5, 2.0))
+    states, oracle = ShardStates(1 << 20), Oracle(ELEMENTS, BLOCK, COLUMNS, CELLS)
+    out, expected = np.zeros((2, ELEMENTS), np.float32)
+    for step in range(2):
+        blocks = tiny_blocks(seed + step)
+        run(states, program, blocks, out)
+        oracle.run(program, blocks[0].reshape(-1)[:ELEMENTS], expected)
+        np.testing.assert_array_equal(bits_of(out), bits_of(expected))
+        assert not FLUSHES_HERE or not np.any((out != 0) & (np.abs(out) < SMALLEST))
+
+
+@pytest.mark.skipif(not FLUSHES_HERE, reason="nothing is compiled, or not for a processor that can")
+def test_moments_that_decay_end_at_zero() -> None:
+    """As of a row that no gradient touches any more. Rounded to denormal numbers, they would stay there for ever."""
+    moments = bytes([Operation.MOMENTS, FIRST_COLUMN, 0, 0])
+    shown = bytes([Operation.COPY, 0, FIRST_COLUMN, 0, Operation.ADD, 0, FIRST_COLUMN + 1, 0])
+    program = BlockProgram(0, 2, 0, moments + shown, packed(0.9, 0.1, 0.99, 0.01), every_block=True)
+    states, out = ShardStates(1 << 20), np.zeros(ELEMENTS, np.float32)
+    run(states, program, some_blocks(3), out)
+    assert out.any()
+    nothing = np.zeros((RANKS, BLOCKS, BLOCK), np.float32)
+    for _ in range(9000):
+        run(states, program, nothing, out)
+    assert not out.any()
+
+
+def test_a_program_is_no_more_than_one_step_of_a_shard_may_be() -> None:
+    """A block is worked on in one step, so the longer a program takes, the smaller blocks must be."""
+    tanh, scale = (bytes([each, 0, 0, 0] * 64) for each in (Operation.TANH, Operation.SCALE))
+    for code, size in ((scale, PROGRAM_ELEMENTS), (tanh, STEP_WORK // (64 * 90))):
+        program = BlockProgram(0, 0, 0, code, packed(1.0))
+        assert program.most_elements == size
+        Descriptor("allreduce", "", "float32", (1 << 20,), block_size=size, program=program)
+        with pytest.raises(UsageError, match=f"blocks of {size + 8} elements: expected at most {size} with this"):
+            Descriptor("allreduce", "", "float32", (1 << 20,), block_size=size + 8, program=program)
+
+
+def test_only_programs_take_denormal_numbers_for_zero() -> None:
+    """The processor's mode is what it was before, and sums are exact."""
+    program = BlockProgram(0, 1, 0, bytes([Operation.SCALE, 0, 0, 0]), packed(1.0))
+    out, blocks = np.zeros(ELEMENTS, np.float32), np.full((RANKS, BLOCKS, BLOCK), SMALLEST / 4, np.float32)
+    run(ShardStates(1 << 20), program, blocks[:, :, :], out)
+    assert not FLUSHES_HERE or not out.any()
+    half = np.full(3, SMALLEST / 2, np.float32)
+    assert np.all(half * np.float32(0.5) == SMALLEST / 4)
+    reduced = np.zeros((1, BLOCK), np.float32)
+    reduce_blocks(0, blocks.reshape(-1), np.arange(2).reshape(1, 2) * BLOCK, reduced, 1)
+    assert np.all(reduced == SMALLEST / 2)
 
 
 @pytest.mark.parametrize("every", [False, True])

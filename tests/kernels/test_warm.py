@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
+from local_cluster import ROOT, WAIT_S, configured
 from numba.core import event
 
+from omnireduce.config import Config
 from omnireduce.kernels import warm
+from omnireduce.kernels.cache import KernelFiles
+from omnireduce.logs import BoundLog
+from omnireduce.runtime.member import compiling
 
 PROGRAM = """
 import numpy as np
@@ -90,23 +98,107 @@ print([claims._mark_of(list(kernels())) for kernels in (warm._of_worker, warm._o
     assert len(said) == 1
 
 
-def test_what_takes_long_is_said_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not of kernels that are only loaded, on a machine that is busy."""
-    now, said = [0.0], []
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_simulated_clusters_compile_nothing_once_all_is_warm() -> None:
+    """A kernel that compiles in a turn of a shard stops all of its jobs, longer than its watchdog waits."""
+    program = (
+        "import importlib, pkgutil\n"
+        "import omnireduce.kernels\n"
+        "from omnireduce.kernels.warm import warm_up_all\n"
+        "from tests.simulator import draw\n"
+        "from tests.simulator.campaign import Task, run_task\n"
+        "names = [each.name for each in pkgutil.walk_packages(omnireduce.kernels.__path__, 'omnireduce.kernels.')]\n"
+        "modules = [importlib.import_module(name) for name in names]\n"
+        "def compiled():\n"
+        "    kernels = [each for module in modules for each in vars(module).values() if hasattr(each, 'signatures')]\n"
+        "    return {f'{each.__name__}{types}' for each in kernels for types in each.signatures}\n"
+        "warm_up_all()\n"
+        "before = compiled()\n"
+        "for first in (0, draw.FIRST_OF_HOSTS, draw.FIRST_OF_PROGRAMS, draw.FIRST_OF_RELAYS, draw.FIRST_OF_SEVERAL):\n"
+        "    for seed in range(first, first + 4):\n"
+        "        assert not run_task(Task(seed)).found\n"
+        "print(*sorted(compiled() - before), sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
-    def load(seconds: float) -> None:
-        now[0] += seconds
 
-    def compile_(seconds: float) -> None:
+class AtEachCheck:
+    """A Ticker whose time passes when a kernel is ready."""
+
+    def __init__(self, tell: Callable[[], None], every_s: float) -> None:
+        self.check = tell
+
+    def __enter__(self) -> AtEachCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing runs."""
+
+
+def load() -> None:
+    """Nothing is compiled."""
+
+
+def compile_() -> None:
+    with event.trigger_event("numba:compile"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("are_kept", "kernels", "expected"),
+    [
+        (True, [load, load, load], []),  # however long that takes on a busy machine
+        (True, [load, compile_, load], [(3, 4), (4, 4)]),
+        (False, [load, load, load], [(1, 4), (2, 4), (3, 4), (4, 4)]),  # another process compiles
+    ],
+)
+def test_compiling_is_said_and_loading_is_not(
+    monkeypatch: pytest.MonkeyPatch, are_kept: bool, kernels: list[Callable[[], None]], expected: list[tuple[int, int]]
+) -> None:
+    said = list[tuple[int, int]]()
+    monkeypatch.setattr(warm, "Ticker", AtEachCheck)
+    monkeypatch.setattr(warm, "are_kept", lambda kernels: are_kept)
+    monkeypatch.setattr(warm, "in_turn", iter)
+    warm.make_ready([[partial(load)], list(map(partial, kernels))], lambda *progress: said.append(progress))
+    assert said == expected
+
+
+def test_it_is_said_while_one_kernel_compiles_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, was_said = list[tuple[int, int]](), threading.Event()
+
+    def progress(ready: int, total: int) -> None:
+        said.append((ready, total))
+        was_said.set()
+
+    def compile_for_long() -> None:
         with event.trigger_event("numba:compile"):
-            load(seconds)
+            was_said.clear()
+            assert was_said.wait(WAIT_S)
 
-    monkeypatch.setattr(warm.time, "monotonic", lambda: now[0])
-    for short in ([partial(load, 0.4)] * 20, [partial(compile_, 0.01)] * 20):
-        warm.make_ready(short, lambda *progress: said.append(progress))
-    assert said == []
-    warm.make_ready([partial(load, 0.4), *[partial(compile_, 0.4)] * 6], lambda *progress: said.append(progress))
-    assert said == [(3, 7), (6, 7)]
+    monkeypatch.setattr(warm, "MOMENT_S", 0.001)
+    monkeypatch.setattr(warm, "in_turn", iter)
+    warm.make_ready([[partial(load), partial(compile_for_long)]], progress)
+    assert (1, 2) in said
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By the first rank of a host."""
+    files = KernelFiles("tag", [])
+    monkeypatch.setattr(warm, "kernel_files", lambda: files)
+    monkeypatch.setattr(compiling, "warm_up_worker", lambda progress, in_memory: files.save("one", b""))
+    log = BoundLog(logging.getLogger("omnireduce"))
+    for is_first, count in ((False, 0), (True, 1)):
+        compiling.make_kernels_ready(Config(), lambda ready, total: None, log, is_first=is_first)
+        assert (
+            caplog.text.count("every start compiles them again (this user has no home): set OMNIREDUCE_CACHE") == count
+        )
+    files.trouble = ""
+    compiling.make_kernels_ready(
+        configured([], "transport.host_exchange=off"), lambda ready, total: None, log, is_first=False
+    )
+    assert warm.take_trouble() == ""
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")

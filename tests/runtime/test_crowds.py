@@ -46,9 +46,11 @@ class Crowd:
 
     def __init__(self, budget: Budget = BUDGET, doors: Sequence[Door] = ()) -> None:
         self.now, self.step = 100.0, 0.0  # how much later each reading of the clock is than the last
+        self.processor_s = 0.0  # that the shard has used
         self.server = ShardServer(
-            "a:1", doors, LIMITS, finish_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock
-        )
+            "a:1", doors, LIMITS, finish_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock,
+            processor_s=lambda: self.processor_s,
+        )  # fmt: skip
         self.peers: list[socket.socket] = []
 
     def clock(self) -> float:

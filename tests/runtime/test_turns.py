@@ -18,10 +18,12 @@ from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.combine import BLOCK_WORK, HALF_WORK
 from omnireduce.protocol.reduction import Budget
+from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door
 from omnireduce.runtime.shard.questions import MOST, SHARE
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.turns import LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK
+from omnireduce.runtime.shard.turns import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.status import Status
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
@@ -137,6 +139,42 @@ def test_16_bit_floats_count_as_long_as_they_take() -> None:
             rank.submit(values, block)
             assert least <= turns_of(crowd, [rank])[rank] <= least + 2
             assert (rank.down[1, 64:].view(dtype)[: values.size] == values).all()
+
+
+def test_a_job_whose_work_takes_longer_than_it_counts_has_shorter_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with numbers on which the processor is slow. Afterwards its turns are what they were."""
+    block, blocks, took = 1024, 2000, list[float]()
+    with closing(Crowd(Budget(work=4 << 20))) as crowd:
+        serve, slow = crowd.server._serve_job, [1e-7]
+
+        def serve_slowly(job: Job, ready: dict[Connection, int], share: Share) -> int:
+            work = serve(job, ready, share)
+            took.append(work * slow[0])
+            crowd.processor_s += took[-1]
+            return work
+
+        monkeypatch.setattr(crowd.server, "_serve_job", serve_slowly)
+        values = np.arange(1, 1 + block * blocks, dtype=np.float32)
+        rank = SoleRank(crowd, "slow", 16 << 20)
+        rank.submit(values, block)
+        turns_of(crowd, [rank])
+        assert took[0] > 10 * ALONE_S
+        a_block = block * 4 + BLOCK_WORK
+        late = took[1:-1]  # the last one seals the result, in one step
+        assert len(late) > 10
+        assert max(late) <= ALONE_S * RECOVERY + 2 * (a_block + POLL_WORK) * slow[0]
+        [job] = crowd.server._jobs.values()
+        assert job.most_work < 1 << 20
+        slow[0] = 0.0
+        rank = SoleRank(crowd, "other", 16 << 20)
+        rank.submit(values, block)
+        turns_of(crowd, [rank])
+        [_, other] = crowd.server._jobs.values()
+        assert other.most_work == 4 << 20
+        for _ in range(30):
+            crowd.server._turns.due(job)
+            crowd.turn()
+        assert job.most_work >= 4 << 20
 
 
 def test_a_turn_that_did_all_is_followed_by_no_other() -> None:

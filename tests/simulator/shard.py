@@ -85,7 +85,7 @@ class Shard(Process):
         self.selector = SimSelector(self._random.shuffle)
         self.server = ShardServer(
             self.address, [], self.limits, finish_s=5.0, budget=self._budget, access=self._access, clock=self.now,
-            selector=self.selector, upstream=self._upstream(self),
+            processor_s=self.now, selector=self.selector, upstream=self._upstream(self),
         )  # fmt: skip
         self._merged: dict[int, int] = {}  # by generation, blocks of results after the last turn
         self.log("up")

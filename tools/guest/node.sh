@@ -70,6 +70,10 @@ while read -r tag path; do
     mkdir -p "$path"
     must mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=mmap "$tag" "$path"
 done <$control/shares
+if [[ $(stat -c %u "$NUMBA_CACHE_DIR") != 0 ]]; then # kernels that another user has compiled are not run
+    cp -r "$NUMBA_CACHE_DIR" /run/kernels
+    must mount --bind /run/kernels "$NUMBA_CACHE_DIR"
+fi
 
 must ip link set lo up
 if [[ $GUEST_NODES == 1 ]]; then

@@ -91,7 +91,7 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
     """Measure all schedules of PROGRAM on ranks of this host, in turns, and name the fastest for each size: sgd, adam,
     lamb, model-parallel or pipeline-parallel.
 
-    What is found is kept in $XDG_CACHE_HOME/omnireduce/programs, by default in ~/.cache.
+    What is found is kept in the folder `programs` of $OMNIREDUCE_CACHE or ~/.cache/omnireduce.
 
     Example: omnireduce coconet tune adam -np 2 --sizes 10_000,1_000_000
     """

@@ -15,7 +15,8 @@ from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.draws import uniform
 from omnireduce.kernels.codecs.int8 import FIRST, LARGEST, NOT_A_NUMBER, SECOND, Int8, exponent_for, largest_finite
 from omnireduce.kernels.floats import INFINITE, MAGNITUDE
-from omnireduce.kernels.jit import inlined, kernel, row_of
+from omnireduce.kernels.instructions import row_of
+from omnireduce.kernels.jit import inlined, kernel
 
 
 @inlined

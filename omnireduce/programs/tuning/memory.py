@@ -1,6 +1,6 @@
 """What was found out before, in a file for each question: which program, ranks, hosts, sizes and version.
 
-It lies in `$XDG_CACHE_HOME/omnireduce/programs`, by default in `~/.cache`. A file that cannot be read, or does not
+It lies in the folder `programs` of this user's cache: `omnireduce.files.cache`. A file that cannot be read, or does not
 answer this question, counts as none, with a warning. One that cannot be written costs a warning, and nothing else.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from omnireduce.errors import UsageError
+from omnireduce.files.cache import CACHE_VARIABLE, cache_folders
 from omnireduce.files.output import make_folder, write_json
 from omnireduce.logs import tagged
 
@@ -38,38 +38,26 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ms: list[list[float | None]]
 
 
-def folder() -> Path:
-    """Where answers are kept. Raises UsageError where this user has no home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError:
-        raise UsageError("this user has no home folder: set XDG_CACHE_HOME") from None
-    return cache / "omnireduce" / "programs"
-
-
-def path_of(question: Question) -> Path:
+def path_of(question: Question, folder: Path) -> Path:
     """The file of a question."""
-    return folder() / f"{hashlib.sha256(msgspec.json.encode(question)).hexdigest()[:32]}.json"
+    return folder / "programs" / f"{hashlib.sha256(msgspec.json.encode(question)).hexdigest()[:32]}.json"
 
 
 def recalled(question: Question) -> list[list[float | None]] | None:
     """The answer, if it is known."""
-    try:
-        path = path_of(question)
-    except UsageError:
-        return None  # `remember` says why
-    try:
-        answer = msgspec.json.decode(path.read_bytes(), type=Answer)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        _warn(f"{path}: not used: {error}")
-        return None
-    if answer.question != question or not _fits(answer.ms, question):
+    for folder in cache_folders():
+        path = path_of(question, folder)
+        try:
+            answer = msgspec.json.decode(path.read_bytes(), type=Answer)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.DecodeError) as error:
+            _warn(f"{path}: not used: {error}")
+            continue
+        if answer.question == question and _fits(answer.ms, question):
+            return answer.ms
         _warn(f"{path}: not used: it answers another question")
-        return None
-    return answer.ms
+    return None
 
 
 def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
@@ -80,11 +68,17 @@ def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
 
 def remember(question: Question, ms: list[list[float | None]]) -> None:
     """Keep an answer."""
-    try:
-        make_folder(folder())
-        write_json(msgspec.json.encode(Answer(question, ms)), path_of(question))
-    except UsageError as error:
-        _warn(f"what was measured is not kept: {error}")
+    why = [f"this user has no home folder: set {CACHE_VARIABLE}"]
+    for folder in cache_folders():
+        path = path_of(question, folder)
+        try:
+            make_folder(path.parent)
+            write_json(msgspec.json.encode(Answer(question, ms)), path)
+        except UsageError as error:
+            why.append(str(error))
+        else:
+            return
+    _warn(f"what was measured is not kept: {why[-1]}")
 
 
 def _warn(message: str) -> None:

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
-from omnireduce.kernels.warm import COMPILING, warm_up_worker
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
+from omnireduce.runtime.member.compiling import make_kernels_ready, progress_of
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.fused import FusedCollectives
@@ -133,9 +133,10 @@ class Communicator(FusedCollectives):
             self._embedded = embed(config, place, name, is_named=is_named)
         self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
         try:
-            warm_up_worker(self._say_progress, in_memory=config.transport.host_exchange != "off")
+            progress = progress_of(rank, self._log)
+            make_kernels_ready(config, progress, self._log, is_first=0 in (rank, self.local_rank))
             if self._embedded is not None:
-                self.config = self._embedded.meet(self._say_progress)
+                self.config = self._embedded.meet(progress)
                 self._own_secret = self._embedded.secret
             self._hello = self._make_hello()
             self._form(self._hello, None if _parent is None else _parent._engine)
@@ -149,11 +150,6 @@ class Communicator(FusedCollectives):
         if config.elastic.enabled:
             hello = replace(hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
         return hello
-
-    def _say_progress(self, ready: int, total: int) -> None:
-        """Say so as a warning: a program that sets up no logs shows nothing less severe."""
-        if self.rank == 0:
-            self._log.warning(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.

@@ -124,6 +124,7 @@ class Job:
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
+        self.most_work = budget.work  # of its next turn: see `Turns`
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
         relays = Counter(hello.relays[0] for hello in hellos if hello.relays)

@@ -50,7 +50,8 @@ class ShardServer:
     `name`: its address in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may join,
     and may be replaced; `verbs` allows RDMA, `traces` records every job. With an `upstream` this shard is a relay. The
     log says whom a collective waits for after `straggler_s`. `budget`: of one job in a turn. Jobs may use
-    `codecs`. It is one of so many `shards` (0: unknown). A simulation brings `clock`, `selector` and links.
+    `codecs`. It is one of so many `shards` (0: unknown). A simulation brings `clock`, `processor_s`, `selector` and
+    links.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ShardServer:
         codecs: Codecs = BUILT_IN,
         shards: int = 0,
         clock: Clock = time.monotonic,
+        processor_s: Clock = time.thread_time,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.name = name
@@ -96,7 +98,7 @@ class ShardServer:
                 answer=self._answer, secret_of=lambda team: self.access.secret_of(team),
             )  # fmt: skip
         self._connections = Connections(self._selector, clock, hello_timeout_s)
-        self._questions, self._turns = Questions(clock), Turns(clock, budget)
+        self._questions, self._turns = Questions(clock), Turns(clock, processor_s, budget)
         self._aside = Aside(self._selector, self._connections, self._turns)
         self._departures = Departures(self._connections, self._questions, self._membership, clock)
         self._jobs: dict[int, Job] = {}

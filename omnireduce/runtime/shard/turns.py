@@ -21,6 +21,10 @@ OTHERS_S = 0.002  # seconds after which a turn serves no further one of these
 LATELY_S = 0.05  # jobs that had something to do within this time share the shard
 BESIDE_OTHERS = 8  # a turn beside other jobs does one part in so many of the work
 LEAST_WORK = 1 << 20  # of one turn: with less, the cost of a turn itself would show
+TURN_S = 0.002  # processor seconds that a job may take in one turn beside others; a job that is alone: ALONE_S
+ALONE_S = 0.02
+LEAST_SLOW_WORK = 1 << 16  # of a turn of a job whose work takes longer than it counts
+RECOVERY = 1.25  # by how much such a job may do more in each turn that was no longer
 LEAST_OUTPUT = 1 << 16  # bytes to one rank in one turn
 
 _age = attrgetter("number")
@@ -39,11 +43,14 @@ ServeJob = Callable[[Job, dict[Connection, int], Share], int]
 class Turns:
     """Two lines: of jobs, each with its connections that are ready, and of connections that are in no job.
 
-    A mask says for what a connection is ready, as with a selector.
+    A mask says for what a connection is ready, as with a selector. `processor_s`: a clock that stands still while other
+    processes have the processor. Work is counted as it usually takes. Numbers may be such that it takes far longer:
+    then the next turns of that job are shorter.
     """
 
-    def __init__(self, clock: Clock, budget: Budget) -> None:
-        self._clock, self._budget, self._alone = clock, budget, Share(budget.work, EVERYTHING)
+    def __init__(self, clock: Clock, processor_s: Clock, budget: Budget) -> None:
+        self._clock, self._processor_s = clock, processor_s
+        self._budget, self._alone = budget, Share(budget.work, EVERYTHING)
         self._jobs: dict[Job, dict[Connection, int]] = {}
         self._others: dict[Connection, int] = {}
         self._last, self._last_at = 0, clock() - LATELY_S  # the generation of the job that was served last, and when
@@ -76,9 +83,20 @@ class Turns:
         for _ in range(jobs):
             if work < JOBS_WORK:
                 job = next(iter(self._jobs))
-                work += serve_job(job, self._jobs.pop(job), self._share(job, jobs, now))
+                work += self._serve_job(serve_job, job, self._share(job, jobs, now))
         if self._others:
             self._serve_others(serve_other)
+
+    def _serve_job(self, serve_job: ServeJob, job: Job, share: Share) -> int:
+        """Let a job have its turn, and find out what it may do in the next one."""
+        begun = self._processor_s()
+        work = serve_job(job, self._jobs.pop(job), share._replace(work=min(share.work, job.most_work)))
+        took_s, limit_s = self._processor_s() - begun, ALONE_S if share is self._alone else TURN_S
+        if took_s > limit_s:
+            job.most_work = max(LEAST_SLOW_WORK, int(work * limit_s / took_s))
+        elif job.most_work < self._budget.work:
+            job.most_work = int(job.most_work * RECOVERY)
+        return work
 
     def _serve_others(self, serve_other: Callable[[Connection, int], int]) -> None:
         work, until = 0, self._clock() + OTHERS_S

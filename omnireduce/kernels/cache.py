@@ -1,0 +1,175 @@
+"""Compiled kernels on disk: where they are, whose files are believed, how they are read and written.
+
+    FOLDER/kernels/VERSION-DIGEST/NAME-DIGEST.kernel
+
+A file is one kernel for one combination of types. Its name follows from all that its code depends on: the source of the
+kernels, the versions of Python and of the compiler, the processor, the types. So a file never changes. A process writes
+it under another name and renames it. Nothing is locked, and several processes, users and hosts may share a folder.
+
+Machine code is run. So a file counts only if nobody could have written it but this user or root: both it and its folder
+belong to one of them, and others may not write to it. The digest of the contents stands in the file: what a full disk
+has cut short does not count.
+
+Whatever is wrong here costs time, and nothing else: a kernel that cannot be read is compiled, and one that cannot be
+kept is used. `trouble` says what was wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from omnireduce.files.cache import CACHE_VARIABLE
+
+KEPT = 8  # folders of other versions and processors: each takes some 20 MB
+UNFINISHED = ".unfinished"
+UNFINISHED_S = 3600.0  # after that nobody writes it any more
+DIGEST_BYTES = hashlib.sha256().digest_size
+ROOT = 0
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class KernelFiles:
+    """The kernels of one source, compiler and processor, which `tag` stands for, in the first of `folders` that has
+    them."""
+
+    def __init__(self, tag: str, folders: Sequence[Path]) -> None:
+        self.tag = tag
+        self._places = [folder / "kernels" / tag for folder in folders]
+        self._used, self._swept = False, False
+        self.trouble = ""  # the first one; empty: there was none
+        self.kept_in: Path | None = None  # where the last one was read or written
+
+    def load(self, name: str) -> bytes | None:
+        """The contents of the file `name`; None where there is none that can be used."""
+        for place in self._places:
+            try:
+                with _opened(place) as folder:
+                    content = _read(folder, name)
+                    self._use(folder)
+            except OSError:  # where nothing else can be kept either, `save` says why
+                continue
+            if content is not None:
+                self.kept_in = place
+                return content
+            self.note(f"{place / name}: cut short or damaged, so this kernel was compiled once more")
+        return None
+
+    def save(self, name: str, content: bytes) -> None:
+        """Keep `content` as the file `name`."""
+        why = []
+        for place in self._places:
+            try:
+                _make(place)
+                with _opened(place) as folder:
+                    _write(folder, name, content)
+            except OSError as error:
+                why.append(f"{place}: {error.strerror}")
+            else:
+                self.kept_in = place
+                self._sweep(place)
+                return
+        because = "; ".join(why) or "this user has no home"
+        self.trouble = (
+            f"compiled kernels are not kept, so every start compiles them again ({because}): "
+            f"set {CACHE_VARIABLE} to a folder that this user can write to"
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether some folder has the file `name`."""
+        return any(os.path.exists(place / name) for place in self._places)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where new kernels would be kept; None where they cannot be. Makes the folder."""
+        for place in self._places:
+            with suppress(OSError):
+                _make(place)
+                with _opened(place) as folder:
+                    if os.access(".", os.W_OK, dir_fd=folder):
+                        return place
+        return None
+
+    def note(self, trouble: str) -> None:
+        """Remember what is wrong, if nothing was before."""
+        self.trouble = self.trouble or trouble
+
+    def take_trouble(self) -> str:
+        """`trouble`, which is then forgotten."""
+        trouble, self.trouble = self.trouble, ""
+        return trouble
+
+    def _use(self, folder: int) -> None:
+        """Once in a process: note when the folder was used last. It may be read-only."""
+        if not self._used:
+            self._used = True
+            with suppress(OSError):
+                os.utime(folder)
+
+    def _sweep(self, place: Path) -> None:
+        """Once in a process: remove files that nobody has finished, and the folders that were used least lately."""
+        if self._swept:
+            return
+        self._swept = True
+        with suppress(OSError):
+            for file in place.glob(f"*{UNFINISHED}"):
+                if time.time() - file.stat().st_mtime > UNFINISHED_S:
+                    file.unlink()
+            others = [each for each in place.parent.iterdir() if each != place]
+            for each in sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)[KEPT:]:
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def _make(place: Path) -> None:
+    """Make the folder, so that others cannot write to it, whatever the umask is."""
+    for each in reversed([each for each in (place, *place.parents) if not each.exists()]):
+        each.mkdir(mode=0o755, exist_ok=True)
+
+
+@contextmanager
+def _opened(place: Path) -> Iterator[int]:
+    """The folder's descriptor. Raises OSError where it cannot be opened, or others may write to it."""
+    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check(os.fstat(folder))
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check(status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), ROOT):
+        raise PermissionError(0, f"it belongs to another user, {status.st_uid}")
+    if status.st_mode & OTHERS_WRITE:
+        raise PermissionError(0, f"other users may write to it, its mode is {stat.S_IMODE(status.st_mode):o}")
+
+
+def _read(folder: int, name: str) -> bytes | None:
+    """The contents of a file; None if they are not whole."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    with open(file, "rb") as stream:
+        _check(os.fstat(file))
+        data = stream.read()
+    digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+def _write(folder: int, name: str, content: bytes) -> None:
+    unfinished = f"{name}.{secrets.token_hex(8)}{UNFINISHED}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    file = os.open(unfinished, flags, 0o644, dir_fd=folder)
+    try:
+        with open(file, "wb") as stream:
+            stream.write(hashlib.sha256(content).digest() + content)
+        os.replace(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished, dir_fd=folder)
+        raise
