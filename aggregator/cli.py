@@ -12,16 +12,20 @@ from omnireduce.config import Config, load_config, override_config
 from omnireduce.logs import start_logs
 
 
-@click.command(cls=Command, name="aggregator", short_help="Run aggregator shards, the daemon.")
+@click.command(
+    cls=Command,
+    name="aggregator",
+    short_help="Run aggregator shards, the daemon.",
+    help="""
+    Run aggregator shards until SIGTERM or Ctrl-C; running collectives may then finish.
+
+    Prints `ready` and the addresses on standard output as soon as workers can join; logs go to standard error.
+    """,
+)
 @config_options
 @click.option("--listen", metavar="HOST:PORT", help="Address of shard 0; shard i listens on PORT + i.")
 @click.option("--shards", type=int, help="How many shards, each a process.")
 def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None, shards: int | None) -> None:
-    """Run aggregator shards until SIGTERM or Ctrl-C; running collectives may then finish.
-
-    Prints `ready` and the addresses on standard output as soon as workers can join; logs go to standard error.
-    """
-
     def read_config() -> Config:
         return _with_options(load_config(config_file, overrides=overrides), listen, shards)
 

@@ -42,7 +42,9 @@ def train(state: hvd.elastic.TorchState, data: TensorDataset, given: argparse.Na
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="A training that loses a rank and gets one, and takes each sample of each epoch exactly once."
+    )
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=2)

@@ -18,15 +18,31 @@ from omnireduce.worker.switchml.commands import allreduce_benchmark, replay
 # The commands import what they run when they run: --help need not wait for it.
 
 
-@click.group(cls=Group, name="worker")
-def main() -> None:
-    """Workers of the sparse all-reduce service: benchmark, training and lab.
+@click.group(
+    cls=Group,
+    name="worker",
+    help="""
+    Workers of the sparse all-reduce service: benchmark, training and lab.
 
     Start N of them with: mpirun -n N python -m omnireduce.worker COMMAND
-    """
+    """,
+)
+def main() -> None:
+    pass
 
 
-@main.command(short_help="Time the all-reduce, check every element.")
+@main.command(
+    short_help="Time the all-reduce, check every element.",
+    help="""
+    Time the all-reduce and check every element of it, as [bench] says; a list of values there is a sweep.
+
+    With --input the tensors are real ones from .npy, .npz or .safetensors files, such as those of train
+    --save-gradients: a row for each array, and of [bench] only op, block_size, rounds and warmup count.
+
+    Times are those of the slowest rank; GB/s is tensor bytes / median time; up and down are bytes on the
+    wire per worker. The exit status is 1 if any element was wrong.
+    """,
+)
 @config_options
 @launch_options
 @json_option
@@ -47,14 +63,6 @@ def bench(
     pattern: str | None,
     against: str | None,
 ) -> None:
-    """Time the all-reduce and check every element of it, as [bench] says; a list of values there is a sweep.
-
-    With --input the tensors are real ones from .npy, .npz or .safetensors files, such as those of train
-    --save-gradients: a row for each array, and of [bench] only op, block_size, rounds and warmup count.
-
-    Times are those of the slowest rank; GB/s is tensor bytes / median time; up and down are bytes on the
-    wire per worker. The exit status is 1 if any element was wrong.
-    """
     config = _load(config_file, overrides)
     from omnireduce.bench.command import run_bench
     from omnireduce.runtime.member.launcher import own_launch
@@ -66,7 +74,15 @@ def bench(
     sys.exit(1 if wrong else 0)
 
 
-@main.command(short_help="Compare libraries in the exercises of a first lesson.")
+@main.command(
+    short_help="Compare libraries in the exercises of a first lesson.",
+    help="""
+    How long a message between two ranks takes; reduce and all-reduce made of such messages, and those of the
+    libraries: omnireduce, gloo and mpi4py side by side, with a table for each exercise.
+
+    Times are medians of rank 0. Every result is checked. Start it with mpirun, else mpi4py is left out.
+    """,
+)
 @config_options
 @launch_options
 @click.option("--elements", default="1,1000,100000,1000000", show_default=True, help="Sizes of tensors of float32.")
@@ -79,11 +95,6 @@ def lab(
     elements: str,
     rounds: int,
 ) -> None:
-    """How long a message between two ranks takes; reduce and all-reduce made of such messages, and those of the
-    libraries: omnireduce, gloo and mpi4py side by side, with a table for each exercise.
-
-    Times are medians of rank 0. Every result is checked. Start it with mpirun, else mpi4py is left out.
-    """
     config = _load(config_file, overrides)
     from omnireduce.runtime.member.launcher import own_launch
     from omnireduce.worker.lab.command import run_lab
@@ -92,7 +103,14 @@ def lab(
     run_lab(config, own_launch(rank=rank, size=size), sizes, rounds)
 
 
-@main.command(short_help="Train on real text, verify the weights.")
+@main.command(
+    short_help="Train on real text, verify the weights.",
+    help="""
+    Train word embeddings on the source files of Python's standard library, and verify the result.
+
+    The exit status is 1 if the ranks' weights differ from each other or from a training in one process.
+    """,
+)
 @config_options
 @launch_options
 @json_option
@@ -135,10 +153,6 @@ def train(
     methods: tuple[str, ...],
     plot_path: str | None,
 ) -> None:
-    """Train word embeddings on the source files of Python's standard library, and verify the result.
-
-    The exit status is 1 if the ranks' weights differ from each other or from a training in one process.
-    """
     if elastic and folder is not None:
         raise click.UsageError("--elastic has no --save-gradients: which worker has which rank may change")
     if methods:

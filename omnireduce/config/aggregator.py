@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from omnireduce.config.meta import LISTEN_ALLOWED, Address
+from omnireduce.config.meta import LISTEN_ALLOWED, Address, Section
 from omnireduce.config.meta import meta as _meta
 from omnireduce.config.protocol import OwnCodec
 
 
-class Aggregator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The aggregator daemon."""
+class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "The aggregator daemon."
 
     listen: Annotated[
         str,

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from omnireduce.addresses import Address, normal, parse_address, parse_listen
+from omnireduce.config.meta import Section
 from omnireduce.config.schema import Config
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError, UsageError, show
@@ -152,7 +153,7 @@ def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
         )
 
 
-SECTIONS: dict[str, type[msgspec.Struct]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
+SECTIONS: dict[str, type[Section]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KEYS: dict[str, Key] = {key.path: key for name, struct in SECTIONS.items() for key in keys_of(name, struct)}
 
 

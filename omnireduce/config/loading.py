@@ -250,7 +250,7 @@ def reference_toml() -> str:
     """The reference file: every key with its default, and above it its meaning, unit, default and range."""
     lines = [_REFERENCE_HEAD.rstrip()]
     for section, struct in SECTIONS.items():
-        lines += ["", f"# {struct.__doc__}", f"[{section}]"]
+        lines += ["", f"# {struct.MEANING}", f"[{section}]"]
         for key in KEYS.values():
             if key.section == section:
                 lines += ["", *_documented(key)]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+
+
+class Section(Struct, frozen=True):
+    """A section of the configuration. `MEANING` stands in the reference; docstrings do not, as Python can leave them
+    out (-OO)."""
+
+    MEANING: ClassVar[str]
 
 
 def meta(

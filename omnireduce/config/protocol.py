@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Struct
-
+from omnireduce.config.meta import Section
 from omnireduce.config.meta import meta as _meta
 
 _OWN = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
@@ -18,8 +17,8 @@ OwnCodec = Annotated[
 ]
 
 
-class Protocol(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Blocks, slots and stripes; the same on every worker of a job."""
+class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Blocks, slots and stripes; the same on every worker of a job."
 
     block_size: Annotated[
         int, _meta("size of a block, the unit of sparsity", "elements", ge=8, le=65536, multiple_of=8)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from omnireduce.config.aggregator import Aggregator
-from omnireduce.config.meta import Address
+from omnireduce.config.meta import Address, Section
 from omnireduce.config.meta import meta as _meta
 from omnireduce.config.protocol import Protocol
 from omnireduce.config.security import Metrics, Security
@@ -40,8 +40,8 @@ _AtLeastOne = Meta(min_length=1, max_length=4096)
 _SEED = 2**63 - 1
 
 
-class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the aggregators are and which job this worker belongs to."""
+class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Where the aggregators are and which job this worker belongs to."
 
     aggregators: Annotated[
         tuple[Address, ...],
@@ -74,8 +74,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 30.0
 
 
-class Elastic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Jobs that go on with other workers after a fault."""
+class Elastic(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Jobs that go on with other workers after a fault."
 
     enabled: Annotated[
         bool, _meta("survivors may form the job anew, and workers that are started again may join it; on every worker")
@@ -92,8 +92,8 @@ class Elastic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 5.0
 
 
-class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How bytes travel between workers and aggregators, and between workers of one host."""
+class Transport(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "How bytes travel between workers and aggregators, and between workers of one host."
 
     kind: Annotated[
         Kind,
@@ -130,8 +130,8 @@ class Transport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 4.0
 
 
-class Verbs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """RDMA: which device, and how its connections behave."""
+class Verbs(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "RDMA: which device, and how its connections behave."
 
     device: Annotated[
         str,
@@ -167,8 +167,8 @@ class Verbs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 6
 
 
-class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Collectives that ranks submit in any order, by name: torch's optimizer, Keras, `omnireduce.Queue`."""
+class Queue(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Collectives that ranks submit in any order, by name: torch's optimizer, Keras, `omnireduce.Queue`."
 
     fusion_bytes: Annotated[
         int,
@@ -192,8 +192,8 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0.001
 
 
-class Stall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks that do not come to a collective of the queue for which others wait."""
+class Stall(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Ranks that do not come to a collective of the queue for which others wait."
 
     warn_s: Annotated[
         float, _meta("log which ranks are missing after so long, and again; 0: never", "seconds", ge=0, le=86400)
@@ -201,8 +201,8 @@ class Stall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     abort_s: Annotated[float, _meta("end the job after so long; 0: never", "seconds", ge=0, le=86400)] = 600.0
 
 
-class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The program `omnireduce bench`. A list of values is a sweep; several lists sweep over their product."""
+class Bench(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "The program `omnireduce bench`. A list of values is a sweep; several lists sweep over their product."
 
     elements: Annotated[
         _Elements | Annotated[tuple[_Elements, ...], _AtLeastOne], _meta("size of the tensor", "elements")
@@ -233,8 +233,8 @@ class Bench(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, _meta("seed of the data", ge=0, le=_SEED)] = 1
 
 
-class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The program `omnireduce train`: word embeddings of the standard library's source files."""
+class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "The program `omnireduce train`: word embeddings of the standard library's source files."
 
     steps: Annotated[int, _meta("training steps", "steps", ge=1, le=10_000_000)] = 200
     batch: Annotated[int, _meta("skip-gram pairs per rank and step", "pairs", ge=1, le=2**20)] = 256
@@ -249,8 +249,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, _meta("seed of the weights and samples", ge=0, le=_SEED)] = 1
 
 
-class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the time goes: every worker, and every shard for every job, writes a file when the job is over."""
+class Trace(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Where the time goes: every worker, and every shard for every job, writes a file when the job is over."
 
     folder: Annotated[
         str,
@@ -293,8 +293,8 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
 
 
-class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the programs say."""
+class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "What the programs say."
 
     level: Annotated[Level, _meta("least severity that is logged")] = "info"
     format: Annotated[LogFormat, _meta("how a line is written: key=value pairs, or an object of JSON")] = "text"

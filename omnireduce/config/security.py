@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from omnireduce.config.meta import LISTEN_ALLOWED, FilePath, meta
+from omnireduce.config.meta import LISTEN_ALLOWED, FilePath, Section, meta
 
 Users = Literal["same", "any"]
 TEAM_CHARACTERS = 64
@@ -23,8 +23,8 @@ _JobsPattern = Annotated[
 ]
 
 
-class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may join: docs/security.md. A secret itself is no part of the configuration."""
+class Security(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Who may join: docs/security.md. A secret itself is no part of the configuration."
 
     secret_file: Annotated[
         FilePath,
@@ -71,8 +71,8 @@ class Security(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
 
 
-class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Metrics and health of the daemon by HTTP: /metrics for Prometheus, /healthz, /readyz. docs/operations.md"""
+class Metrics(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    MEANING = "Metrics and health of the daemon by HTTP: /metrics for Prometheus, /healthz, /readyz. docs/operations.md"
 
     listen: Annotated[
         str,

@@ -28,45 +28,70 @@ _link_gbps = click.option(
 # The commands import what they run when they run: --help need not wait for it.
 
 
-@click.group(cls=Group, name="omnireduce")
-@click.version_option(__version__, message="%(prog)s %(version)s")
-def main() -> None:
-    """Sum sparse gradients over many workers: run the service, measure it, look after it.
+@click.group(
+    cls=Group,
+    name="omnireduce",
+    help="""
+    Sum sparse gradients over many workers: run the service, measure it, look after it.
 
     Start N workers with `mpirun -n N omnireduce bench`; for several hosts, aggregators with `omnireduce aggregator`.
-    """
+    """,
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def main() -> None:
+    pass
 
 
-@main.command("slurm-script", short_help="Write a batch file for Slurm.")
+@main.command(
+    "slurm-script",
+    short_help="Write a batch file for Slurm.",
+    help="""
+    Write a batch file for Slurm to standard output. It starts an aggregator on every node of the allocation, and
+    COMMAND as every rank.
+
+    Example: omnireduce slurm-script --nodes 2 --ntasks-per-node 2 -- python train.py > train.sbatch
+    """,
+)
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--ntasks-per-node", type=click.IntRange(1), default=2, show_default=True, help="Ranks on each node.")
 @click.option("--time", default="00:30:00", show_default=True, help="How long it may take, as Slurm says it.")
 @click.option("--job-name", default="omnireduce", show_default=True)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
 def slurm_script(command: tuple[str, ...], **asked: Any) -> None:
-    """Write a batch file for Slurm to standard output. It starts an aggregator on every node of the allocation, and
-    COMMAND as every rank.
-
-    Example: omnireduce slurm-script --nodes 2 --ntasks-per-node 2 -- python train.py > train.sbatch
-    """
     from omnireduce.console.batch_script import batch_script
 
     click.echo(batch_script(command=command, **asked), nl=False)
 
 
-@main.command("warm", short_help="Compile the kernels now, as when an image is built.")
-def warm_up() -> None:
-    """Compile all kernels for this processor, or load them, and say where they are kept: so the first start of a job
+@main.command(
+    "warm",
+    short_help="Compile the kernels now, as when an image is built.",
+    help="""
+    Compile all kernels for this processor, or load them, and say where they are kept: so the first start of a job
     need not. An image that is built as root has them for all users, who cannot change them:
 
     OMNIREDUCE_CACHE=/opt/omnireduce/cache omnireduce warm
-    """
+    """,
+)
+def warm_up() -> None:
     from omnireduce.console.kernels import warm
 
     warm()
 
 
-@main.command(short_help="Show what aggregators do: jobs, traffic, stragglers.")
+@main.command(
+    short_help="Show what aggregators do: jobs, traffic, stragglers.",
+    help="""
+    Show what the aggregator shards at HOST:PORT do, or those of cluster.aggregators. Without any of these it looks
+    at aggregator.listen, where `omnireduce aggregator` listens on this host.
+
+    A job's row adds up its shards. `done` are collectives, `in` and `out` bytes from and to its workers; `density` is
+    that of a worker's blocks, `union` that of the results; `slots` are receive slots in use. `late` names the rank that
+    the others have waited for most, all in all, to begin a collective, `waits for` whom a collective waits for now.
+
+    The exit status is 1 if one of them does not answer.
+    """,
+)
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options
 @click.option("--watch/--once", default=None, help="Go on until Ctrl-C, or not.  [default: --watch on a terminal]")
@@ -84,15 +109,6 @@ def status(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Show what the aggregator shards at HOST:PORT do, or those of cluster.aggregators. Without any of these it looks
-    at aggregator.listen, where `omnireduce aggregator` listens on this host.
-
-    A job's row adds up its shards. `done` are collectives, `in` and `out` bytes from and to its workers; `density` is
-    that of a worker's blocks, `union` that of the results; `slots` are receive slots in use. `late` names the rank that
-    the others have waited for most, all in all, to begin a collective, `waits for` whom a collective waits for now.
-
-    The exit status is 1 if one of them does not answer.
-    """
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     from omnireduce.console.status import Look, default_addresses, print_json, print_once, watch_status
@@ -109,15 +125,11 @@ def status(
 _timeout = click.FloatRange(0, 7 * 86400)
 
 
-@main.command("drain", short_help="Let aggregators take no new jobs, and end when the running ones have.")
-@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
-@config_options
-@click.option("--timeout", type=_timeout, default=600.0, show_default=True, help="Seconds to wait; 0: do not wait.")
-@click.option("--undo", is_flag=True, help="Let aggregators that drain take jobs again.")
-def drain_aggregators(
-    addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...], timeout: float, undo: bool
-) -> None:
-    """Let the aggregators at HOST:PORT, or those of cluster.aggregators, refuse new jobs. Each ends when its last job
+@main.command(
+    "drain",
+    short_help="Let aggregators take no new jobs, and end when the running ones have.",
+    help="""
+    Let the aggregators at HOST:PORT, or those of cluster.aggregators, refuse new jobs. Each ends when its last job
     has ended. All shards of a daemon drain together. This waits until they have ended.
 
     Jobs that gather ranks, and elastic jobs that are formed anew, count as running. Ctrl-C, and a --timeout that is
@@ -125,7 +137,15 @@ def drain_aggregators(
 
     Only the operator may do this: root or the daemon's user on its host, or who has the aggregators' own secret. The
     exit status is 1 if an aggregator does not do it, or has not ended in time.
-    """
+    """,
+)
+@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
+@config_options
+@click.option("--timeout", type=_timeout, default=600.0, show_default=True, help="Seconds to wait; 0: do not wait.")
+@click.option("--undo", is_flag=True, help="Let aggregators that drain take jobs again.")
+def drain_aggregators(
+    addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...], timeout: float, undo: bool
+) -> None:
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     from omnireduce.console.administration import Administrator, drain, take_back
@@ -135,7 +155,19 @@ def drain_aggregators(
     sys.exit(0 if (take_back(administrator) if undo else drain(administrator, timeout)) else 1)
 
 
-@main.command("end-job", short_help="End a job on its aggregators, or all jobs of a team.")
+@main.command(
+    "end-job",
+    short_help="End a job on its aggregators, or all jobs of a team.",
+    help="""
+    End JOB on the aggregators at HOST:PORT, or on those of cluster.aggregators. Name all aggregators of the job.
+
+    Each rank gets an AbortedError that says who ended the job. An elastic job does not go on. For
+    aggregator.join_timeout_s the aggregators refuse ranks of the same launch.
+
+    The operator may end any job, a team its own. The exit status is 1 if there is no such job, or an aggregator does
+    not do it.
+    """,
+)
 @click.argument("job", required=False, default="")
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options
@@ -144,14 +176,6 @@ def drain_aggregators(
 def end_job(
     job: str, addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...], team: str, why: str
 ) -> None:
-    """End JOB on the aggregators at HOST:PORT, or on those of cluster.aggregators. Name all aggregators of the job.
-
-    Each rank gets an AbortedError that says who ended the job. An elastic job does not go on. For
-    aggregator.join_timeout_s the aggregators refuse ranks of the same launch.
-
-    The operator may end any job, a team its own. The exit status is 1 if there is no such job, or an aggregator does
-    not do it.
-    """
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     from omnireduce.console.administration import Administrator, end_jobs
@@ -163,17 +187,20 @@ def end_job(
     sys.exit(0 if end_jobs(administrator, job, team, why) else 1)
 
 
-@main.command(short_help="Say what does not work here, and what to do.")
-@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
-@config_options
-def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...]) -> None:
-    """Look at this host and at the aggregators at HOST:PORT, or those of cluster.aggregators: versions, processor,
+@main.command(
+    short_help="Say what does not work here, and what to do.",
+    help="""
+    Look at this host and at the aggregators at HOST:PORT, or those of cluster.aggregators: versions, processor,
     kernels, limits, transports, RDMA devices with their ports and GIDs, the launcher, rank and job of this process, and
     whether each aggregator answers and has the same secret.
 
     What is not well comes with what to do about it. The exit status is 1 if something that the configuration asks for
     cannot work.
-    """
+    """,
+)
+@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
+@config_options
+def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...]) -> None:
     config = load_config(config_file, overrides=overrides)
     if addresses:
         config = override_config(config, {"cluster.aggregators": split_list(addresses)}, source="HOST:PORT")
@@ -183,7 +210,20 @@ def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple
     sys.exit(0 if examine(config) else 1)
 
 
-@main.command(short_help="Say whether arrays are sparse enough.")
+@main.command(
+    short_help="Say whether arrays are sparse enough.",
+    help="""
+    Say how sparse the arrays in files are, and whether the service would help.
+
+    Files are .npy, .npz or .safetensors, best a saved gradient. The density of blocks is what counts: the
+    service moves a block unless all of it is zero.
+
+    With --methods it advises: for each array what blocks, rows, each codec and each selector would take at this link.
+
+    The prediction compares with a dense ring all-reduce and assumes that every worker has such an array, its
+    non-zero blocks at independent places.
+    """,
+)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--block-sizes", default="32,64,128,256,512,1024", show_default=True, help="Elements, comma-separated.")
 @click.option("--world-size", type=click.IntRange(min=2), default=2, show_default=True, help="Workers.")
@@ -195,16 +235,6 @@ def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple
 def density(
     files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, methods: bool, json_path: str | None
 ) -> None:
-    """Say how sparse the arrays in files are, and whether the service would help.
-
-    Files are .npy, .npz or .safetensors, best a saved gradient. The density of blocks is what counts: the
-    service moves a block unless all of it is zero.
-
-    With --methods it advises: for each array what blocks, rows, each codec and each selector would take at this link.
-
-    The prediction compares with a dense ring all-reduce and assumes that every worker has such an array, its
-    non-zero blocks at independent places.
-    """
     from omnireduce.console.density.command import report_files
 
     complete = report_files(
@@ -218,7 +248,17 @@ def density(
     sys.exit(0 if complete else 1)
 
 
-@main.command(short_help="Predict an all-reduce, say how to place it.")
+@main.command(
+    short_help="Predict an all-reduce, say how to place it.",
+    help="""
+    Predict how long an all-reduce takes, and what it costs: for shards beside the ranks, and on hosts of their own,
+    few or many of them; and with a relay in each rack. The best plan comes with its configuration.
+
+    FILES are saved gradients, one of each rank. With --trace, the times are of all all-reduces that a job has recorded
+    in FOLDER, by its trace.folder. Without either a tensor is drawn. No host needs to exist. docs/planning.md says what
+    the prediction rests on, and how near it came.
+    """,
+)
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option("--trace", metavar="FOLDER", help="Take the all-reduces of a traced job; FOLDER is its trace.folder.")
 @click.option("--job", help="Which job, if there are traces of several.")
@@ -241,33 +281,29 @@ def density(
 @click.option("--rack-gbps", type=NumberRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
 @json_option
 def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
-    """Predict how long an all-reduce takes, and what it costs: for shards beside the ranks, and on hosts of their own,
-    few or many of them; and with a relay in each rack. The best plan comes with its configuration.
-
-    FILES are saved gradients, one of each rank. With --trace, the times are of all all-reduces that a job has recorded
-    in FOLDER, by its trace.folder. Without either a tensor is drawn. No host needs to exist. docs/planning.md says what
-    the prediction rests on, and how near it came.
-    """
     from omnireduce.console.plan import Asked, report_plan
 
     _refuse_two_inputs(asked)
     report_plan(Asked(hosts=hosts or asked["ranks"], **asked), json_path)
 
 
-@main.command(short_help="Show where the time of a traced job went.")
-@click.argument("folder", metavar="FOLDER")
-@click.option("--job", help="Which job, if there are traces of several.")
-@click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
-@click.option("--timeline", metavar="FILE", help="Only write the timeline of trace.timeline to FILE, tensor by tensor.")
-def trace(folder: str, job: str | None, output: str | None, timeline: str | None) -> None:
-    """Show where the time of a traced job went, from the files in FOLDER that its ranks and shards left.
+@main.command(
+    short_help="Show where the time of a traced job went.",
+    help="""
+    Show where the time of a traced job went, from the files in FOLDER that its ranks and shards left.
 
     They leave them when daemon and workers run with the same trace.folder, on one host or on a shared file system, and
     the job is over. The table is about tensors of one size: the one of which most bytes were reduced.
 
     With --timeline it makes the timeline of what a killed job has left: FOLDER is then its trace.folder or, without
     one, the folder FILE.parts beside its trace.timeline.
-    """
+    """,
+)
+@click.argument("folder", metavar="FOLDER")
+@click.option("--job", help="Which job, if there are traces of several.")
+@click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
+@click.option("--timeline", metavar="FILE", help="Only write the timeline of trace.timeline to FILE, tensor by tensor.")
+def trace(folder: str, job: str | None, output: str | None, timeline: str | None) -> None:
     from omnireduce.console.traces.command import report_timeline, report_trace
 
     if timeline is not None:
@@ -278,23 +314,32 @@ def trace(folder: str, job: str | None, output: str | None, timeline: str | None
     report_trace(folder, job, output)
 
 
-@main.group(short_help="Try a compressor of your own.")
+@main.group(
+    short_help="Try a compressor of your own.",
+    help="""
+    Compression of gradients: docs/compression.md, docs/grace.md.
+    """,
+)
 def compression() -> None:
-    """Compression of gradients: docs/compression.md, docs/grace.md."""
+    pass
 
 
-@compression.command("test", short_help="Try a compressor on many gradients.")
-@click.argument("name", metavar="MODULE:CLASS")
-@click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]...")
-def test_compressor(name: str, arguments: tuple[str, ...]) -> None:
-    """Try CLASS of MODULE, which may be in this folder, on many gradients: random, zero, negative, equal, huge, NaN and
+@compression.command(
+    "test",
+    short_help="Try a compressor on many gradients.",
+    help="""
+    Try CLASS of MODULE, which may be in this folder, on many gradients: random, zero, negative, equal, huge, NaN and
     others, as arrays of NumPy and tensors of torch. It is a compressor in GRACE's form, or a selector of omnireduce.
 
     KEY=VALUE are arguments of the class. Prints `Test passed!`, or one line for each thing that fails; then the exit
     status is 1.
 
     Example: omnireduce compression test my_module:GuardedThreshold threshold=0.1 compress_ratio=0.01
-    """
+    """,
+)
+@click.argument("name", metavar="MODULE:CLASS")
+@click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]...")
+def test_compressor(name: str, arguments: tuple[str, ...]) -> None:
     from omnireduce.console.compressor_trial import report_trial
 
     sys.exit(0 if report_trial(name, arguments) else 1)
@@ -303,11 +348,16 @@ def test_compressor(name: str, arguments: tuple[str, ...]) -> None:
 main.add_command(coconet)
 
 
-@main.command("config", short_help="Print the effective configuration.")
+@main.command(
+    "config",
+    short_help="Print the effective configuration.",
+    help="""
+    Print the effective configuration as TOML.
+    """,
+)
 @config_options
 @click.option("--reference", is_flag=True, help="Print every key with its meaning, default and range instead.")
 def show_config(config_file: str | None, overrides: tuple[str, ...], reference: bool) -> None:
-    """Print the effective configuration as TOML."""
     config = load_config(config_file, overrides=overrides)
     click.echo(reference_toml() if reference else dump_config(config), nl=False)
 

@@ -82,15 +82,12 @@ def _launch_options(command: F) -> F:
 
 
 @click.command(
-    cls=Command, name="run", short_help="Start the ranks of a job.", context_settings={"allow_interspersed_args": False}
-)
-@config_options
-@_launch_options
-@elastic_options
-@horovod_options
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
-def run(command: tuple[str, ...], **asked: Any) -> None:
-    """Start COMMAND as all ranks of a job, on this host or on several. Each line of their output has its rank before
+    cls=Command,
+    name="run",
+    short_help="Start the ranks of a job.",
+    context_settings={"allow_interspersed_args": False},
+    help="""
+    Start COMMAND as all ranks of a job, on this host or on several. Each line of their output has its rank before
     it.
 
     Where the first rank fails, or a signal comes, all end, and nothing is left. The exit status is that of the first
@@ -99,7 +96,14 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
     The flags of horovodrun are known. Those that mean nothing here say what does their work: docs/launching.md.
 
     Example: omnireduce run -np 4 python train.py
-    """
+    """,
+)
+@config_options
+@_launch_options
+@elastic_options
+@horovod_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
+def run(command: tuple[str, ...], **asked: Any) -> None:
     if asked["check_build"]:
         from omnireduce.launching.available import report_available
 

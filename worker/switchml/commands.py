@@ -71,7 +71,20 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
     return add
 
 
-@click.command("allreduce-benchmark", cls=_Command, context_settings=_HELP, short_help="Run SwitchML's benchmark.")
+@click.command(
+    "allreduce-benchmark",
+    cls=_Command,
+    context_settings=_HELP,
+    short_help="Run SwitchML's benchmark.",
+    help="""
+    Time all-reduces of one tensor, as SwitchML's allreduce_benchmark does, with its flags and its lines.
+
+    Goodput is the bits of one rank's tensor / time. The statistics are of one job each: of jobs that were waited for
+    together, of an equal part of their time. switchml.cfg is read as SwitchML reads it; docs/switchml.md.
+
+    The exit status is 1 if any element was wrong.
+    """,
+)
 @click.option("--tensor-numel", type=click.IntRange(1, 2**40), default=_NUMEL, show_default=True, help="Elements.")
 @click.option("--tensor-type", type=click.Choice(["int32", "float"]), default="float", show_default=True)
 @_data_options(verify="every element of every sum, int32 exactly")
@@ -107,13 +120,6 @@ def allreduce_benchmark(
     config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
     table: bool, threads: str, sizes: str, device: str, **asked: Any,
 ) -> None:  # fmt: skip
-    """Time all-reduces of one tensor, as SwitchML's allreduce_benchmark does, with its flags and its lines.
-
-    Goodput is the bits of one rank's tensor / time. The statistics are of one job each: of jobs that were waited for
-    together, of an equal part of their time. switchml.cfg is read as SwitchML reads it; docs/switchml.md.
-
-    The exit status is 1 if any element was wrong.
-    """
     from omnireduce.worker.switchml.benchmark import Asked, run_benchmark
     from omnireduce.worker.switchml.table import run_table
 
@@ -128,7 +134,22 @@ def allreduce_benchmark(
 
 
 @click.command(
-    "replay", cls=_Command, context_settings=_HELP, short_help="Train a model by its timing, as SwitchML does."
+    "replay",
+    cls=_Command,
+    context_settings=_HELP,
+    short_help="Train a model by its timing, as SwitchML does.",
+    help="""
+    Train a model by its timing, as SwitchML's dnn_benchmark does: MODEL.CSV has a line for each layer with
+    layer_index, numel, forward_pass_ns and backward_pass_ns.
+
+    Passes take as long as the file says. The gradient of each layer is summed over all ranks while others compute; the
+    next forward pass of a layer waits for it.
+
+    With --record, FUNCTION of MODULE returns (model, input) or (model, input, loss). One rank, this one, makes its
+    forward and backward pass --num-iters times after --num-warmup-iters, and the medians of its layers are written.
+
+    The exit status is 1 if any element of the last iteration's sums was wrong.
+    """,
 )
 @click.argument("model", required=False, metavar="[MODEL.CSV]")
 @_data_options(verify="every element of the sums of the last iteration")
@@ -150,17 +171,6 @@ def replay(
     config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
     model: str | None, device: str, record: str | None, output: str | None, **asked: Any,
 ) -> None:  # fmt: skip
-    """Train a model by its timing, as SwitchML's dnn_benchmark does: MODEL.CSV has a line for each layer with
-    layer_index, numel, forward_pass_ns and backward_pass_ns.
-
-    Passes take as long as the file says. The gradient of each layer is summed over all ranks while others compute; the
-    next forward pass of a layer waits for it.
-
-    With --record, FUNCTION of MODULE returns (model, input) or (model, input, loss). One rank, this one, makes its
-    forward and backward pass --num-iters times after --num-warmup-iters, and the medians of its layers are written.
-
-    The exit status is 1 if any element of the last iteration's sums was wrong.
-    """
     _refuse_gpu(device)
     if (model is None) == (record is None) or (record is None) != (output is None):
         raise click.UsageError("expected MODEL.CSV, or --record MODULE:FUNCTION --output MODEL.CSV")

@@ -18,7 +18,22 @@ from omnireduce.logs import start_logs
 _RANK = program_of("omnireduce.bench.tuning.session")
 
 
-@click.command(cls=Command, name="tune", short_help="Search for the fastest configuration here.")
+@click.command(
+    cls=Command,
+    name="tune",
+    short_help="Search for the fastest configuration here.",
+    help="""
+    Start ranks and an aggregator here, and search for the block size, span, stripe, slots, threads, fusion and cycle
+    with which they sum the arrays of a step fastest. The default is the configuration as it is; every sample is
+    measured beside it, in turns.
+
+    Keys that have no effect here are held: ranks of one host sum in memory, unless transport.host_exchange=off.
+
+    With --grid the exit status is 1 if the search reaches less than 95 % of the best point of the grid.
+
+    Example: omnireduce tune -np 2 --log tune.csv --write tuned.toml
+    """,
+)
 @config_options
 @click.option("-np", "--num-proc", "np", type=click.IntRange(2, 4096), default=2, show_default=True, help="Ranks.")
 @click.option("--shards", type=click.IntRange(1, 64), default=1, show_default=True, help="Of the aggregator.")
@@ -44,16 +59,6 @@ _RANK = program_of("omnireduce.bench.tuning.session")
 @click.option("--write", "write_path", metavar="FILE", help="Write the best configuration to FILE, for --config.")
 @click.option("--grid", is_flag=True, help="Also measure a small grid, and compare the search with its best point.")
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **asked: Any) -> None:
-    """Start ranks and an aggregator here, and search for the block size, span, stripe, slots, threads, fusion and cycle
-    with which they sum the arrays of a step fastest. The default is the configuration as it is; every sample is
-    measured beside it, in turns.
-
-    Keys that have no effect here are held: ranks of one host sum in memory, unless transport.host_exchange=off.
-
-    With --grid the exit status is 1 if the search reaches less than 95 % of the best point of the grid.
-
-    Example: omnireduce tune -np 2 --log tune.csv --write tuned.toml
-    """
     from omnireduce.bench.tuning.search import check_library
     from omnireduce.bench.tuning.session import Wanted
     from omnireduce.bench.tuning.space import read_holds

@@ -20,12 +20,32 @@ MOST_ELEMENTS = 1 << 30  # of a tensor
 _RUN, _TUNE = (program_of(f"omnireduce.console.programs.{name}") for name in ("rank", "tuning"))
 
 
-@click.group(cls=Group, name="coconet", short_help="Run programs of computation and communication.")
+@click.group(
+    cls=Group,
+    name="coconet",
+    short_help="Run programs of computation and communication.",
+    help="""
+    Programs in the language of omnireduce.programs, which has CoCoNet's names: docs/programs.md.
+    """,
+)
 def coconet() -> None:
-    """Programs in the language of omnireduce.programs, which has CoCoNet's names: docs/programs.md."""
+    pass
 
 
-@coconet.command("run", short_help="Run a program in its schedules, and compare.")
+@coconet.command(
+    "run",
+    short_help="Run a program in its schedules, and compare.",
+    help="""
+    Run PROGRAM on ranks of this host: sgd, adam, lamb, model-parallel or pipeline-parallel. Each schedule is
+    compared with what the program means, computed in one process.
+
+    `state` is what a rank keeps between steps, and `up` what it sends in a step, in bytes.
+
+    The exit status is 1 if a result differs: by a bit, or for lamb by more than 1e-6.
+
+    Example: omnireduce coconet run adam --schedule rs-c-ag -np 4
+    """,
+)
 @click.argument("program", metavar="PROGRAM")
 @config_options
 @click.option("--schedule", help="Such as ar-c, rs-c-ag or fuse-rs-c-ag.  [default: all that the program has]")
@@ -36,15 +56,6 @@ def coconet() -> None:
 @click.option("--steps", type=click.IntRange(1, 10_000), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the values.")
 def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: Any) -> None:
-    """Run PROGRAM on ranks of this host: sgd, adam, lamb, model-parallel or pipeline-parallel. Each schedule is
-    compared with what the program means, computed in one process.
-
-    `state` is what a rank keeps between steps, and `up` what it sends in a step, in bytes.
-
-    The exit status is 1 if a result differs: by a bit, or for lamb by more than 1e-6.
-
-    Example: omnireduce coconet run adam --schedule rs-c-ag -np 4
-    """
     from omnireduce.console.programs.trial import Wanted, check_ranks
 
     config = load_config(config_file, overrides=overrides)
@@ -54,7 +65,17 @@ def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: A
     sys.exit(_launch(_RUN, wanted, config, np))
 
 
-@coconet.command(short_help="Write a program as a Python file that runs by itself.")
+@coconet.command(
+    short_help="Write a program as a Python file that runs by itself.",
+    help="""
+    Write PROGRAM in one of its schedules as a Python file: sgd, adam, lamb, model-parallel or pipeline-parallel.
+
+    `mpirun -n 2 python FILE 10` compares it with what the program means, and prints a line for each size, with the
+    milliseconds of each stage.
+
+    Example: omnireduce coconet generate adam --schedule rs-c-ag --target mpi4py -o adam.py
+    """,
+)
 @click.argument("program", metavar="PROGRAM")
 @click.option("--schedule", required=True, help="Such as ar-c, rs-c-ag or fuse-rs-c-ag.")
 @click.option(
@@ -63,13 +84,6 @@ def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: A
 )  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where to write it.")
 def generate(program: str, schedule: str, target: str, output: str) -> None:
-    """Write PROGRAM in one of its schedules as a Python file: sgd, adam, lamb, model-parallel or pipeline-parallel.
-
-    `mpirun -n 2 python FILE 10` compares it with what the program means, and prints a line for each size, with the
-    milliseconds of each stage.
-
-    Example: omnireduce coconet generate adam --schedule rs-c-ag --target mpi4py -o adam.py
-    """
     from omnireduce.console.programs.trial import chosen
 
     [pipeline] = chosen(program, schedule).values()
@@ -78,7 +92,17 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
     click.echo(f"{output}: {program}, {schedule}; {run}")
 
 
-@coconet.command(short_help="Find the fastest way to do a program.")
+@coconet.command(
+    short_help="Find the fastest way to do a program.",
+    help="""
+    Measure all schedules of PROGRAM on ranks of this host, in turns, and name the fastest for each size: sgd, adam,
+    lamb, model-parallel or pipeline-parallel.
+
+    What is found is kept in the folder `programs` of $OMNIREDUCE_CACHE or ~/.cache/omnireduce.
+
+    Example: omnireduce coconet tune adam -np 2 --sizes 10_000,1_000_000
+    """,
+)
 @click.argument("program", metavar="PROGRAM")
 @config_options
 @click.option("-np", "--num-proc", "np", type=click.IntRange(1, 4096), default=2, show_default=True, help="Ranks.")
@@ -88,13 +112,6 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
 @click.option("--on-shards/--no-shards", default=True, show_default=True, help="Also on the shards.")
 @click.option("--cache/--no-cache", default=True, show_default=True, help="Use, and keep, what was measured.")
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **asked: Any) -> None:
-    """Measure all schedules of PROGRAM on ranks of this host, in turns, and name the fastest for each size: sgd, adam,
-    lamb, model-parallel or pipeline-parallel.
-
-    What is found is kept in the folder `programs` of $OMNIREDUCE_CACHE or ~/.cache/omnireduce.
-
-    Example: omnireduce coconet tune adam -np 2 --sizes 10_000,1_000_000
-    """
     from omnireduce.console.programs.trial import check_ranks
     from omnireduce.console.programs.tuning import Asked
     from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
