@@ -30,9 +30,7 @@ def network(classes: int) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="How many images a second all ranks train, on random images."
-    )
+    parser = argparse.ArgumentParser(description="How many images a second all ranks train, on random images.")
     parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel as float16")
     parser.add_argument("--use-adasum", action="store_true")
     parser.add_argument("--batch-size", type=int, default=32)
