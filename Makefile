@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test lint types check site simulate fuzz mutations faults siege bench bench-quick rdma torch keras ray test-rdma clean
+.PHONY: help install demo test lint types check package site simulate fuzz mutations faults siege bench bench-quick rdma torch keras ray test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -36,6 +36,9 @@ site: $(READY) ## build the documents as a site in site/; a warning is an error
 	@$(BIN)/mkdocs build --strict --quiet
 
 check: lint types test ## lint, types and tests: what CI runs
+
+package: ## build wheel and sdist, and try them in fresh environments with each Python at hand; ten minutes
+	@tools/test_package.sh $(ARGS)
 
 simulate: $(READY) ## run simulated clusters with faults from seeds, and from new ones; minutes. ARGS="--seeds 0:100000"
 	@$(BIN)/python -m tests.simulator $(or $(ARGS),--seeds 0:200 --hosts 200 --relays 200 --programs 200 --refusals 200 --new 1000)

@@ -17,6 +17,7 @@ from omnireduce.kernels import claims
 from omnireduce.kernels.cache import KernelFiles
 from omnireduce.kernels.jit import kernel_files
 
+pytestmark = pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
 SHARE = """
 import sys
 import tempfile

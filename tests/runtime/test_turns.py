@@ -215,9 +215,9 @@ def test_the_monitor_goes_first(crowd: Crowd) -> None:
 def test_an_answer_that_waited_for_a_processor_stops_no_others(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     page = crowd.server._pages.page
 
-    def very_slow_page(*arguments: object) -> Status:
+    def very_slow_page(*arguments: object, **named: object) -> Status:
         crowd.now += 5.0
-        return page(*arguments)  # type: ignore[arg-type]
+        return page(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(crowd.server._pages, "page", very_slow_page)
     for _ in range(3):
@@ -230,9 +230,9 @@ def test_an_answer_that_waited_for_a_processor_stops_no_others(crowd: Crowd, mon
 def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     page = crowd.server._pages.page
 
-    def slow_page(*arguments: object) -> Status:
+    def slow_page(*arguments: object, **named: object) -> Status:
         crowd.now += PAGE_S
-        return page(*arguments)  # type: ignore[arg-type]
+        return page(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(crowd.server._pages, "page", slow_page)
     first, second = crowd.connect(), crowd.connect()
