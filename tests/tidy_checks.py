@@ -101,6 +101,7 @@ IMPURE_NUMPY = {  # it reads or writes files, or draws numbers that no seed give
     "savez_compressed",
 }
 JIT = "omnireduce.kernels.jit"
+COMPILER = (JIT, "omnireduce.kernels.instructions")  # where the compiler can be turned off
 PATHS = "omnireduce.files.paths"
 OF_PATHS = ("abspath", "cwd", "expanduser", "expandvars", "getcwd")
 HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "needle")
@@ -185,9 +186,9 @@ def check_one_name(module: str, source: str) -> list[str]:
 
 def check_one_compiler(module: str, source: str) -> list[str]:
     return [
-        f"{module}:{line}: import {name} only in {JIT}, where the JIT can be turned off"
+        f"{module}:{line}: import {name} only in {' and '.join(COMPILER)}, where the JIT can be turned off"
         for line, name in imports(module, source)
-        if name.partition(".")[0] == "numba" and module != JIT
+        if name.partition(".")[0] == "numba" and module not in COMPILER
     ]
 
 
