@@ -232,6 +232,12 @@ def row_gradients(parameter: Parameter, given: Any) -> tuple[Array, Array]:
     return np.ascontiguousarray(indices), np.ascontiguousarray(values)
 
 
+def as_weights(values: Array, parameter: Parameter) -> Array:
+    """An array like the weights: one number for each row is repeated."""
+    shape = parameter.weights.shape
+    return values if values.shape == shape else np.repeat(values[:, None], shape[1], axis=1)
+
+
 def parts_of(parameters: Sequence[Parameter], tables: set[str], block_size: int, *, apart: bool) -> list[Part]:
     """The parameters as they travel: `tables` as rows, large ones by themselves, small ones together unless `apart`."""
     found, small = list[Part](), list[Parameter]()

@@ -37,12 +37,25 @@ def check_flag(name: str, given: object) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Which step this is, counted from 1, of how many ranks, on which state; blocks have `width` elements."""
+    """Which step this is, counted from 1, on which state; blocks have `width` elements. The gradient is the sum of all
+    ranks times `scale`. Where there is a `limit`, no element of it is larger than that, nor less than minus that."""
 
     number: int
-    ranks: int
+    scale: float
     state: int
     width: int
+    limit: float | None = None
+
+    def gradient(self, code: Assembly) -> float:
+        """Write what makes the gradient of SUM. Returns by what SUM is to be scaled afterwards."""
+        if self.limit is None:
+            return self.scale
+        code.add(Operation.SCALE, SUM, 0, self.scale)
+        code.add(Operation.FILL, SCRATCH, 0, self.limit)
+        code.add(Operation.MINIMUM, SUM, SCRATCH)
+        code.add(Operation.NEGATE, SCRATCH)
+        code.add(Operation.MAXIMUM, SUM, SCRATCH)
+        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +149,7 @@ class Sgd(Rule):
         return super().changes_absent or self.momentum > 0
 
     def write(self, step: Step, code: Assembly) -> None:
-        scale = self._decayed(code, 1 / step.ranks)
+        scale = self._decayed(code, step.gradient(code))
         if not self.momentum:
             code.add(Operation.ADD_SCALED, WEIGHTS, SUM, -self.lr * scale)
             return
@@ -168,7 +181,7 @@ class Adagrad(Rule):
         return self.initial_accumulator_value
 
     def write(self, step: Step, code: Assembly) -> None:
-        scale = self._decayed(code, 1 / step.ranks)
+        scale = self._decayed(code, step.gradient(code))
         rate = self.lr / (1 + (step.number - 1) * self.lr_decay)
         code.add(Operation.MIX_SQUARE, FIRST, SUM, 1.0, scale * scale)
         code.add(Operation.ROOT, SCRATCH, FIRST, 1.0, self.eps)
@@ -192,7 +205,7 @@ class RowAdagrad(Rule):
         return [*super()._limits(), ("eps", 0, math.inf)]
 
     def write(self, step: Step, code: Assembly) -> None:
-        scale = self._decayed(code, 1 / step.ranks)
+        scale = self._decayed(code, step.gradient(code))
         code.add(Operation.COPY, SCRATCH, SUM)
         code.add(Operation.SQUARE, SCRATCH)
         code.add(Operation.BLOCK_SUM, SCRATCH)
@@ -247,7 +260,7 @@ class Adam(Rule):
         code.add(Operation.ROOT_STEP, WEIGHTS, FIRST, root, self.eps, -self.lr * rate)
 
     def write(self, step: Step, code: Assembly) -> None:
-        self._moments(code, self._decayed(code, 1 / step.ranks))
+        self._moments(code, self._decayed(code, step.gradient(code)))
         self._advance(step, code)
 
 
@@ -270,7 +283,7 @@ class AdamW(Adam):
     def write(self, step: Step, code: Assembly) -> None:
         if self.weight_decay:
             code.add(Operation.SCALE, WEIGHTS, 0, 1 - self.lr * self.weight_decay)
-        self._moments(code, 1 / step.ranks)
+        self._moments(code, step.gradient(code))
         self._advance(step, code)
 
 
@@ -293,7 +306,7 @@ class Lamb(Adam):
     def norms(self, step: Step) -> BlockProgram:
         """The program of the first exchange. Its totals are the squares of the norms of the weights and of the step."""
         code = Assembly()
-        self._moments(code, 1 / step.ranks)
+        self._moments(code, step.gradient(code))
         self._step(step, code)
         code.add(Operation.COPY, OTHER, WEIGHTS)
         for at, register in enumerate((OTHER, SCRATCH)):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,20 @@ def check_steps(steps: object) -> int:
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
         raise UsageError(f"the state is after {steps!r} steps; expected a whole number from 0 on")
     return steps
+
+
+def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, dict[str, Array]]:
+    """What a `state_dict` keeps, by parameter. Raises UsageError for one that has no arrays of these shapes."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        raise UsageError(f"the state is a {type(state).__name__}; expected what state_dict has returned on this rank")
+    check_steps(state.get(STEP))
+    for name, kept in shapes.items():
+        own = state["state"].get(name)
+        for what, shape in kept.items():
+            found = own.get(what) if isinstance(own, Mapping) else None
+            if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
+                raise UsageError(f"the state has no {what} of {name}: expected float32{list(shape)}")
+    return dict(state["state"])
 
 
 def key_of(parameter: str, what: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +16,9 @@ import numpy as np
 from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.optimizers.parts import Memory, Parameter, Part, check_tables, parameters_of, parts_of
+from omnireduce.optimizers.clipping import Clipping
+from omnireduce.optimizers.exchanges import start_squares, start_update
+from omnireduce.optimizers.parts import Memory, Part, as_weights, check_tables, parameters_of, parts_of
 from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.optimizers.saved import (
     NUMBER_BITS,
@@ -23,7 +26,7 @@ from omnireduce.optimizers.saved import (
     Save,
     SavedParts,
     Shapes,
-    check_steps,
+    check_state,
     discard_part,
     key_of,
     publish_part,
@@ -34,12 +37,9 @@ from omnireduce.runtime.member import world
 from omnireduce.runtime.member.alike import check_alike, together
 from omnireduce.runtime.member.arguments import check_root, two_that_share
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
 from omnireduce.runtime.member.refusals import told_to_others
 
-T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
-AT_ONCE = 16  # exchanges that are under way, where each parameter has its own
 _opened: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()
 """How many groups were made for optimizers of each name, in the present formation of a communicator."""
 
@@ -52,7 +52,11 @@ class ShardedOptimizer:
     and shapes on all ranks. At the first use all ranks get the weights of rank `root`: where theirs may be others, all
     call `restore` before they compute the first gradients. `rule`: such as `Adam(lr=1e-3)`; it may be replaced between
     two steps, on all ranks alike, by one of the same kind: to change the learning rate, for instance. `tables`: names
-    of matrices whose gradients are given as rows, as those of embeddings. `comm`: the ranks (None: the global
+    of matrices whose gradients are given as rows, as those of embeddings.
+
+    `clip_norm`: the mean of the gradients of all ranks is made no longer than this, all parameters taken together;
+    `gradient_norm` is then how long it was in the last step. `clip_value`: no element of the mean is larger than this,
+    or less than minus this. One of both, on all ranks the same. `comm`: the ranks (None: the global
     communicator). All ranks call all methods in the same order: that tells optimizers of one `name` apart. Those that
     different threads use need names of their own.
 
@@ -62,13 +66,16 @@ class ShardedOptimizer:
 
     def __init__(
         self, params: Mapping[str, Array] | Sequence[Array], rule: Rule,
-        *, tables: Collection[str] = (), comm: Communicator | None = None, root: int = 0, name: str = "optimizer",
+        *, clip_norm: float | None = None, clip_value: float | None = None, tables: Collection[str] = (),
+        comm: Communicator | None = None, root: int = 0, name: str = "optimizer",
     ) -> None:  # fmt: skip
         self.comm = world.running() if comm is None else comm
         check_rule(rule)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise UsageError(f"name {name!r}: expected up to 40 letters, digits, '.' and '-'")
         self._name, self._rule, self.steps = name, rule, 0
+        self._clipping = Clipping(norm=clip_norm, value=clip_value)
+        self.gradient_norm: float | None = None
         parameters = parameters_of(params)
         names = self._names = [each.name for each in parameters]
         check_tables(tables, names)
@@ -134,6 +141,8 @@ class ShardedOptimizer:
     def _terms(self) -> Iterator[tuple[str, str]]:
         """What all ranks have alike."""
         yield "the rule", type(self._rule).__name__
+        yield "clip_norm", str(self._clipping.norm)
+        yield "clip_value", str(self._clipping.value)
         yield "what the rule keeps", ", ".join((*self._rule.columns, *self._rule.cells)) or "nothing"
         shapes = {
             each.name: f"float32{list(each.weights.shape)} as {type(part).__name__.lower()}"
@@ -154,19 +163,28 @@ class ShardedOptimizer:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
         with told_to_others(self):
-            named = self._given(gradients)
-            given = {name: self._apart(each) for part in self._parts for name, each in part.checked(named).items()}
-        group = self._ready()
-        self.steps += 1
-        if isinstance(self._rule, Lamb):
-            return self._begin_step_by_norms(group, self._rule, given)
-        handles = [part.start(group, self._rule.program(self._step_of(part)), given) for part in self._parts]
-        return lambda: self._end_step(handles)
+            given = self.checked(gradients)
+        if self._clipping.norm is None:
+            return self.begin_update(given)
+        squares_of_all = self.begin_squares(given)
+        return lambda: self.begin_update(given, math.sqrt(squares_of_all()))()
 
-    def _end_step(self, handles: Sequence[Handle[Any]]) -> None:
-        for part, handle in zip(self._parts, handles, strict=True):
-            handle.wait()
-            part.done()
+    def checked(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+        """Gradients as they travel, by name. Raises UsageError for those that do not fit."""
+        named = self._given(gradients)
+        return {name: self._apart(each) for part in self._parts for name, each in part.checked(named).items()}
+
+    def begin_squares(self, given: Mapping[str, Any]) -> Callable[[], float]:
+        """Start to add up the squares of the mean of the gradients of all ranks; what this returns waits for the
+        sum."""
+        return start_squares(self._ready(), self._steps(), self._rule, given)
+
+    def begin_update(self, given: Mapping[str, Any], norm: float | None = None) -> Callable[[], None]:
+        """Start the update of a step with these gradients; what this returns ends it. `norm`: where it is clipped, that
+        of all gradients that are clipped together."""
+        group, self.gradient_norm = self._ready(), norm
+        self.steps += 1
+        return start_update(group, self._steps(self._clipping.factor(norm)), self._rule, given)
 
     def _given(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         if not isinstance(gradients, Mapping | Sequence):
@@ -192,22 +210,10 @@ class ShardedOptimizer:
         `Communicator.refuse`."""
         (self.comm if self._group is None else self._group).refuse(error)
 
-    def _step_of(self, part: Part) -> Step:
-        return Step(self.steps, self.comm.size, part.state, part.layout.block_size)
-
-    def _begin_step_by_norms(self, group: Communicator, rule: Lamb, given: Mapping[str, Any]) -> Callable[[], None]:
-        each = [(part, self._step_of(part)) for part in self._parts]
-        found = in_turn(lambda one: one[0].start(group, rule.norms(one[1]), given), each)
-        norms = [np.sqrt(each.totals).tolist() for each in found]
-
-        def end() -> None:
-            updates = [(part, rule.apply(step, *norm)) for (part, step), norm in zip(each, norms, strict=True)]
-            for _ in in_turn(lambda one: one[0].start(group, one[1], {}), updates):
-                pass
-            for part in self._parts:
-                part.done()
-
-        return end
+    def _steps(self, factor: float = 1.0) -> list[tuple[Part, Step]]:
+        """This step of each part. `factor`: what the mean is multiplied by."""
+        scale, limit = factor / self.comm.size, self._clipping.value
+        return [(part, Step(self.steps, scale, part.state, part.layout.block_size, limit)) for part in self._parts]
 
     def close(self) -> None:
         """Give back what the shards keep. The next use begins anew."""
@@ -360,34 +366,3 @@ def _number_of(name: str, comm: Communicator) -> int:
         formation, counts = _opened[comm] = comm.formation, Counter()
     counts[name] += 1
     return counts[name]
-
-
-def in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
-    """The results of a collective for each item, of which some are under way at once."""
-    handles = deque[Handle[Any]]()
-    for each in items:
-        handles.append(start(each))
-        if len(handles) == AT_ONCE:
-            yield handles.popleft().wait()
-    while handles:
-        yield handles.popleft().wait()
-
-
-def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, dict[str, Array]]:
-    """What a `state_dict` keeps, by parameter. Raises UsageError for one that has no arrays of these shapes."""
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        raise UsageError(f"the state is a {type(state).__name__}; expected what state_dict has returned on this rank")
-    check_steps(state.get(STEP))
-    for name, kept in shapes.items():
-        own = state["state"].get(name)
-        for what, shape in kept.items():
-            found = own.get(what) if isinstance(own, Mapping) else None
-            if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
-                raise UsageError(f"the state has no {what} of {name}: expected float32{list(shape)}")
-    return dict(state["state"])
-
-
-def as_weights(values: Array, parameter: Parameter) -> Array:
-    """An array like the weights: one number for each row is repeated."""
-    shape = parameter.weights.shape
-    return values if values.shape == shape else np.repeat(values[:, None], shape[1], axis=1)

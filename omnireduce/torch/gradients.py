@@ -75,7 +75,7 @@ class Way(NamedTuple):
 class Entry:
     """A parameter: its name, how often backward makes its gradient before that is combined, and with which others."""
 
-    __slots__ = ("gradient_name", "group", "handle", "name", "parameter", "passes_left", "sparse_dim")
+    __slots__ = ("gradient_name", "group", "handle", "name", "parameter", "passes_left", "sparse_dim", "version")
 
     def __init__(self, parameter: Tensor, name: str, passes: int) -> None:
         self.parameter, self.name, self.passes_left = parameter, name, passes
@@ -83,6 +83,7 @@ class Entry:
         self.group: Sequence[Entry] = ()
         self.handle: Handle | None = None  # while the gradient is combined
         self.sparse_dim = 0  # of the last gradient
+        self.version = 0  # how often the gradient was changed, as torch counts, when its handle was made
 
     def fill(self) -> None:
         """Without a gradient it is zeros: sparse ones if the last one was sparse."""
@@ -98,6 +99,12 @@ class Entry:
     @property
     def is_sparse(self) -> bool:
         return self.parameter.grad is not None and self.parameter.grad.is_sparse
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the program has changed the gradient while it was combined."""
+        gradient = self.parameter.grad
+        return self.handle is not None and (gradient is None or gradient._version != self.version)
 
     def dense_gradient(self) -> Tensor:
         """The gradient; of a sparse one a dense tensor with its numbers."""
@@ -218,6 +225,8 @@ class Gradients(StepGradients):
 
     def _start_each(self, entries: Sequence[Entry], name: str) -> None:
         gradient, (op, before, after) = entries[0].parameter.grad, self._way.scaling
+        for each in entries:
+            each.version = cast(Tensor, each.parameter.grad)._version
         is_alone = self._is_plain and len(entries) == 1 and gradient is not None
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
             array, own = gradient.detach().numpy(), queue(self._way.process_set)
@@ -263,8 +272,10 @@ class Gradients(StepGradients):
 
     @torch.no_grad()
     def combine(self) -> None:
-        """Wait until all gradients are combined. One that this rank has not made counts as zeros."""
+        """Wait until all gradients are combined. One that this rank has not made counts as zeros. Raises UsageError
+        where one was changed meanwhile."""
         entries = list(self._entries.values())
+        changed = [each.name for each in entries if each.has_changed]
         left = [each for each in entries if each.handle is None]
         for each in left:
             each.fill()
@@ -276,6 +287,11 @@ class Gradients(StepGradients):
         self.give_up()
         for handle in handles.values():
             synchronize(cast(Handle, handle))
+        if changed:
+            raise UsageError(
+                f"the gradient of '{changed[0]}' was changed while it was combined: expected synchronize() of the "
+                "optimizer before gradients are clipped or scaled, and its step() within skip_synchronize()"
+            )
         self._is_combined = True
 
     def settle(self) -> None:

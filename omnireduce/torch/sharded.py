@@ -13,8 +13,12 @@ optimizer.step()  # instead of an all-reduce of gradients and a step on each ran
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +26,13 @@ from torch import Tensor
 from omnireduce.data_parallel.session import communicator
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.logs import tagged
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
 from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.torch.tensors import array_of, staged
+
+log = logging.getLogger("omnireduce")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -36,6 +43,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     are sparse (`nn.Embedding(..., sparse=True)`), which are updated row by row. A parameter without a gradient counts
     as one whose gradient is zero.
 
+    `clip_norm`: the mean of the gradients of all ranks is made no longer than this, the parameters of all groups taken
+    together, as by `torch.nn.utils.clip_grad_norm_`. `clip_value`: no element of the mean is larger than this, or less
+    than minus this. What is clipped before `step` are the gradients of each rank, and not their mean.
+
     At the first step all ranks get the weights of rank 0. Where theirs may be others, all call `restore` before they
     compute the first gradients. All ranks call all methods in the same order, `state_dict` too: it has the form of
     torch's optimizers, and is the same on all ranks. Raises what `omnireduce.ShardedOptimizer` raises, and UsageError
@@ -43,10 +54,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], rule: Rule, *, name: str = "optimizer"
-    ) -> None:
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], rule: Rule,
+        *, clip_norm: float | None = None, clip_value: float | None = None, name: str = "optimizer",
+    ) -> None:  # fmt: skip
         check_rule(rule)
         self._name, self._parts = name, list[_Group]()
+        self._clip_norm, self._clip_value = clip_norm, clip_value
         self._pending: dict[str, Any] | None = None  # a state that was loaded, and is not on the shards yet
         super().__init__(params, {**_numbers_of(rule), "rule": rule, "rows": False})
 
@@ -58,7 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_rule(rule)
         super().add_param_group({**_numbers_of(rule), **param_group})
         try:
-            self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}"))
+            more = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}
+            self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}", **more))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -71,11 +85,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
+        changed = [part.has_changed_gradients() for part in self._parts]
+        if any(changed):
+            _warn_of_changed_gradients()
         with told_to_others(self._parts[0]):
-            gradients = [part.gradients() for part in self._parts]  # before anything is sent
-        for end in [part.begin_step(each) for part, each in zip(self._parts, gradients, strict=True)]:
+            begun = [(part, part.prepared()) for part in self._parts]  # before anything is sent
+        norm = None if self._clip_norm is None else _norm_of(begun)
+        for end in [part.begin_update(gradients, norm) for part, gradients in begun]:
             end()
         return loss
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """With `clip_norm`, how long the mean of the gradients was in the last step, before it was clipped."""
+        return self._parts[0].gradient_norm
 
     def _settle(self) -> None:
         """Give the shards a state that was loaded before."""
@@ -130,6 +153,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part.close()
 
 
+def _norm_of(begun: Sequence[tuple[_Group, dict[str, Any]]]) -> float:
+    """That of the means of all gradients together."""
+    ends = [part.begin_squares(gradients) for part, gradients in begun]
+    return math.sqrt(sum(end() for end in ends))
+
+
+@cache
+def _warn_of_changed_gradients() -> None:
+    """On rank 0, once."""
+    if communicator().rank == 0:
+        log.warning(
+            "gradients were changed between backward and the step of a ShardedOptimizer. A division is all right. If "
+            "they were clipped, each rank has clipped its own ones, not their mean: give the optimizer clip_norm= or "
+            "clip_value= instead", extra=tagged("changed_gradients"),
+        )  # fmt: skip
+
+
+def _made(group: weakref.ref[_Group], at: int, _: Tensor) -> None:
+    """A hook, which does not keep an optimizer that the program has dropped."""
+    own = group()
+    if own is not None:
+        own.note(at)
+
+
 def _numbers_of(rule: Rule) -> dict[str, Any]:
     return {each.name: getattr(rule, each.name) for each in dataclasses.fields(rule) if each.init}
 
@@ -137,27 +184,50 @@ def _numbers_of(rule: Rule) -> dict[str, Any]:
 class _Group:
     """A group of parameters, and its optimizer of arrays."""
 
-    def __init__(self, group: dict[str, Any], name: str) -> None:
+    def __init__(self, group: dict[str, Any], name: str, **more: Any) -> None:
         self.group, self.params = group, list[Tensor](group["params"])
         self._copies = [each.detach() if _is_plain(each) else staged(each).clone() for each in self.params]
         weights = {str(at): array_of(each) for at, each in enumerate(self._copies)}
         tables = weights if group["rows"] else ()
-        self._optimizer = OfArrays(weights, self._rule(), tables=tables, comm=communicator(), name=name)
+        self._versions = dict[int, int]()  # how often gradients were changed, as torch counts, until backward ended
+        for at, each in enumerate(self.params):
+            if each.requires_grad:
+                hook = each.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), at))
+                weakref.finalize(self, hook.remove).atexit = False
+        self._optimizer = OfArrays(weights, self._rule(), tables=tables, comm=communicator(), name=name, **more)
 
     def _rule(self) -> Rule:
         own: Rule = self.group["rule"]
         return dataclasses.replace(own, **{name: self.group[name] for name in _numbers_of(own)})
 
-    def gradients(self) -> dict[str, Any]:
-        """What this rank has. Raises UsageError for a sparse one that should be dense, or the other way round."""
-        return {str(at): self._gradient(at) for at in range(len(self.params))}
+    def note(self, at: int) -> None:
+        """Backward has made a gradient."""
+        self._versions[at] = cast(Tensor, self.params[at].grad)._version
 
-    def begin_step(self, gradients: Mapping[str, Any]) -> Callable[[], None]:
-        """Start a step; what this returns ends it."""
-        with told_to_others(self):
-            self._optimizer.rule = self._rule()
-            self._stage()
-        end = self._optimizer.begin_step(gradients)
+    def has_changed_gradients(self) -> bool:
+        """Whether the program has changed some since backward made them."""
+        versions, self._versions = self._versions, {}
+        gradients = ((self.params[at].grad, version) for at, version in versions.items())
+        return any(each is not None and each._version != version for each, version in gradients)
+
+    def prepared(self) -> dict[str, Any]:
+        """The gradients that this rank has, ready for a step. Raises UsageError for a sparse one that should be dense,
+        or the other way round."""
+        self._optimizer.rule = self._rule()
+        self._stage()
+        return self._optimizer.checked({str(at): self._gradient(at) for at in range(len(self.params))})
+
+    def begin_squares(self, gradients: Mapping[str, Any]) -> Callable[[], float]:
+        """Start to add up the squares of the means; what this returns gives the sum."""
+        return self._optimizer.begin_squares(gradients)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        return self._optimizer.gradient_norm
+
+    def begin_update(self, gradients: Mapping[str, Any], norm: float | None) -> Callable[[], None]:
+        """Start an update; what this returns ends it."""
+        end = self._optimizer.begin_update(gradients, norm)
 
         def end_step() -> None:
             end()

@@ -138,6 +138,25 @@ def ranks_outside_of_a_set() -> None:
     hvd.remove_process_set(some)
 
 
+def a_gradient_that_is_changed_while_it_is_combined() -> None:
+    """By a clip without `synchronize` before it. All ranks hear of it, and the next step is sound."""
+    ways: list[dict[str, Any]] = [{}, {"compression": hvd.Compression.fp16}, {"num_groups": 1}]
+    for number, way in enumerate(ways):
+        w = torch.zeros(4, requires_grad=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([w], lr=1.0), [(f"changed.{number}", w)], **way)
+        w.sum().backward()
+        torch.nn.utils.clip_grad_norm_([w], 1.0)
+        with pytest.raises(UsageError, match=rf"'changed\.{number}' was changed while it was combined: expected sync"):
+            optimizer.step()
+        optimizer.zero_grad()
+        (w * (hvd.rank() + 3)).sum().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([w], 2.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        torch.testing.assert_close(w.detach(), torch.full((4,), -1.0))
+
+
 def tensors_in_objects() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     nn.init.constant_(net[0].weight, hvd.rank())

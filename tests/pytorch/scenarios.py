@@ -19,4 +19,4 @@ def play(daemon: Daemon, script: str, size: int, scenarios: Sequence[str]) -> No
             for rank in range(size)
         ]
         for each in ranks:
-            assert each.wait(2 * WAIT_S) == 0, each.log
+            assert each.wait(WAIT_S * (1 + len(scenarios) // 4)) == 0, each.log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,77 @@ def groups_with_rules_of_their_own() -> None:
     for name, each in model.state_dict().items():
         torch.testing.assert_close(each, expected.state_dict()[name], rtol=0, atol=2e-5, msg=name)
     optimizer.close()
+
+
+def groups_that_are_clipped_together() -> None:
+    """Against torch's own functions on the mean of all gradients, rows among them."""
+    clips: list[tuple[dict[str, float], Callable[[Any], Any]]] = [
+        ({"clip_norm": 0.02}, lambda p: torch.nn.utils.clip_grad_norm_(p, 0.02)),
+        ({"clip_value": 0.001}, lambda p: torch.nn.utils.clip_grad_value_(p, 0.001)),
+        ({"clip_norm": 1e6}, lambda p: torch.nn.utils.clip_grad_norm_(p, 1e6)),
+    ]
+    for clip, of_torch in clips:
+        model, expected = made(7), made(7)
+        optimizer = hvd.ShardedOptimizer(groups_of(model), AdamW(), **clip)
+        sparse = torch.optim.SparseAdam([expected.table.weight], lr=0.1)
+        rest = [*expected.hidden.parameters(), *expected.last.parameters()]
+        dense = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1)
+        for step in range(4):
+            backward(model, step)
+            backward(expected, step)
+            for each in expected.parameters():
+                assert each.grad is not None
+                each.grad = hvd.allreduce(each.grad.to_dense() if each.grad.is_sparse else each.grad)
+            norm = of_torch(expected.parameters())
+            assert expected.table.weight.grad is not None
+            expected.table.weight.grad = expected.table.weight.grad.to_sparse(1)
+            optimizer.step()
+            sparse.step()
+            dense.step()
+            if "clip_norm" in clip:
+                assert optimizer.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+        assert all_alike(model)
+        for name, each in model.state_dict().items():
+            torch.testing.assert_close(each, expected.state_dict()[name], rtol=0, atol=2e-5, msg=name)
+        optimizer.close()
+
+
+def a_clip_before_the_step_is_warned_of() -> None:
+    """Once, on rank 0; gradients that stay as backward has made them, and those that are thrown away, are not."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("omnireduce").addHandler(handler)
+    weights = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.ShardedOptimizer([weights], Sgd(lr=1.0))
+    for to_none in (True, False):
+        for _ in range(2):
+            weights.sum().backward()
+            weights.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(to_none)
+    assert told == []
+    for _ in range(2):
+        weights.sum().backward()
+        torch.nn.utils.clip_grad_norm_([weights], 1.0)
+        optimizer.step()
+    assert len(told) == (hvd.rank() == 0)
+    assert all("each rank has clipped its own ones, not their mean: give the optimizer clip_norm=" in x for x in told)
+    optimizer.close()
+    logging.getLogger("omnireduce").removeHandler(handler)
+
+
+def two_without_names() -> None:
+    own = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizers = [hvd.ShardedOptimizer([each], Sgd(lr=1.0)) for each in own]
+    for _ in range(2):
+        (own[0].sum() + 2 * own[1].sum()).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert [each.tolist() for each in own] == [[-2] * 3, [-4] * 3]
+    for each in optimizers:
+        each.close()
 
 
 def a_schedule_and_a_closure() -> None:

@@ -14,6 +14,7 @@ ELASTIC = str(ROOT / "tests" / "pytorch" / "sharded_elastic.py")
 SCENARIOS = (
     "groups_with_rules_of_their_own", "a_schedule_and_a_closure", "states_like_those_of_torch",
     "a_state_without_some_parameters", "weights_of_another_rank", "rows_by_adagrad", "wrong_use",
+    "groups_that_are_clipped_together", "a_clip_before_the_step_is_warned_of", "two_without_names",
     "one_that_loads_a_state",
 )  # fmt: skip
 
