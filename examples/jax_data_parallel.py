@@ -2,7 +2,8 @@
 
     mpirun -n 3 python examples/jax_data_parallel.py
 
-Each rank has the whole network and a part of the samples. The compiled step averages loss and gradients of all ranks.
+Each rank has the whole network and a part of the samples. The compiled step averages loss and gradients of all ranks,
+each of which counts by its samples: so any batch size gives what one process gets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def loss_of(params: Parameters, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @ddp.jit
 def step(params: Parameters, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Parameters]:
-    loss, gradients = ddp.value_and_grad(loss_of)(params, x, y)
+    loss, gradients = ddp.value_and_grad(loss_of, weights=len(x))(params, x, y)
     return loss, jax.tree_util.tree_map(lambda p, g: p - 0.2 * g, params, gradients)
 
 

@@ -20,6 +20,7 @@ from omnireduce.data_parallel.job import communicator
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.rounding import scaled
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
@@ -31,7 +32,7 @@ _order = threading.RLock()  # of the collectives of this process
 _failures: list[Exception] = []  # of callbacks, the last one
 
 
-def allreduce(tree: Any, op: Op = "sum") -> Any:
+def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
     """Combine the leaves of all ranks, element by element: a tree like this one. All ranks call this with the same
     structure, shapes and dtypes.
 
@@ -39,15 +40,46 @@ def allreduce(tree: Any, op: Op = "sum") -> Any:
     Those of JAX stay on their devices, others become arrays of NumPy. `op`: sum, mean, min, max or prod, and of bool
     any or all; mean needs floats. All leaves travel in one exchange for each dtype, but each large one in its own.
 
+    `weights`: how much this rank counts in a mean, beside the others: a number of 0 or more, as that of its samples.
+    The ranks tell each other theirs first, in a small exchange. None, on all ranks: all count alike.
+
     Works within `jax.jit`, not within `jax.vmap`; no gradient flows through. Raises UsageError for keys of
-    `jax.random`, and what `omnireduce.allreduce` raises; within a compiled function see `jit`.
+    `jax.random`, and on all ranks for a weight that cannot be; otherwise what `omnireduce.allreduce` raises. Within a
+    compiled function see `jit`.
     """
 
     def combined(comm: Communicator, arrays: list[Array]) -> list[Array]:
         comm.allreduce(arrays, op=op)
         return arrays
 
-    return _through_host(combined, tree)
+    def weighed(comm: Communicator, arrays: list[Array]) -> list[Array]:
+        *own, given = arrays
+        share = share_of(comm, given)
+        for each in own:
+            scaled(each, share, each)
+        return [*combined(comm, own), given]
+
+    if weights is None:
+        return _through_host(combined, tree)
+    if op != "mean":
+        raise UsageError(f"weights with op {op!r}: expected op='mean'")
+    return _through_host(weighed, (tree, weights))[0]
+
+
+def share_of(comm: Communicator, weight: Array) -> float:
+    """How much this rank counts beside one that has the mean of all weights. Raises UsageError on all ranks where one
+    has no number, or a negative one, and where all are 0."""
+    try:
+        own = float(weight.item())
+    except (TypeError, ValueError):  # the others are waiting: they are told, too
+        own = np.nan
+    weights = comm.allgather(np.array([own]))[:, 0]
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if wrong.size:
+        raise UsageError(f"the weight of rank {wrong[0]} is {weights[wrong[0]]:g}: expected one number of 0 or more")
+    if not weights.any():
+        raise UsageError("the weights of all ranks are 0: expected more on one of them")
+    return float(weights[comm.rank] * comm.size / weights.sum())
 
 
 def broadcast(tree: Any, root: int = 0) -> Any:

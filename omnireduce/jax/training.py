@@ -25,22 +25,32 @@ def partition_dataset(dataset: Any, batch_size: int, *, seed: int = 0, shuffle: 
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    weights: Any = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of a loss whose value and gradients are then averaged over all ranks, in one exchange.
 
-    The arguments are those of `jax.value_and_grad`. What `fun` returns beside the loss (`has_aux`) stays that of this
-    rank. Works within `jax.jit`. Raises what `allreduce` raises.
+    The other arguments are those of `jax.value_and_grad`. What `fun` returns beside the loss (`has_aux`) stays that of
+    this rank. Works within `jax.jit`. Raises what `allreduce` raises.
+
+    `weights`: how much this rank counts, or a function that says so of the arguments of `fun`. If the loss is a mean
+    over samples, it is their number: then the average is that of one process with the samples of all ranks, also
+    where ranks have other numbers of them. None, on all ranks: all count alike.
     """
     differentiated = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, **options)
 
     @functools.wraps(fun)
     def averaged(*args: Any, **kwargs: Any) -> Any:
+        own = weights(*args, **kwargs) if callable(weights) else weights
         value, gradients = differentiated(*args, **kwargs)
         if not has_aux:
-            return allreduce((value, gradients), op="mean")
+            return allreduce((value, gradients), op="mean", weights=own)
         value, aux = value
-        value, gradients = allreduce((value, gradients), op="mean")
+        value, gradients = allreduce((value, gradients), op="mean", weights=own)
         return (value, aux), gradients
 
     return averaged
@@ -55,12 +65,16 @@ class GradientTransformation(NamedTuple):
 
 
 def average_gradients() -> GradientTransformation:
-    """A part of an optimizer that averages gradients over all ranks: put it first, for instance into `optax.chain`."""
+    """A part of an optimizer that averages gradients over all ranks: put it first, for instance into `optax.chain`.
+
+    `update(..., weights=)`: how much this rank counts, as for `value_and_grad`. A chain does not hand it on: where
+    ranks have other numbers of samples, average by `value_and_grad`.
+    """
 
     def init(params: Any) -> tuple[()]:
         return ()
 
-    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
-        return allreduce(updates, op="mean"), state
+    def update(updates: Any, state: Any, params: Any = None, *, weights: Any = None, **more: Any) -> tuple[Any, Any]:
+        return allreduce(updates, op="mean", weights=weights), state
 
     return GradientTransformation(init, update)

@@ -80,11 +80,15 @@ def loss_of(params: dict[str, Any], x: Any, y: Any) -> tuple[Any, Any]:
     return jnp.mean(error**2), len(x)
 
 
-def trained(way: str, compiling: Any, transformation: bool) -> None:
-    """Batches of twelve can be divided among ranks."""
+def samples(params: Any, x: Any, y: Any) -> int:
+    return len(x)
+
+
+def trained(way: str, compiling: Any, *, transformation: bool = False, batch: int = 12, weights: Any = None) -> None:
+    """Batches of twelve can be divided among three ranks; those of ten, of which the last one has seven, cannot."""
     chance = np.random.default_rng(5)
-    x, y = (chance.standard_normal((36, width)).astype(np.float32) for width in (4, 2))
-    loader, _ = ddp.partition_dataset((x, y), 12)
+    x, y = (chance.standard_normal((37 if batch == 10 else 36, width)).astype(np.float32) for width in (4, 2))
+    loader, _ = ddp.partition_dataset((x, y), batch)
     own = np.random.default_rng(rank)
     params = ddp.broadcast({name: jnp.asarray(own.standard_normal(shape), jnp.float32)
                             for name, shape in (("w", (4, 5)), ("v", (5, 2)))})  # fmt: skip
@@ -92,10 +96,11 @@ def trained(way: str, compiling: Any, transformation: bool) -> None:
 
     def step(params: Any, x: Any, y: Any) -> Any:
         if transformation:
-            gradients, _ = averages.update(jax.grad(loss_of, has_aux=True)(params, x, y)[0], averages.init(params))
+            found = jax.grad(loss_of, has_aux=True)(params, x, y)[0]
+            gradients, _ = averages.update(found, averages.init(params), weights=weights and len(x))
         else:
-            (_, samples), gradients = ddp.value_and_grad(loss_of, has_aux=True)(params, x, y)
-            assert samples == 12 // SIZE
+            (_, own), gradients = ddp.value_and_grad(loss_of, has_aux=True, weights=weights)(params, x, y)
+            assert own == len(x)
         return jax.tree_util.tree_map(lambda p, g: p - 0.125 * g, params, gradients)
 
     step = compiling(step)
@@ -107,7 +112,10 @@ def trained(way: str, compiling: Any, transformation: bool) -> None:
 
 def loss_is_averaged() -> None:
     value, gradient = ddp.value_and_grad(lambda p: p * (rank + 1.0))(jnp.float32(2))
-    tell("loss", value=float(value), gradient=float(gradient))
+    weighed = ddp.value_and_grad(lambda p: p * (rank + 1.0), weights=jnp.array([1, 0, 3])[rank])
+    halves = ddp.allreduce(jnp.full(2, rank + 1, jnp.bfloat16), op="mean", weights=(rank == 1) * 0.5)
+    by_rank = [float(each) for each in jax.jit(weighed)(jnp.float32(2))]
+    tell("loss", value=float(value), gradient=float(gradient), by_rank=by_rank, halves=halves.tolist())
 
 
 def datasets() -> None:
@@ -124,6 +132,10 @@ def datasets() -> None:
 def wrong() -> None:
     found = []
     for call in (
+        lambda: ddp.allreduce(jnp.ones(3), op="sum", weights=1),
+        lambda: ddp.allreduce(jnp.ones(3), op="mean", weights=-1.5 if rank == 1 else 1.0),
+        lambda: ddp.jit(lambda x: ddp.allreduce(x, op="mean", weights=x if rank == 2 else 1.0))(jnp.ones(3)),
+        lambda: ddp.allreduce(jnp.ones(3), op="mean", weights=0),
         lambda: ddp.allreduce(jnp.arange(3), op="mean"),
         lambda: ddp.jit(lambda x: ddp.allreduce(x, op="mean"))(jnp.arange(3)),
         lambda: ddp.broadcast(jnp.zeros(2), root=SIZE),
@@ -170,9 +182,11 @@ if sys.argv[2:] == ["dies"]:
             tell("died", step=at, culprit=error.culprit.split()[:2])
             break
 else:
-    trained("compiled", jax.jit, False)
-    trained("direct", lambda step: step, False)
-    trained("transformed", ddp.jit, True)
+    trained("compiled", jax.jit)
+    trained("direct", lambda step: step)
+    trained("transformed", ddp.jit, transformation=True)
+    trained("uneven", jax.jit, batch=10, weights=samples)
+    trained("uneven, transformed", ddp.jit, transformation=True, batch=10, weights=samples)
     if SIZE > 1:
         for way in (summed, in_order, from_a_root, loss_is_averaged, datasets, wrong, refused):
             way()

@@ -13,7 +13,7 @@ from local_cluster import ROOT, WAIT_S, Daemon
 from ranks_of import SIZE, Told, assert_trained_alike, needs_mpirun, run_ranks, told, two_ranks
 
 WORKER = str(ROOT / "tests/frameworks/jax_worker.py")
-TRAINED = "compiled", "direct", "transformed"
+TRAINED = "compiled", "direct", "transformed", "uneven", "uneven, transformed"
 pytestmark = [
     needs_mpirun,
     pytest.mark.skipif(find_spec("jax") is None, reason="no jax here; `make keras` installs it"),
@@ -56,6 +56,7 @@ def test_a_broadcast_has_the_bits_of_its_root(ranks: Told) -> None:
 
 def test_the_loss_is_averaged_with_its_gradients(ranks: Told) -> None:
     assert [(each["value"], each["gradient"]) for each in ranks["loss"]] == [(4.0, 2.0)] * SIZE
+    assert [(each["by_rank"], each["halves"]) for each in ranks["loss"]] == [([5.0, 2.5], [2.0, 2.0])] * SIZE
 
 
 def test_a_dataset_may_have_arrays_of_jax(ranks: Told) -> None:
@@ -66,7 +67,13 @@ def test_a_dataset_may_have_arrays_of_jax(ranks: Told) -> None:
 
 def test_errors_of_callbacks_reach_the_caller(ranks: Told) -> None:
     for each in ranks["wrong"]:
-        direct, compiled, root, *differs, key, compiled_key, dataset, of_jax, name = each["errors"]
+        assert each["errors"][:4] == [
+            "weights with op 'sum': expected op='mean'",
+            "the weight of rank 1 is -1.5: expected one number of 0 or more",
+            "the weight of rank 2 is nan: expected one number of 0 or more",
+            "the weights of all ranks are 0: expected more on one of them",
+        ]
+        direct, compiled, root, *differs, key, compiled_key, dataset, of_jax, name = each["errors"][4:]
         assert direct == compiled
         assert "mean" in direct
         assert root == "root 3: expected 0 to 2"
@@ -94,7 +101,7 @@ def test_a_rank_that_dies_ends_a_compiled_step_of_the_others(daemon: Daemon, tmp
 
 @pytest.mark.parametrize("size", [SIZE, 0])
 def test_the_example_learns(daemon: Daemon, size: int) -> None:
-    text = run_ranks(daemon, size, str(ROOT / "examples/jax_data_parallel.py"), "--samples", "500")
+    text = run_ranks(daemon, size, str(ROOT / "examples/jax_data_parallel.py"), "--samples", "541")
     first, last = re.findall(r"^(\d) ranks?, epoch (\d+): mean squared error ([\d.]+)$", text, re.MULTILINE)
     assert [first[:2], last[:2]] == [(str(size or 1), "1"), (str(size or 1), "20")]
     assert float(last[2]) < float(first[2]) / 2
