@@ -19,4 +19,4 @@ def play(daemon: Daemon, script: str, size: int, scenarios: Sequence[str]) -> No
             for rank in range(size)
         ]
         for each in ranks:
-            assert each.wait(WAIT_S * (1 + len(scenarios) // 4)) == 0, each.log
+            assert each.wait(WAIT_S * (2 + len(scenarios) // 6)) == 0, each.log

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.runtime.tracing.parts import lines_of, read_parts
 from omnireduce.runtime.tracing.timeline import ALLREDUCE, LONGEST_LINE, OFF, QUEUE, Timeline
 from omnireduce.runtime.tracing.trace import Origin
 
@@ -61,6 +62,20 @@ def test_threads_may_note_at_the_same_time(tmp_path: Path) -> None:
     found = lines(part)
     assert len(found) == 2000
     assert [each[1] for each in found] == sorted(each[1] for each in found)
+
+
+def test_a_part_may_begin_anew_while_it_is_read(tmp_path: Path) -> None:
+    """As where a rank starts a timeline of the same name again, and another rank still merges the first one."""
+    part = Timeline(tmp_path, ORIGIN, 100)
+    for _ in range(9):
+        part.begin("w", ALLREDUCE)
+    part.close()
+    [before] = read_parts(tmp_path)
+    assert len(list(lines_of(before))) == 10
+    again = Timeline(tmp_path, ORIGIN, 100)
+    again.begin("v", QUEUE)
+    assert [each[2:] for each in lines_of(before)] == [["v", "QUEUE", {}]]
+    again.close()
 
 
 def test_a_full_disk_ends_a_part(tmp_path: Path, caplog: Any) -> None:

@@ -91,8 +91,8 @@ def lines_of(part: Part) -> Iterator[Words]:
     try:
         with part.path.open("rb") as file:
             file.readline()
-            while file.tell() < part.size:
-                words = _line(file.readline())
+            while file.tell() < part.size and (line := file.readline()):  # another part may have taken its place
+                words = _line(line)
                 if words is not None:
                     yield words
     except OSError as error:
