@@ -15,11 +15,10 @@ from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
 from omnireduce.runtime.member.local_first import local_first as first_of_host
 from omnireduce.torch.rendezvous import Place, drawn_ports
 
-LAUNCHERS = ("Open MPI", "MPICH", "Slurm")
-
 
 def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
-    """Set the variables that `init_process_group` reads, under mpirun and srun; none if RANK or WORLD_SIZE is set.
+    """Set the variables that `init_process_group` reads, under mpirun, srun and their like; none if RANK or WORLD_SIZE
+    is set.
 
     RANK, WORLD_SIZE and LOCAL_RANK are what the launcher says. MASTER_ADDR is this host if all ranks are here, and the
     first host of a Slurm step. MASTER_PORT is drawn from what tells this launch from others. Where nothing is known,
@@ -30,7 +29,7 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:  # one alone: the other comes with the call
         return _place_of_run(environ)
     launch = detect_launch(environ)
-    if launch.launcher not in LAUNCHERS:
+    if launch.launcher == "none":
         return None
     identity, address = launch_id(launch.rank, launch.size, environ), _address(launch, environ)
     environ["RANK"], environ["WORLD_SIZE"] = str(launch.rank), str(launch.size)

@@ -192,7 +192,10 @@ def test_arguments_may_be_integers_of_numpy() -> None:
     [
         ({"PMI_RANK": "0"}, "MPICH: got PMI_RANK but not PMI_SIZE, expected both or neither"),
         ({"WORLD_SIZE": "2"}, "torchrun: got WORLD_SIZE but not RANK, expected both or neither"),
-        (PALS, "PALS: got PALS_RANKID but not PMI_SIZE, expected both or neither; or set RANK and WORLD_SIZE"),
+        (
+            {"FLUX_TASK_RANK": "1"},
+            "Flux: got FLUX_TASK_RANK but not FLUX_JOB_SIZE, expected both or neither; or set RANK and WORLD_SIZE",
+        ),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
             "Slurm: got SLURM_PROCID but not SLURM_NTASKS, expected both or neither",
@@ -247,6 +250,7 @@ SPEAKS_OF_SEVERAL = [
     ({"PMIX_RANK": "1"}, True),
     ({"PMIX_RANK": "0"}, False),
     ({"ALPS_APP_PE": "3"}, True),
+    (PALS, True),
     ({"TF_CONFIG": '{"cluster": {"chief": ["a"], "worker": ["b"]}, "task": {"type": "chief", "index": 0}}'}, True),
     ({"SM_HOSTS": '["algo-1", "algo-2"]'}, True),
     ({name: text for name, text in SLURM.items() if "STEP" not in name}, False),

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
-from omnireduce.logs import BoundLog, tagged
+from omnireduce.logs import BoundLog
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.calls import check_codec_of

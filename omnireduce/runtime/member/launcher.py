@@ -240,8 +240,8 @@ def _innermost(environ: Mapping[str, str]) -> Variables | None:
 
 def _is_inside(variables: Variables, environ: Mapping[str, str]) -> bool:
     """Whether this process was started by that launcher."""
-    is_inside = not variables.guard or variables.guard in environ
-    return is_inside and any(name in environ for name in (variables.rank, *variables.size))
+    is_guarded = all(name in environ for name in variables.guards)
+    return is_guarded and any(name in environ for name in (variables.rank, *variables.size))
 
 
 def _launch(variables: Variables, environ: Mapping[str, str]) -> Launch:

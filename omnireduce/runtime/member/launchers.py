@@ -30,8 +30,8 @@ class Variables:
     """The names of a launcher's variables. Of several names the first that is set counts.
 
     `job` lists alternatives. Each has the names of the variables whose values together make the id of the launch.
-    `meets`: host and port where ranks of one launch meet, and none of another at the same time. Where the variable
-    `guard` is named but not set, none of the others counts. `one_per_host`: each host has a single process.
+    `meets`: host and port where ranks of one launch meet, and none of another at the same time. Where
+    one of the `guards` is not set, none of the others counts. `one_per_host`: each host has a single process.
     """
 
     launcher: str
@@ -41,7 +41,7 @@ class Variables:
     local_size: tuple[str, ...] = ()
     job: tuple[tuple[str, ...], ...] = ()
     meets: tuple[str, str] | None = None
-    guard: str = ""
+    guards: tuple[str, ...] = ()
     cross_rank: tuple[str, ...] = ()
     cross_size: tuple[str, ...] = ()
     one_per_host: bool = False
@@ -124,7 +124,7 @@ LAUNCHERS = (  # the innermost one first
         local_rank=("PALS_LOCAL_RANKID",),
         local_size=("PALS_LOCAL_SIZE",),
         job=(("PALS_APID",),),
-        guard="PALS_RANKID",
+        guards=("PALS_RANKID", "PMI_SIZE"),
     ),
     Variables(
         launcher="Slurm",
@@ -133,7 +133,7 @@ LAUNCHERS = (  # the innermost one first
         local_rank=("SLURM_LOCALID",),
         local_size=(TASKS_PER_NODE,),
         job=(("SLURM_JOB_ID", "SLURM_STEP_ID"),),
-        guard="SLURM_STEP_ID",
+        guards=("SLURM_STEP_ID",),
     ),
     Variables(
         launcher="LeaderWorkerSet",
@@ -165,9 +165,9 @@ def variables_of_launchers() -> frozenset[str]:
     found: set[str] = set()
     for each in LAUNCHERS:
         if not each.one_per_host:
-            names = (each.rank, each.guard, *each.size, *each.local_rank, *each.local_size, *each.cross_rank)
+            names = (each.rank, *each.guards, *each.size, *each.local_rank, *each.local_size, *each.cross_rank)
             found |= {*names, *each.cross_size, *(name for job in each.job for name in job)}
-    return frozenset(found - {""} - _KEPT)
+    return frozenset(found - _KEPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,7 @@ _BY_HAND = "set RANK and WORLD_SIZE for each process"
 HINTS = (
     Hint("torchrun (PET_NNODES, PET_NPROC_PER_NODE)", _of_agents, True, "start the program by torchrun"),
     Hint("PMIx (PMIX_RANK)", _index("PMIX_RANK"), True, _BY_HAND),
+    Hint("PALS (PALS_RANKID)", _index("PALS_RANKID"), True, _BY_HAND),
     Hint("ALPS (ALPS_APP_PE)", _index("ALPS_APP_PE"), True, _BY_HAND),
     Hint("TensorFlow (TF_CONFIG)", _tasks_of_tensorflow, True, _BY_HAND),
     Hint("SageMaker (SM_HOSTS)", _hosts_of_sagemaker, True, f"start the program by torchrun or mpirun, or {_BY_HAND}"),
