@@ -8,6 +8,7 @@ is free of those drawn. The signpost tells everybody who connects whose store is
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import threading
@@ -24,6 +25,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from omnireduce.addresses import ANYWHERE, connect, is_loopback, listen
 from omnireduce.blame import from_a_handler
+from omnireduce.logs import tagged
+from omnireduce.protocol.reminders import Reminders
 
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch
@@ -32,6 +35,8 @@ PAUSE_S = 0.1
 BACKLOG = 1024
 LONGEST = 300  # bytes that a signpost says
 PREFIXES_OF_USER = 2  # of the group and the device
+
+log = logging.getLogger("omnireduce")
 
 
 class Place(NamedTuple):
@@ -94,8 +99,12 @@ class _Meeting:
         return store
 
     def _find(self, timeout: timedelta) -> dist.TCPStore:
-        deadline, wait_s = time.monotonic() + timeout.total_seconds(), FIRST_WAIT_S
-        while time.monotonic() < deadline:
+        begun, wait_s = time.monotonic(), FIRST_WAIT_S
+        deadline, reminders = begun + timeout.total_seconds(), Reminders(begun)
+        while (now := time.monotonic()) < deadline:
+            if waited_s := reminders.due(now):
+                what = f"waiting for rank 0 to come to {self._place.address}"
+                log.warning("%s since %.0f s", what, waited_s, extra=tagged("waiting_for_ranks"))
             for port in self._place.ports:
                 there = _asked(self._place, port, wait_s)
                 if there:
