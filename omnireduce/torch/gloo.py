@@ -18,7 +18,6 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from omnireduce.runtime.member.calls import once
-from omnireduce.torch.arrival import await_ranks
 from omnireduce.torch.tensors import DEVICES, flat_bytes, gpus_of, put_back, room_for, staged
 from omnireduce.torch.work import NO_LIMIT
 
@@ -26,8 +25,7 @@ READ_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of torch that uses gloo. Returns when all ranks are here."""
-    await_ranks(store, rank, size, timeout)
+    """A process group of torch that uses gloo."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)

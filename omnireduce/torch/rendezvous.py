@@ -30,7 +30,7 @@ from omnireduce.protocol.reminders import Reminders
 
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch
-FIRST_WAIT_S = 1.0  # for what a signpost says, the first time; then twice, four times, ... as long
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0  # for what a signpost says: the first time, then twice as long each time
 PAUSE_S = 0.1
 BACKLOG = 1024
 LONGEST = 300  # bytes that a signpost says
@@ -110,7 +110,7 @@ class _Meeting:
                 if there:
                     address = self._place.address
                     return dist.TCPStore(address, there, None, is_master=False, timeout=timeout, wait_for_workers=False)
-            wait_s *= 2
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             time.sleep(PAUSE_S)
         raise dist.DistNetworkError(
             f"omnireduce: rank 0 has not come to {self._place.address} after {timeout.total_seconds():g} s; "

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from local_cluster import WAIT_S, Ranks
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from omnireduce.protocol import reminders
 from omnireduce.torch import rendezvous
 from omnireduce.torch.rendezvous import Place, _Meeting, drawn_ports, meet_at
 
@@ -73,9 +74,15 @@ def test_a_launch_without_a_free_port_says_what_to_do(place: Place) -> None:
             next(_Meeting(place).begin(words(0), WAIT))
 
 
-def test_a_rank_says_where_it_has_looked_for_rank_0(place: Place) -> None:
-    with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.1 s.*{place.ports[2]}"):
-        next(_Meeting(place).begin(words(1), timedelta(seconds=0.1)))
+def test_a_rank_says_where_it_has_looked_for_rank_0(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often it has looked; and for whom it waits meanwhile."""
+    monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
+    monkeypatch.setattr(reminders, "FIRST_S", 0.01)
+    with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{place.ports[2]}"):
+        next(_Meeting(place).begin(words(1), timedelta(seconds=0.5)))
+    assert "waiting for rank 0 to come to 127.0.0.1 since 0 s" in caplog.text
 
 
 @pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
