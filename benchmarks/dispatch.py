@@ -1,6 +1,7 @@
 """What it costs to ask torch for a collective of omnireduce, beside the collective itself.
 
-`torchrun --nproc-per-node 2 -m benchmarks.dispatch` does small all-reduces of both in turns, and checks them.
+`torchrun --nproc-per-node 2 -m benchmarks.dispatch` does small all-reduces in turns, directly and through torch; and
+all-gathers of two sizes, which gloo does, alone and after ranks have compared what they ask for. All are checked.
 """
 
 from __future__ import annotations
@@ -15,15 +16,33 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.outcomes import show_verdicts
-from benchmarks.targets import below
+from benchmarks.targets import Verdict, below
 from benchmarks.torch_ranks import run_ranks
 from omnireduce.dtypes import Array
 
-RANKS, ELEMENTS = 2, 1024
-IN_A_ROW = 100  # calls
+RANKS, ELEMENTS, MANY = 2, 1 << 10, 1 << 18
+IN_A_ROW, FEW = 100, 10  # calls, of tensors of ELEMENTS and of MANY
 OURS, TORCH = "omnireduce", "through torch"
-SYNC, ASYNC = "synchronous", "asynchronous, then wait"
+ALONE, COMPARED = "gloo alone", "compared before"
+SYNC, ASYNC = "all-reduce, synchronous", "all-reduce, asynchronous, then wait"
+SMALL, LARGE = "all-gather of 4 KiB", "all-gather of 1 MiB"
 MOST_US = 60.0  # that torch may add: a collective of one host is not much longer
+MOST_COMPARED_US = 300.0  # that comparing may add: an exchange, and each rank waits for one that is behind
+
+
+class Way(NamedTuple):
+    """A way to do what `name` says. `call` reads `array`, of this rank; afterwards `result` is the same on all ranks.
+    The result of a mean is the array itself."""
+
+    library: str
+    name: str
+    call: Callable[[], object]
+    array: Array
+    result: Array
+
+    @property
+    def calls(self) -> int:
+        return IN_A_ROW if self.array.size == ELEMENTS else FEW
 
 
 def measure_dispatch(turns: int) -> str:
@@ -32,72 +51,83 @@ def measure_dispatch(turns: int) -> str:
     return run_ranks("benchmarks.dispatch", RANKS, str(turns))
 
 
-class Way(NamedTuple):
-    """A way to replace `array` by the mean of those of all ranks."""
-
-    library: str
-    name: str
-    call: Callable[[], object]
-    array: Array
-
-
-def _ways() -> list[Way]:
+def _reductions() -> list[Way]:
     import torch
     import torch.distributed as dist
 
     import omnireduce
-    import omnireduce.torch
 
     communicator, array, tensor = omnireduce.init(), np.empty(ELEMENTS, np.float32), torch.empty(ELEMENTS)
-    dist.init_process_group("omnireduce")
     calls = {
         (OURS, SYNC): lambda: communicator.allreduce(array, op="mean"),
         (TORCH, SYNC): lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG),
         (OURS, ASYNC): lambda: communicator.allreduce_async(array, op="mean").wait(),
         (TORCH, ASYNC): lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True).wait(),
     }
-    return [Way(*names, call, array if names[0] == OURS else tensor.numpy()) for names, call in calls.items()]
+    own = {OURS: array, TORCH: tensor.numpy()}
+    return [Way(*names, call, own[names[0]], own[names[0]]) for names, call in calls.items()]
+
+
+def _gathers() -> list[Way]:
+    import torch
+    import torch.distributed as dist
+
+    groups = {ALONE: dist.new_group(backend="gloo"), COMPARED: None}
+
+    def way(library: str, name: str, elements: int) -> Way:
+        tensor, results = torch.empty(elements), torch.empty(RANKS, elements)
+        parts, group = list(results), groups[library]
+        return Way(library, name, lambda: dist.all_gather(parts, tensor, group=group), tensor.numpy(), results.numpy())
+
+    return [way(library, name, elements) for name, elements in ((SMALL, ELEMENTS), (LARGE, MANY)) for library in groups]
 
 
 def _time_us(way: Way, rank: int) -> float:
-    """Microseconds of one call, out of many in a row. What the first and the last leave is checked: the mean of means
-    is the same mean."""
+    """Microseconds of one call, out of many in a row. What the first and the last leave is checked."""
     way.array[:] = 2 * rank
     way.call()
     _check(way)
     begin = time.perf_counter()
-    for _ in range(IN_A_ROW):
+    for _ in range(way.calls):
         way.call()
-    found = (time.perf_counter() - begin) / IN_A_ROW * 1e6
+    found = (time.perf_counter() - begin) / way.calls * 1e6
     _check(way)
     return found
 
 
 def _check(way: Way) -> None:
-    if not (way.array == RANKS - 1).all():
-        raise SystemExit(f"{way.library}, {way.name}: a wrong mean")
+    """The mean of means is the same mean."""
+    expected = np.full(1, RANKS - 1) if way.result is way.array else 2 * np.arange(RANKS)[:, None]
+    if not (way.result == expected).all():
+        raise SystemExit(f"{way.library}, {way.name}: a wrong result")
 
 
 def _show(ways: Sequence[Way], times: Sequence[Sequence[float]]) -> None:
-    """A table of the medians, and what torch's calls take more."""
-    console, table = Console(width=120), Table(box=None)
-    table.add_column(f"us of an all-reduce, {RANKS} ranks, 4 KiB")
-    for title in (OURS, TORCH, "difference"):
-        table.add_column(title, justify="right")
+    """Tables of the medians, and what torch's calls, or comparing, take more."""
+    console = Console(width=120)
     medians = {(way.library, way.name): float(np.median(each)) for way, each in zip(ways, times, strict=True)}
-    lines = []
-    for name in (SYNC, ASYNC):
-        ours, theirs = medians[OURS, name], medians[TORCH, name]
-        table.add_row(name, f"{ours:.0f}", f"{theirs:.0f}", f"{theirs - ours:.0f}")
-        lines.append(below(f"dispatch, {name}", theirs - ours, MOST_US, "us"))
-    console.print(table, "")
+    lines = list[Verdict]()
+    parts = (OURS, TORCH, (SYNC, ASYNC), MOST_US), (ALONE, COMPARED, (SMALL, LARGE), MOST_COMPARED_US)
+    for without, with_, names, most_us in parts:
+        table = Table(box=None)
+        table.add_column(f"us of one call, {RANKS} ranks")
+        for title in (without, with_, "difference"):
+            table.add_column(title, justify="right")
+        for name in names:
+            less, more = medians[without, name], medians[with_, name]
+            table.add_row(name, f"{less:.0f}", f"{more:.0f}", f"{more - less:.0f}")
+            lines.append(below(f"dispatch, {name}", more - less, most_us, "us"))
+        console.print(table, "")
     show_verdicts(console, lines)
 
 
 def _run_rank(turns: int) -> None:
     import torch.distributed as dist
 
-    ways = _ways()
+    import omnireduce.torch  # noqa: F401 - the back end
+
+    dist.init_process_group("omnireduce")
+    ways = _reductions() + _gathers()
     times = [[_time_us(way, dist.get_rank()) for way in ways] for _ in range(turns)]
     if dist.get_rank() == 0:
         _show(ways, list(zip(*times, strict=True)))

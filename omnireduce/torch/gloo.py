@@ -1,27 +1,33 @@
-"""Gloo, for what the aggregators do not serve. Tensors on a GPU, and those that are not contiguous, are staged.
+"""Gloo, for what the aggregators do not serve: it moves bytes between ranks.
 
-Gloo takes tensors on a GPU for some collectives. For others it uses their addresses as if they were of its own memory.
+Gloo takes the memory of a tensor for its values, in their order, and knows few element types. It uses the address of
+a tensor on a GPU as if it were of its own memory. So it gets bytes in the processor's memory.
 """
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from omnireduce.dtypes import Array
+from omnireduce.errors import OmniReduceError
 from omnireduce.runtime.member.calls import once
-from omnireduce.torch.tensors import DEVICES, flat_bytes, gpus_of, put_back, room_for, staged
-from omnireduce.torch.work import NO_LIMIT
-
-READ_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # they read their first argument
+from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.torch.agreement import Sizes, check_agreement, statement
+from omnireduce.torch.completion import Completion, Pending
+from omnireduce.torch.job import Job
+from omnireduce.torch.tensors import DEVICES
+from omnireduce.torch.work import NO_LIMIT, told_to_torch
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -35,61 +41,145 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     return group
 
 
-def call_gloo(group: dist.ProcessGroup, name: str, *args: Any, **kwargs: Any) -> dist._Work:
-    """Call the method `name` of a group of gloo, which writes its first argument, but for `send`. Raises TypeError for
-    tensors that are named, where they have to be staged."""
-    call = getattr(group, name)
-    if not any(_has_to_be_staged(each) for each in tree_leaves((args, kwargs))):
-        return call(*args, **kwargs)
-    if _tensors(kwargs):
-        raise TypeError(f"{name}: tensors on a GPU, or not contiguous, are taken by position, not by name")
-    make = staged if name in READ_FIRST else room_for
-    first = _with_copies(args[:1], make)
-    work = call(*first, *_with_copies(args[1:], staged), **kwargs)
-    return StagedWork(work, [], []) if name == "send" else StagedWork(work, _tensors(args[:1]), _tensors(first))
+class Movement(NamedTuple):
+    """What gloo is to do. `words` say what it is; they are the same on all ranks, and `sizes` fit those of the others.
+    `begin` asks gloo for it, and `finish` returns the tensors with its results. `devices`: the GPUs of these."""
+
+    words: str
+    begin: Callable[[], dist._Work]
+    finish: Callable[[], list[Tensor]]
+    devices: Sequence[torch.device] = ()
+    sizes: Sizes | None = None
 
 
-def combine_bits(
-    group: dist.ProcessGroup, copies: Sequence[Tensor], opts: Any, results: Sequence[Tensor], targets: Sequence[Tensor]
-) -> dist._Work:
-    """Combine staged tensors of all ranks in place, bit by bit, and put `results`, which are parts of them, into
-    `targets`."""
-    plain = dist.AllreduceCoalescedOptions()
-    plain.reduceOp, plain.timeout = opts.reduceOp, opts.timeout
-    work = group.allreduce_coalesced([flat_bytes(each) for each in copies], plain)  # of bytes: gloo lacks some types
-    return StagedWork(work, targets, results)
+class Movements:
+    """Lets gloo begin what ranks ask for, once they agree, in the order in which they asked for it.
+
+    Gloo tells the messages of two collectives apart by that order. Whoever needs the work of one waits for those
+    before it; a thread of `completion` does where nobody else does.
+    """
+
+    def __init__(self, job: Job, completion: Completion) -> None:
+        self._job, self._completion = job, completion
+        self._turns = deque[_Turn]()  # that have not begun
+        self._beginning = threading.RLock()  # held from the first of the turns until it has begun
+
+    def start(self, movement: Movement, opts: Any) -> dist._Work:
+        """The work of a collective of all ranks. Raises RuntimeError where they do not agree; for an asynchronous one
+        the work does."""
+        limit: timedelta = max(opts.timeout, NO_LIMIT)
+
+        def ask(communicator: Communicator) -> _Turn:
+            own = statement(movement.words, communicator.rank, movement.sizes)
+            if not opts.asyncOp and not limit:
+                statements = communicator.allgather(own)
+                turn = _Turn(lambda: statements, movement.begin)
+            else:
+                handle = communicator.allgather_async(own)
+                turn = _Turn(lambda: handle.wait(limit.total_seconds() or None), movement.begin)
+            self._turns.append(turn)
+            return turn
+
+        turn = self._job.start(ask)
+        work = GlooWork(
+            lambda timeout: self._reach(turn, timeout),
+            turn.over.is_set,
+            movement.finish,
+            devices=movement.devices,
+            words=movement.words,
+        )
+        if opts.asyncOp:
+            work.go_on_in(self._completion)
+        else:
+            self._reach(turn)
+        return work
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks know that this one cannot take part in the next collective, because of `error`."""
+
+        def begin() -> dist._Work:
+            raise error  # no rank can take part
+
+        refused = Movement(f"cannot take part: {error}", begin, list)
+        with suppress(dist.DistError):  # the job is over
+            self.start(refused, dist.BarrierOptions())
+
+    def _reach(self, turn: _Turn, timeout: timedelta = NO_LIMIT) -> dist._Work:
+        if timeout and not turn.over.wait(timeout.total_seconds()):  # of an asynchronous one: a thread goes on with it
+            raise dist.DistBackendError(f"omnireduce: not all ranks have called it after {timeout.total_seconds():g} s")
+        with self._beginning:
+            while not turn.over.is_set():
+                self._turns.popleft().take()
+        return turn.work()
 
 
-def _has_to_be_staged(value: object) -> bool:
-    """Gloo takes the memory of a tensor for its values, in their order. It sums sparse tensors by itself."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    return value.is_cuda or not value.is_contiguous() or value.is_conj() or value.is_neg()
+class _Turn:
+    """One collective's: `statements` waits for those of all ranks; `begin` asks gloo for it."""
+
+    def __init__(self, statements: Callable[[], Array], begin: Callable[[], dist._Work]) -> None:
+        self._statements, self._begin = statements, begin
+        self._work: dist._Work | None = None
+        self._error: Exception | None = None
+        self.over = threading.Event()  # it has begun, or never will
+
+    def take(self) -> None:
+        try:
+            check_agreement(self._statements())
+            self._work = self._begin()
+        except OmniReduceError as error:
+            self._error = told_to_torch(error)
+        except Exception as error:
+            self._error = dist.DistBackendError(f"omnireduce: {said_by_gloo(error)}")
+        del self._statements, self._begin  # they hold tensors
+        self.over.set()
+
+    def work(self) -> dist._Work:
+        """Gloo's. Raises RuntimeError where there is none."""
+        if self._error is not None:
+            raise self._error
+        assert self._work is not None
+        return self._work
 
 
-def _with_copies(args: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    return tree_map_only(Tensor, lambda each: make(each) if _has_to_be_staged(each) else each, args)
+def said_by_gloo(error: Exception) -> str:
+    """Without the file and line of gloo's source."""
+    return re.sub(r"^\[\S+\] ", "", str(error))
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+class GlooWork(dist._Work):
+    """What gloo does. `begun` waits until it has begun, with a time limit or without, and returns gloo's own work;
+    `is_begun` tells whether that would wait. `finish` is called once, when it is over, and returns the tensors. `words`
+    say what it is."""
 
-
-class StagedWork(dist._Work):
-    """A collective of gloo that writes `copies`, which then replace `tensors`."""
-
-    def __init__(self, work: dist._Work, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        begun: Callable[[timedelta], dist._Work],
+        is_begun: Callable[[], bool],
+        finish: Callable[[], list[Tensor]],
+        *,
+        words: str,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         super().__init__()
-        self._work, self._devices = work, gpus_of(tensors)
-        self._put_back = once(lambda: put_back(tensors, copies))
+        self._words = words
+        self._begun, self._is_begun, self._finish = begun, is_begun, once(finish)
         self._waiting = threading.RLock()  # a signal handler may come on top
         self._is_over = False
         self._error: Exception | None = None
+        self._devices = devices
+        self._over: Future[None] | None = None  # where somebody may want to hear of it
+
+    def go_on_in(self, completion: Completion) -> None:
+        """Let a thread see to it that it begins, and that its future is told when it is over."""
+        begun = self._begun  # not this object: the tensors are free when nobody refers to it
+        self._over = over = self._future()
+        completion.add(Pending(lambda: begun(NO_LIMIT), lambda: _tell(begun, over)))
 
     def is_completed(self) -> bool:
-        if not self._is_over and self._work.is_completed():
+        if not self._is_over and self._is_begun():
             with suppress(Exception):  # `wait` and `exception` tell that
-                self.wait()
+                if self._begun(NO_LIMIT).is_completed():
+                    self.wait()
         return self._is_over
 
     def is_success(self) -> bool:
@@ -100,33 +190,56 @@ class StagedWork(dist._Work):
 
     def _source_rank(self) -> int:
         """For `dist.recv` of any rank."""
-        return int(self._work._source_rank())
+        return int(self._begun(NO_LIMIT)._source_rank())
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return self._put_back()
+        return self._finish()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Return True once it is over. Raises what gloo raises."""
+        """Return True once it is over. Raises RuntimeError where it failed, or takes longer than `timeout` (0: no such
+        limit)."""
         with self._waiting:
             if not self._is_over:  # to wait twice for a message is to wait for another one
                 try:
-                    self._work.wait(timeout)
-                    self._put_back()
+                    self._await(self._begun(timeout), timeout)
+                    self._finish()
                 except Exception as error:
+                    if not self._is_begun():  # only the time of this call is over
+                        raise
                     self._error = error
                 self._is_over = True
         if self._error is not None:
             raise self._error
         return True
 
+    def _await(self, work: dist._Work, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            raise dist.DistBackendError(f"omnireduce: {self._words}: {said_by_gloo(error)}") from error
+
     def get_future(self) -> Future[list[Tensor]]:
-        over: Future[None] = Future(devices=self._devices)
-        copied = self._work.get_future()
+        begun, finish = self._begun, self._finish
+        if self._over is None:
+            self._over = self._future()
+            _tell(begun, self._over)
 
-        def finish(_: Future[None]) -> list[Tensor]:
-            copied.wait()  # raises why gloo failed. To wait for the work would last for ever: it waits for this
-            return self._put_back()
+        def finished(_: Future[None]) -> list[Tensor]:
+            begun(NO_LIMIT).get_future().wait()  # raises why gloo failed. To wait for the work would wait for this
+            return finish()
 
-        copied.add_done_callback(lambda _: over.set_result(None))
-        return over.then(finish)
+        return self._over.then(finished)
+
+    def _future(self) -> Future[None]:
+        return Future(devices=list(self._devices))
+
+
+def _tell(begun: Callable[[timedelta], dist._Work], over: Future[None]) -> None:
+    """Complete `over` when gloo is over, or at once where it has not begun and never will."""
+    try:
+        future = begun(NO_LIMIT).get_future()
+    except RuntimeError:  # who asks for the result is told
+        over.set_result(None)
+    else:
+        future.add_done_callback(lambda _: over.set_result(None))

@@ -21,9 +21,11 @@ import msgspec
 import torch.distributed as dist
 
 from omnireduce.logs import tagged
+from omnireduce.protocol.reminders import Reminders
 
-PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
-FIRST_WORD_S = 1.0  # then after twice, four times, ... as long
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1  # between two looks into the store
+LISTED = 8  # ranks in a message
+FEW = 64  # ranks
 _log = logging.getLogger("omnireduce")
 
 
@@ -50,14 +52,14 @@ def meet(store: dist.Store, rank: int, size: int, said: str, timeout: timedelta)
     after `timeout`, and what the store raises."""
     own = Arrival(secrets.token_hex(8), said)
     store.set(f"rank {rank}", msgspec.json.encode(own))
-    waiting = _Waiting(store, timeout)
-    key = _call_up(waiting, own, size) if rank == 0 else _answer(waiting, own, rank)
+    waiting = _Waiting(store, rank, size, timeout)
+    key = _call_up(waiting, own) if rank == 0 else _answer(waiting, own)
     return Met(key, [each.said for each in _arrivals.decode(store.get(key))])
 
 
-def _call_up(waiting: _Waiting, own: Arrival, size: int) -> str:
-    store, ranks, key = waiting.store, range(size), own.number
-    waiting.wait({f"rank {rank}": rank for rank in ranks})
+def _call_up(waiting: _Waiting, own: Arrival) -> str:
+    store, ranks, key = waiting.store, range(waiting.size), own.number
+    waiting.wait([f"rank {rank}" for rank in ranks])
     known = list[Arrival]()
     while True:
         arrivals = [_arrival.decode(store.get(f"rank {rank}")) for rank in ranks]
@@ -65,60 +67,58 @@ def _call_up(waiting: _Waiting, own: Arrival, size: int) -> str:
             if each not in known:
                 store.set(each.number, key)
         known = arrivals
-        if waiting.pause({f"{key} {rank}": rank for rank in ranks if rank}):
+        if waiting.pause([f"{key} {rank}" for rank in ranks[1:]]):
             break
     store.set(key, msgspec.json.encode(known))
     return key
 
 
-def _answer(waiting: _Waiting, own: Arrival, rank: int) -> str:
+def _answer(waiting: _Waiting, own: Arrival) -> str:
     store = waiting.store
-    waiting.wait({own.number: 0})
+    waiting.wait([own.number])
     key: str = store.get(own.number).decode()
-    store.set(f"{key} {rank}", "")
-    waiting.wait({key: 0})
+    store.set(f"{key} {waiting.rank}", "")
+    waiting.wait([key])
     return key
 
 
 class _Waiting:
-    """Waits for what other ranks put into a store, `timeout` in all, and says now and then which ranks are missing."""
+    """Waits for what other ranks put into a store, `timeout` in all. After 1, 2, 4, ... seconds it says who is
+    missing."""
 
-    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
-        self.store, self._timeout = store, timeout
-        self._begun = time.monotonic()
-        self._said_s, self._pause_s = FIRST_WORD_S, PAUSE_S
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._timeout_s, begun = timeout.total_seconds(), time.monotonic()
+        self._deadline, self._reminders, self._pause_s = begun + self._timeout_s, Reminders(begun), SHORTEST_PAUSE_S
 
-    def wait(self, ranks: dict[str, int]) -> None:
-        """Return when the store has all these keys, each from a rank."""
-        while not self.pause(ranks):
+    def wait(self, keys: Sequence[str]) -> None:
+        """Return when the store has all these keys."""
+        while not self.pause(keys):
             pass
 
-    def pause(self, ranks: dict[str, int]) -> bool:
+    def pause(self, keys: Sequence[str]) -> bool:
         """Return whether the store has these keys; if not, after a pause, a little longer each time."""
-        if self.store.check(list(ranks)):  # not its `wait`: that of torch writes two lines when its time is over
-            self._pause_s = PAUSE_S
+        if self.store.check(list(keys)):  # not its `wait`: that of torch writes two lines when its time is over
+            self._pause_s = SHORTEST_PAUSE_S
             return True
-        self._look_at_clock(ranks)
+        now = time.monotonic()
+        if now > self._deadline:
+            raise dist.DistStoreError(
+                f"omnireduce: {self._missing(keys)} did not join a process group of {self.size} ranks within "
+                f"{self._timeout_s:g} s (its timeout); start all ranks, each with a rank of its own"
+            )
+        if waited_s := self._reminders.due(now):
+            what = f"waiting for {self._missing(keys)} to join a process group of {self.size} ranks"
+            _log.warning("%s since %.0f s", what, waited_s, extra=tagged("waiting_for_ranks", rank=self.rank))
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         return False
 
-    def _look_at_clock(self, ranks: dict[str, int]) -> None:
-        waited_s = time.monotonic() - self._begun
-        is_over = waited_s > self._timeout.total_seconds()
-        if not is_over and waited_s < self._said_s:
-            return
-        self._said_s *= 2
-        missing = _listed([rank for key, rank in ranks.items() if not self.store.check([key])])
-        if is_over:
-            raise dist.DistStoreError(
-                f"omnireduce: {missing} not come to the process group after {self._timeout.total_seconds():g} s (its "
-                "timeout); start all ranks, each with a rank of its own"
-            )
-        _log.warning("waiting for the process group: %s not come yet", missing, extra=tagged("group_incomplete"))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """Such as "rank 3 has"."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    def _missing(self, keys: Sequence[str]) -> str:
+        """Whom this rank waits for. Among many, only rank 0 looks who they are."""
+        if self.rank and self.size > FEW:
+            return "other ranks"
+        answers = list(enumerate(keys, 1)) if self.rank == 0 and len(keys) < self.size else []
+        here = {rank: f"rank {rank}" for rank in range(self.size)} | dict(answers)
+        missing = [rank for rank, key in here.items() if not self.store.check([key])] or [0]
+        return f"rank {', '.join(map(str, missing[:LISTED]))}{' …' if len(missing) > LISTED else ''}"

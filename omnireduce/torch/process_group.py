@@ -16,19 +16,24 @@ from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member.calls import Rows
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
+from omnireduce.torch import movements
 from omnireduce.torch.completion import Completion
 from omnireduce.torch.forms import (
+    all_gather_forms,
     allreduce_forms,
     broadcast_forms,
     coalesced_forms,
+    gather_forms,
     only,
     options_of,
     reduce_forms,
     reduce_scatter_forms,
+    scatter_forms,
 )
-from omnireduce.torch.gloo import call_gloo, combine_bits, gloo_group
+from omnireduce.torch.gloo import Movement, Movements, gloo_group
 from omnireduce.torch.job import Job
 from omnireduce.torch.meeting import meet
+from omnireduce.torch.messages import Messages
 from omnireduce.torch.reduce_ops import Reduction, reduction_of
 from omnireduce.torch.rendezvous import is_torchs_own, keep
 from omnireduce.torch.rows import replace, rows_of, stream_of
@@ -77,6 +82,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._gloo = gloo_group(dist.PrefixStore(met.key, store), rank, size, timeout)
         self._job = Job(self._gloo, timeout)
         self._completion = Completion()
+        self._movements, self._messages = Movements(self._job, self._completion), Messages(self._gloo)
         if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once
             self._job.join()
 
@@ -110,6 +116,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Leave the job. Collectives under way fail."""
         self._job.leave()
         self._completion.close()
+        self._messages.close()
 
     def abort(self) -> None:
         self.shutdown()
@@ -181,7 +188,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist._Work:
         """Combine staged tensors of all ranks in place, and put `results`, which are parts of them, into `targets`."""
         if how.op is None:
-            return combine_bits(self._gloo, copies, opts, results, targets)
+            return self._move(movements.combine_bits(self._gloo, copies, opts, results, targets), opts)
         arrays = [array_of(copy) for copy in copies]
         x = arrays[0] if len(arrays) == 1 else arrays
         request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": how.op})
@@ -222,6 +229,51 @@ class ProcessGroup(dist.ProcessGroup):
         opts = options_of(dist.BarrierOptions, ["timeout"], args, named)
         return self._start(Request(Communicator.barrier, Communicator.barrier_async, (), {}), [], opts, lambda _: [])
 
+    @all_gather_forms
+    def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist._Work:
+        return self._move(movements.all_gather(self._gloo, only(outs), only(tensors), opts), opts)
+
+    @all_gather_forms
+    def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any) -> dist._Work:
+        return self._move(movements.all_gather_single(self._gloo, outs, tensors, opts), opts)
+
+    @all_gather_forms
+    def allgather_coalesced(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist._Work:
+        return self._move(movements.all_gather_coalesced(self._gloo, outs, tensors, opts), opts)
+
+    @gather_forms
+    def gather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist._Work:
+        return self._move(movements.gather(self._gloo, outs, only(tensors), opts), opts)
+
+    @scatter_forms
+    def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> dist._Work:
+        return self._move(movements.scatter(self._gloo, only(outs), parts, opts), opts)
+
+    def alltoall(self, outs: list[Tensor], tensors: list[Tensor], *args: Any, **named: Any) -> dist._Work:
+        opts = options_of(dist.AllToAllOptions, ["timeout"], args, named)
+        return self._move(movements.all_to_all(self._gloo, outs, tensors, opts), opts)
+
+    def all_to_all_single(
+        self, out: Tensor, tensor: Tensor, out_splits: list[int], splits: list[int], *args: Any, **named: Any
+    ) -> dist._Work:
+        opts = options_of(dist.AllToAllOptions, ["timeout"], args, named)
+        return self._move(movements.all_to_all_single(self._gloo, (out, tensor), (out_splits, splits), opts), opts)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist._Work:
+        return self._messages.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist._Work:
+        return self._messages.receive(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist._Work:
+        return self._messages.receive_from_any(tensors, tag)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._gloo.monitored_barrier(timeout, wait_all_ranks)
+
+    def _move(self, movement: Movement, opts: Any) -> dist._Work:
+        return self._movements.start(movement, opts)
+
     def _start(
         self, request: Request, tensors: Sequence[Tensor], opts: Any, finish: Callable[[Any], Sequence[Tensor]]
     ) -> dist._Work:
@@ -242,9 +294,8 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
 
-def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective as torch calls it. What it raises is what users of torch expect; the other ranks learn what was
-    refused before it was started.
+def _as_torch_calls_it(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that raises what users of torch expect.
 
     It is never compiled, also where torch.compile works. To load torch's compiler takes a second, so who does not use
     it does without.
@@ -252,16 +303,11 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     uncompiled: Callable[..., Any] | None = None
 
     @wraps(method)
-    def run(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
-        except dist.DistBackendError:  # of what was started
-            raise
-        except Exception as error:
-            self.refuse(error)
-            if isinstance(error, OmniReduceError):
-                raise told_to_torch(error) from error
-            raise
+            return method(*args, **kwargs)
+        except OmniReduceError as error:
+            raise told_to_torch(error) from error
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -273,26 +319,39 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast",
-    "barrier",
-):  # fmt: skip
-    setattr(ProcessGroup, _name, _collective(getattr(ProcessGroup, _name)))
-for _name in ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"):  # of one, or older
-    setattr(ProcessGroup, _name, ProcessGroup.reduce_scatter_single_coalesced)
+def _refusing(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A collective whose other ranks hear of what this rank refuses by itself."""
 
-
-def _through_gloo(name: str) -> Callable[..., Any]:
+    @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return call_gloo(self._gloo, name, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except dist.DistError:  # of what all ranks know
+            raise
+        except Exception as error:
+            (self._movements if name in _MOVEMENTS else self).refuse(error)
+            raise
 
-    call.__name__ = name
     return call
 
 
-for _name in (
-    "allgather", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced", "_allgather_base",
-    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "alltoall_base", "send",
-    "recv", "recv_anysource", "monitored_barrier",
-):  # fmt: skip
-    setattr(ProcessGroup, _name, _through_gloo(_name))
+_MESSAGES = ("send", "recv", "recv_anysource")
+_MOVEMENTS = (
+    "allgather", "all_gather_single_coalesced", "allgather_coalesced", "gather", "scatter", "alltoall",
+    "all_to_all_single",
+)  # fmt: skip
+_REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced")
+_OTHER_NAMES = {  # those of one tensor, and those that older versions of torch call
+    "reduce_scatter_single_coalesced": (
+        "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    ),
+    "all_gather_single_coalesced": ("all_gather_single", "_allgather_base", "allgather_into_tensor_coalesced"),
+    "all_to_all_single": ("alltoall_base",),
+}  # fmt: skip
+for _name in (*_REDUCTIONS, "broadcast", "barrier", *_MOVEMENTS):
+    setattr(ProcessGroup, _name, _as_torch_calls_it(_refusing(getattr(ProcessGroup, _name), _name)))
+for _name in _MESSAGES:
+    setattr(ProcessGroup, _name, _as_torch_calls_it(getattr(ProcessGroup, _name)))
+for _name, _others in _OTHER_NAMES.items():
+    for _other in _others:
+        setattr(ProcessGroup, _other, getattr(ProcessGroup, _name))

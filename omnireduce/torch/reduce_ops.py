@@ -13,11 +13,13 @@ from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.rounding import integer_mean
+from omnireduce.torch.tensors import type_name
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
+_NAMES = tuple(ReduceOp.RedOpType.__members__.items())
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
@@ -58,11 +60,16 @@ _OF_TYPE: dict[torch.dtype, dict[str, Reduction]] = {
 }
 
 
+def op_name(op: object) -> str:
+    """What torch calls an operation."""
+    return next((name for name, each in _NAMES if op == each), str(op))
+
+
 def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
     """How `op` of torch is done with tensors of one element type, all dense or all sparse. Raises UsageError where that
     cannot be."""
-    name = next((name for name, each in ReduceOp.RedOpType.__members__.items() if op == each), str(op))
-    kinds = {_kind(each) for each in tensors}
+    name = op_name(op)
+    kinds = {type_name(each) for each in tensors}
     if len(kinds) != 1:
         raise UsageError(f"tensors of {' and '.join(sorted(kinds)) or 'no type'} came; expected one element type")
     dtype, [kind] = tensors[0].dtype, kinds
@@ -76,8 +83,3 @@ def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
     if name not in known:
         raise UsageError(f"ReduceOp.{name} does not work on tensors of {kind}; expected {' or '.join(known)}")
     return known[name]
-
-
-def _kind(tensor: Tensor) -> str:
-    layout = "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
-    return str(tensor.dtype).removeprefix("torch.") + layout

@@ -28,9 +28,9 @@ def staged(tensor: Tensor) -> Tensor:
     Raises UsageError for what is no dense tensor.
     """
     plain = detached(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in DEVICES:
-        kind = "quantized" if tensor.is_quantized else f"{str(tensor.layout).removeprefix('torch.')}"
-        raise UsageError(f"a {kind} tensor on '{tensor.device}' came; expected a dense one on {' or '.join(DEVICES)}")
+    if _is_staged(plain):
+        return plain
+    _check_dense(plain)
     plain = plain.resolve_conj().resolve_neg()
     return room_for(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
 
@@ -47,6 +47,42 @@ def room_for(tensor: Tensor) -> Tensor:
     For one on a GPU it is pinned: the device copies from and to it by itself.
     """
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def room_of(tensor: Tensor) -> Tensor:
+    """Where values for `tensor` may be put that come later: its own memory, if it is a staged one.
+
+    Raises UsageError for what is no dense tensor.
+    """
+    plain = detached(tensor)
+    if _is_staged(plain):
+        return plain
+    _check_dense(plain)
+    return room_for(plain)
+
+
+def _is_staged(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is the processor's, and has its values in their order."""
+    is_dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized
+    return is_dense and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _check_dense(tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in DEVICES:
+        raise UsageError(
+            f"a tensor of {described(tensor)} on '{tensor.device}' came; expected a dense one on {' or '.join(DEVICES)}"
+        )
+
+
+def type_name(tensor: Tensor) -> str:
+    """Such as "float32", and how it is laid out if not dense."""
+    layout = "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return str(tensor.dtype).removeprefix("torch.") + layout
+
+
+def described(tensor: Tensor) -> str:
+    """Element type and shape."""
+    return f"{type_name(tensor)} {list(tensor.shape)}"
 
 
 def put_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:

@@ -85,12 +85,13 @@ def test_an_all_reduce_that_is_none_is_refused() -> None:
 def test_what_torch_adds_to_a_call() -> None:
     done = CliRunner().invoke(main, ["dispatch", "--turns", "1"])
     assert done.exit_code == 0, done.output
-    for way in (dispatch.SYNC, dispatch.ASYNC):
+    for way in (dispatch.SYNC, dispatch.ASYNC, dispatch.SMALL, dispatch.LARGE):
         (line,) = (each for each in done.output.splitlines() if each.strip().startswith(way))
         ours, theirs, more = map(int, line.removeprefix(f" {way}").split())
         assert min(ours, theirs) > 0
         assert abs(theirs - ours - more) <= 1
     assert "<= 60 us" in done.output
+    assert "<= 300 us" in done.output
 
 
 def test_one_run_of_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

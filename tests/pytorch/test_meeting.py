@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from datetime import timedelta
 from typing import Any
@@ -13,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import WAIT_S, Ranks
 
+from omnireduce.protocol import reminders
 from omnireduce.torch import meeting
-from omnireduce.torch.meeting import Met, meet
+from omnireduce.torch.meeting import LISTED, Met, meet
 
 WAIT = timedelta(seconds=WAIT_S)
 SHORT = timedelta(seconds=0.2)
@@ -95,11 +95,33 @@ def test_rank_0_looks_again_where_it_has_found_an_older_rank() -> None:
 
 
 def test_who_is_missing_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "FIRST_WORD_S", 0.01)
-    with pytest.raises(RuntimeError, match=r"ranks 1, 2 have not come to the process group after 0.2 s"):
-        meet(dist.HashStore(), 0, 3, "", SHORT)
-    assert caplog.record_tuples[0] == (
-        "omnireduce", logging.WARNING, "waiting for the process group: ranks 1, 2 have not come yet",
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="rank 0 has not come"):
-        meet(dist.HashStore(), 1, 3, "", SHORT)
+    """By rank 0, before and after it has called up a rank that has died, and by another one."""
+    monkeypatch.setattr(reminders, "FIRST_S", 0.02)
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"rank 1, 2 did not join a process group of 3 ranks within 0.2 s"):
+        meet(store, 0, 3, "", SHORT)
+    for rank in (2, 1):
+        with pytest.raises(RuntimeError, match=f"rank {1 if rank == 2 else 0} did not join"):
+            meet(store, rank, 3, "", SHORT)
+    with pytest.raises(RuntimeError, match="rank 1, 2 did not join"):
+        meet(store, 0, 3, "", SHORT)
+    said = [record.getMessage().rpartition(" since ")[0] for record in caplog.records]
+    assert said[0] == "waiting for rank 1, 2 to join a process group of 3 ranks"
+    assert "waiting for rank 0 to join a process group of 3 ranks" in said
+
+
+def test_many_missing_ranks_are_not_all_listed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among many, rank 0 looks who they are."""
+    monkeypatch.setattr(reminders, "FIRST_S", 0.02)
+    for rank in (0, 5):
+        with pytest.raises(RuntimeError, match="did not join"):
+            meet(dist.HashStore(), rank, 1000, "", SHORT)
+    assert f"waiting for rank {', '.join(map(str, range(1, LISTED + 1)))} … to join" in caplog.text
+    assert "waiting for other ranks to join a process group of 1000 ranks" in caplog.text
+
+
+def test_ranks_that_are_all_here_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    check(start(dist.HashStore(), 4, "here"), "here", 4)
+    assert not caplog.records

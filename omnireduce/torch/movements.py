@@ -1,0 +1,203 @@
+"""The collectives of torch that move tensors from rank to rank, as gloo does them: with bytes.
+
+Each function takes what torch hands to the method of a group, and the group of gloo. It raises UsageError where that
+cannot be.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnireduce.errors import UsageError
+from omnireduce.torch.agreement import Sizes
+from omnireduce.torch.gloo import Movement
+from omnireduce.torch.reduce_ops import op_name
+from omnireduce.torch.tensors import described, flat_bytes, gpus_of, put_back, room_of, staged, type_name
+
+Tensors = Sequence[Tensor]
+MOST_LISTED = 3  # tensors that words name one by one
+
+
+def all_gather(gloo: dist.ProcessGroup, outs: Tensors, tensor: Tensor, opts: Any) -> Movement:
+    """The tensors of all ranks."""
+    _check_alike(outs, tensor, gloo.size())
+    rooms, own = _rooms(outs), flat_bytes(staged(tensor))
+    return Movement(
+        f"all_gather of {described(tensor)}",
+        lambda: gloo.allgather([_all_bytes(rooms)], [own], opts),
+        lambda: put_back(outs, rooms),
+        gpus_of(outs),
+    )
+
+
+def all_gather_single(gloo: dist.ProcessGroup, outs: Tensors, tensors: Tensors, opts: Any) -> Movement:
+    """The tensors of all ranks, one behind the other in one result: for each of `tensors`."""
+    for out, tensor in zip(outs, tensors, strict=True):
+        if out.dtype != tensor.dtype or out.numel() != tensor.numel() * gloo.size():
+            raise UsageError(
+                f"a result of {described(out)} came for a tensor of {described(tensor)}; expected {gloo.size()} times "
+                f"as many elements of {type_name(tensor)}"
+            )
+    rooms, own = _rooms(outs), _all_bytes([staged(each) for each in tensors])
+    of_ranks = [
+        list(each) for each in zip(*(each.tensor_split(gloo.size()) for each in _all_bytes(rooms)), strict=True)
+    ]
+    return Movement(
+        f"all_gather into one tensor of {_listed(tensors)}",
+        lambda: gloo.allgather_coalesced(of_ranks, own, opts),
+        lambda: put_back(outs, rooms),
+        gpus_of(outs),
+    )
+
+
+def all_gather_coalesced(gloo: dist.ProcessGroup, outs: Sequence[Tensors], tensors: Tensors, opts: Any) -> Movement:
+    """Several tensors of each rank: `outs[rank]` are those of one."""
+    if len(outs) != gloo.size():
+        raise UsageError(f"{len(outs)} lists of results came; expected one for each of the {gloo.size()} ranks")
+    for results in zip(*outs, tensors, strict=True):
+        _check_alike(results[:-1], results[-1], gloo.size())
+    flat = [each for of_rank in outs for each in of_rank]
+    rooms, own = _rooms(flat), _all_bytes([staged(each) for each in tensors])
+    starts = range(0, len(flat), len(tensors))
+    return Movement(
+        f"all_gather of {_listed(tensors)}",
+        lambda: gloo.allgather_coalesced(
+            [_all_bytes(rooms[start : start + len(tensors)]) for start in starts], own, opts
+        ),
+        lambda: put_back(flat, rooms),
+        gpus_of(flat),
+    )
+
+
+def gather(gloo: dist.ProcessGroup, outs: Sequence[Tensors], tensor: Tensor, opts: Any) -> Movement:
+    """The tensors of all ranks, on the root alone."""
+    results = outs[0] if outs else []
+    if gloo.rank() == opts.rootRank:
+        _check_alike(results, tensor, gloo.size())
+    elif results:
+        raise UsageError(f"{len(results)} results came; expected none, for the root is rank {opts.rootRank}")
+    rooms, own = _rooms(results), flat_bytes(staged(tensor))
+    return Movement(
+        f"gather of {described(tensor)} to rank {opts.rootRank}",
+        lambda: gloo.gather([_all_bytes(rooms)] if rooms else [], [own], opts),
+        lambda: put_back(results, rooms),
+        gpus_of(results),
+    )
+
+
+def scatter(gloo: dist.ProcessGroup, out: Tensor, parts: Sequence[Tensors], opts: Any) -> Movement:
+    """This rank's part of the root's."""
+    own = parts[0] if parts else []
+    if gloo.rank() == opts.rootRank:
+        _check_alike(own, out, gloo.size())
+    elif own:
+        raise UsageError(f"{len(own)} parts came; expected none, for the root is rank {opts.rootRank}")
+    rooms, sent = _rooms([out]), _all_bytes([staged(each) for each in own])
+    return Movement(
+        f"scatter of {described(out)} from rank {opts.rootRank}",
+        lambda: gloo.scatter(_all_bytes(rooms), [sent] if sent else [], opts),
+        lambda: put_back([out], rooms),
+        gpus_of([out]),
+    )
+
+
+def all_to_all(gloo: dist.ProcessGroup, outs: Tensors, tensors: Tensors, opts: Any) -> Movement:
+    """One tensor from each rank, and one to each. They may be of different sizes."""
+    kinds = sorted({type_name(each) for each in (*outs, *tensors)})
+    if not len(outs) == len(tensors) == gloo.size() or len(kinds) != 1:
+        raise UsageError(
+            f"{len(tensors)} tensors and {len(outs)} results of {' and '.join(kinds)} came; expected one of each for "
+            f"each of the {gloo.size()} ranks, of one element type"
+        )
+    parts = _all_bytes([staged(each) for each in tensors])
+    sizes = Sizes([len(each) for each in parts], [each.nbytes for each in outs])
+    sent, room = torch.cat(parts), torch.empty(sum(sizes.expected), dtype=torch.uint8)
+
+    def finish() -> list[Tensor]:
+        came = zip(room.split(list(sizes.expected)), outs, strict=True)
+        return put_back(outs, [part.view(out.dtype).view(out.shape) for part, out in came])
+
+    return Movement(
+        f"all_to_all of {kinds[0]}",
+        lambda: gloo.alltoall_base(room, sent, list(sizes.expected), list(sizes.sent), opts),
+        finish,
+        gpus_of(outs),
+        sizes,
+    )
+
+
+def all_to_all_single(
+    gloo: dist.ProcessGroup, tensors: tuple[Tensor, Tensor], splits: tuple[Sequence[int], Sequence[int]], opts: Any
+) -> Movement:
+    """Rows from each rank, and rows to each. `tensors`: the result and the tensor; `splits`: how many rows of each, the
+    same number where nothing is said."""
+    (out, tensor), (from_ranks, to_ranks) = tensors, splits
+    if out.dtype != tensor.dtype:
+        raise UsageError(f"a result of {type_name(out)} came for a tensor of {type_name(tensor)}; expected the same")
+    sizes = Sizes(_sizes(tensor, to_ranks, gloo.size()), _sizes(out, from_ranks, gloo.size()))
+    rooms, own = _rooms([out]), flat_bytes(staged(tensor))
+    return Movement(
+        f"all_to_all_single of {type_name(tensor)}",
+        lambda: gloo.alltoall_base(flat_bytes(rooms[0]), own, list(sizes.expected), list(sizes.sent), opts),
+        lambda: put_back([out], rooms),
+        gpus_of([out]),
+        sizes,
+    )
+
+
+def combine_bits(gloo: dist.ProcessGroup, copies: Tensors, opts: Any, results: Tensors, targets: Tensors) -> Movement:
+    """Staged tensors of all ranks are combined in place, bit by bit. `results`, which are parts of them, go into
+    `targets`."""
+    plain = dist.AllreduceCoalescedOptions()
+    plain.reduceOp, plain.timeout = opts.reduceOp, opts.timeout
+    own = _all_bytes(copies)
+    return Movement(
+        f"ReduceOp.{op_name(opts.reduceOp)} of {_listed(copies)}",
+        lambda: gloo.allreduce_coalesced(own, plain),
+        lambda: put_back(targets, results),
+        gpus_of(targets),
+    )
+
+
+def _rooms(outs: Tensors) -> list[Tensor]:
+    return [room_of(each) for each in outs]
+
+
+def _all_bytes(tensors: Tensors) -> list[Tensor]:
+    return [flat_bytes(each) for each in tensors]
+
+
+def _listed(tensors: Tensors) -> str:
+    """Tensors in words; a long list shows how many there are, and what tells it from others."""
+    texts = [described(each) for each in tensors]
+    if len(texts) <= MOST_LISTED:
+        return " and ".join(texts)
+    return f"{len(texts)} tensors, checksum {zlib.crc32(' and '.join(texts).encode()):08x}"
+
+
+def _check_alike(outs: Tensors, tensor: Tensor, size: int) -> None:
+    """Whether there is a tensor like this one for each rank."""
+    if len(outs) == size and all(each.dtype == tensor.dtype and each.shape == tensor.shape for each in outs):
+        return
+    kinds = sorted({described(each) for each in outs})
+    came = f"{len(outs)} tensors of {' and '.join(kinds[:MOST_LISTED])}" if outs else "no tensors"
+    raise UsageError(f"{came} came beside one of {described(tensor)}; expected such a one for each of the {size} ranks")
+
+
+def _sizes(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many bytes of a tensor each of `splits` has, which count rows; empty: the same number each."""
+    rows = len(tensor) if tensor.dim() else 0
+    lengths = list(splits) or [rows // size] * size
+    if not tensor.dim() or len(lengths) != size or min(lengths) < 0 or sum(lengths) != rows:
+        raise UsageError(
+            f"a tensor of {described(tensor)} came with splits {list(splits)}; expected a number of rows for each of "
+            f"the {size} ranks, {rows} in all, or no splits and as many rows for each"
+        )
+    row_bytes = tensor.nbytes // rows if rows else 0
+    return [row_bytes * length for length in lengths]
