@@ -96,22 +96,27 @@ class _Session:
 _session: _Session | None = None
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] = (), **named: Any) -> None:
+def init(
+    comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None, **named: Any
+) -> None:
     """Join the job, unless this process has: as `omnireduce.init` with the arguments `named`, whose global communicator
-    is used if there is one. `process_sets`: sets of ranks, the same on all ranks.
+    is used if there is one. `process_sets`: sets of ranks, the same on all ranks; "dynamic", or None, for none yet.
 
-    Raises UsageError for a `comm` other than None, and otherwise what `omnireduce.init` raises.
+    Raises UsageError for a `comm` other than None and for other `process_sets`, and otherwise what `omnireduce.init`
+    raises.
     """
     global _session
     if comm is not None:
         raise UsageError(
             "init takes no communicator of MPI and no list of ranks; use process sets for some of the ranks"
         )
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise UsageError(f'process_sets is {process_sets!r}; expected sets of ranks, "dynamic" or None')
     if is_initialized():
         return
     joined = world.running() if world.is_initialized() else world.init(**named)
     _session = _Session(joined)
-    for each in process_sets:
+    for each in () if isinstance(process_sets, str) else process_sets or ():
         add_process_set(each)
 
 

@@ -9,6 +9,18 @@ model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from __future__ import annotations
 
+from omnireduce.data_parallel.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from omnireduce.data_parallel.session import (
     ProcessSet,
     add_process_set,
@@ -36,6 +48,7 @@ from omnireduce.keras.collectives import (
     broadcast,
     broadcast_object,
     broadcast_variables,
+    reducescatter,
 )
 from omnireduce.keras.compression import Compression
 from omnireduce.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
@@ -62,18 +75,29 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "reducescatter",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.queue import Queue, QueueOp
 from omnireduce.data_parallel.session import ProcessSet, begun_by_name, global_process_set, told_by_name
 from omnireduce.data_parallel.tasks import Task
-from omnireduce.data_parallel.words import Scaling, root_of, scaling
+from omnireduce.data_parallel.words import Average, Scaling, root_of, scaling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.keras.compression import Compression, NoneCompressor
@@ -91,6 +91,22 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
     called = name or "allgather"
     array = told_by_name([called], process_set, lambda: array_of(value))
     return like(session.queue(process_set).allgather_async(array, name=called).wait(), value)
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: QueueOp = Average, process_set: ProcessSet = global_process_set
+) -> Any:
+    """This rank's rows of the combined `value`; the first ranks have one more where they differ. `op`: Average, Sum,
+    Min, Max or Product.
+
+    Raises UsageError for a value without a dimension, and inside of a compiled step: there nobody knows the length.
+    """
+    if is_symbolic(value):
+        raise UsageError("reducescatter in a step that is compiled: the shape is not known there. Call it outside")
+    called = name or "reducescatter"
+    array = told_by_name([called], process_set, lambda: array_of(value))
+    task = session.queue(process_set).reducescatter_async(array, name=called, op=cast(Any, op))
+    return like(task.wait(), value)
 
 
 def broadcast(

@@ -212,6 +212,7 @@ def values() -> dict[str, Any]:
         "number": hvd.allreduce(rank + 0.5, op=hvd.Product),
         "gathered": hvd.allgather(np.arange(rank + 1)),
         "from 1": hvd.broadcast(tensor, 1),
+        "scattered": hvd.reducescatter(tensor, op=hvd.Sum),
     }
     kinds = [keras.ops.is_tensor(found[each]) for each in ("mean", "max", "from 1", "number", "gathered")]
     hvd.broadcast_variables([variable], 1)

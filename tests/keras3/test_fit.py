@@ -73,6 +73,7 @@ def test_collectives_of_tensors_variables_arrays_and_numbers(trained: dict[str, 
         "number": 0.75,
         "gathered": [0, 0, 1],
         "from 1": [[2.0] * 3] * 2,
+        "scattered": [[3.0] * 3],
         "object": {"rank": 1},
     }
     assert first["values"] == expected

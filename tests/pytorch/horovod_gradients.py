@@ -178,6 +178,14 @@ def what_is_no_tensor() -> None:
         hvd.broadcast(nothing, 0)
 
 
+def process_sets_at_the_start() -> None:
+    """Words for them that say: none yet."""
+    for given in (None, "dynamic", []):
+        hvd.init(process_sets=given)
+    with pytest.raises(UsageError, match="process_sets is 'static'; expected sets of ranks"):
+        hvd.init(process_sets="static")
+
+
 def parameters_without_names() -> None:
     tensors = [torch.full((2,), float(hvd.rank())), torch.full((3,), 10.0 * hvd.rank())]
     hvd.broadcast_parameters(tensors, root_rank=2)

@@ -17,7 +17,8 @@ SCENARIOS = (
     "states_of_optimizers", "uneven_batches", "batch_norm", "any_order", "one_that_differs",
     "gradients_of_groups", "gradients_of_gradients", "forms_of_groups", "roundings", "callable_sparse_handles",
     "ranks_outside_of_a_set", "tensors_in_objects", "parameters_without_names", "timelines_one_after_another",
-    "what_is_no_tensor", "a_gradient_that_is_changed_while_it_is_combined", "one_that_ends",
+    "process_sets_at_the_start", "what_is_no_tensor", "a_gradient_that_is_changed_while_it_is_combined",
+    "one_that_ends",
 )  # fmt: skip
 REFUSALS = "every_name_is_here", "what_one_rank_refuses", "a_gradient_that_cannot_be_combined"
 
