@@ -174,7 +174,8 @@ def test_every_block_says_its_language(document: Path) -> None:
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 @pytest.mark.parametrize("block", blocks("python"), ids=named)
 def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) -> None:
-    """With the aggregator that the document starts before it, and kernels that need not be compiled."""
+    """With the aggregator that the document starts before it, kernels that need not be compiled, and a cache that has
+    nothing else."""
     if "import torch" in block.text:
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
     if "import keras" in block.text and not (find_spec("torch") and find_spec("keras")):  # importing it needs a backend
@@ -189,7 +190,7 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
         cwd=tmp_path,
         env=os.environ
         | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "PYTHONPATH": os.pathsep.join(paths)}
-        | {"XDG_CACHE_HOME": str(tmp_path)},
+        | {"OMNIREDUCE_CACHE": str(tmp_path)},
         capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
     )  # fmt: skip
     # what is said on a busy machine, and of ranks that share a host
