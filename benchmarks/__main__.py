@@ -45,6 +45,7 @@ from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
 from omnireduce.errors import OmniReduceError
+from omnireduce.extras import install
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
 RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
@@ -334,7 +335,7 @@ def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
     try:
         from benchmarks.plots import draw
     except ImportError as error:
-        raise click.ClickException(f"{error}: pip install 'omnireduce[plot]'") from error
+        raise click.ClickException(f"{error}: {install('matplotlib', 'plot')}") from error
     made = draw(results, out or results, formats)
     if not made:
         raise click.ClickException(f"no rows to draw in {results}: `python -m benchmarks run` writes them")

@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.environments import ROOT
 from omnireduce.errors import UsageError
+from omnireduce.extras import install
 from omnireduce.files.output import make_folder, write_file
 from omnireduce.programs.ready import schedules
 
@@ -107,7 +108,7 @@ def mpirun() -> list[str]:
     shell."""
     path = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if path is None:
-        raise UsageError("there is no mpirun: pip install 'omnireduce[mpi]'")
+        raise UsageError(f"there is no mpirun: {install('mpi4py', 'mpi')}")
     try:
         words = shlex.split(os.environ.get("MPI_ARGS", ""))
     except ValueError as error:

@@ -8,6 +8,7 @@ import click
 
 from benchmarks.experiments import EXPERIMENTS, LARGE, SMALL, measure, read_rows, runs_of
 from omnireduce.errors import OmniReduceError
+from omnireduce.extras import install
 
 
 @click.command()
@@ -31,7 +32,7 @@ def programs(
     try:
         from benchmarks.figures import draw
     except ImportError as error:
-        raise click.ClickException(f"{error}: pip install 'omnireduce[plot]'") from error
+        raise click.ClickException(f"{error}: {install('matplotlib', 'plot')}") from error
     scale = (LARGE if large else SMALL)._replace(**{name: size for name, size in sizes.items() if size is not None})
     if scale.first > scale.last:
         raise click.ClickException(f"--first {scale.first} --last {scale.last}: expected --first <= --last")

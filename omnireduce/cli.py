@@ -3,6 +3,7 @@
 | what happened                                   | stderr               | exit status |
 |-------------------------------------------------|----------------------|-------------|
 | the configuration is wrong (`ConfigError`)      | one line             | 2           |
+| it was called wrongly (`UsageError`)            | one line             | 2           |
 | any other error of the library                  | one line             | 1           |
 | an array that does not fit into memory          | one line             | 1           |
 | results that do not fit on the disk             | one line             | 1           |
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 import click
 
-from omnireduce.errors import ConfigError, OmniReduceError
+from omnireduce.errors import ConfigError, OmniReduceError, UsageError
 from omnireduce.logs import logs_are_json, tagged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -106,7 +107,7 @@ def reporting_errors() -> Iterator[None]:
     except OmniReduceError as error:
         message = " ".join(str(error).split()) or type(error).__name__
         _complain(message)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(2 if isinstance(error, ConfigError | UsageError) else 1)
     except MemoryError as error:
         _complain(f"too little memory: {error}".rstrip(": "))
         sys.exit(1)

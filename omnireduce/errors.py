@@ -125,3 +125,10 @@ def show(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list of thousands of levels
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def a_type(value: object) -> str:
+    """The type of a value, for a message: "an int", "a list"."""
+    name = type(value).__name__
+    begins_with_vowel = name.lower().startswith(("a", "e", "i", "o", "nd"))  # not u, as in uint8
+    return f"{'an' if begins_with_vowel else 'a'} {name}"

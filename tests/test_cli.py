@@ -66,9 +66,9 @@ def test_missing_file_is_one_line_and_status_2() -> None:
     ("name", "status", "line"),
     [
         ("config", 2, "Error: x.toml: protocol.slots: got 1"),
-        ("usage", 1, "Error: two lines"),
+        ("usage", 2, "Error: two lines"),
         ("aborted", 1, "Error: rank 1 (host a, pid 7): died"),
-        ("empty", 1, "Error: UsageError"),
+        ("empty", 2, "Error: UsageError"),
         ("memory", 1, "Error: too little memory: Unable to allocate 4.00 TiB"),
         ("interrupt", 130, "Interrupted"),
     ],
@@ -90,7 +90,7 @@ def test_a_command_alone_and_a_plain_block_report_too() -> None:
     assert CliRunner().invoke(alone).exit_code == 2
     with pytest.raises(SystemExit) as caught, reporting_errors():
         raise UsageError("wrong")
-    assert caught.value.code == 1
+    assert caught.value.code == 2
 
 
 def test_ctrl_c_on_a_real_process() -> None:

@@ -150,7 +150,7 @@ def test_check_config_checks_what_python_constructed() -> None:
 
 def test_message_names_file_key_given_and_allowed(tmp_path: Path) -> None:
     file = write(tmp_path, "[protocol]\nblock_size = 12\n")
-    expected = "an int between 8 and 65536 that is a multiple of 8"
+    expected = "an int between 8 and 65536 that is a multiple of 8 (unit: elements)"
     assert message(file) == f"{file}: protocol.block_size: got 12, expected {expected}"
     assert message(None, OMNIREDUCE_CONFIG=str(file)) == message(file)
     variable = message(None, OMNIREDUCE_PROTOCOL_BLOCK_SIZE="12")
@@ -173,7 +173,8 @@ def test_message_names_file_key_given_and_allowed(tmp_path: Path) -> None:
             'got "carrier pigeon", expected one of "auto", "shm", "tcp", "verbs"',
         ),
         ("transport.dead_peer_s=nan", "got NaN, expected a number between 0.5 and 600"),
-        ("cluster.timeout_s=inf", "expected a number between 0.1 and 86400"),
+        ("cluster.timeout_s=10s", 'got "10s", expected a number between 0.1 and 86400 (unit: seconds)'),
+        ("cluster.timeout_s=inf", "expected a number between 0.1 and 86400 (unit: seconds)"),
         (
             "bench.density=[0.1, 1.1]",
             "got 1.1, expected a number between 0 and 1, or a non-empty list of these",

@@ -60,6 +60,7 @@ BASE = {
     "descriptor",
     "dtypes",
     "errors",
+    "extras",
     "files",
     "layout",
     "interpreters",
@@ -108,6 +109,7 @@ HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6
+BARE_ARTICLE = re.compile(r"\ban? \{" r"type\(")
 MARKERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.~<>{}-])/(?:home|root|Users|work)/\w|\b[A-Z]:\\Users")
 
@@ -319,6 +321,12 @@ def dotted(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
 
 
+def check_articles(path: str, text: str) -> list[str]:
+    """A message must not say "a int"."""
+    what = 'use a_type(...) of omnireduce.errors: it knows "a" from "an"'
+    return [f"{path}:{line}: {what}" for line, each in enumerate(text.splitlines(), 1) if BARE_ARTICLE.search(each)]
+
+
 def check_paths(module: str, source: str) -> list[str]:
     if module == PATHS:
         return []
@@ -340,5 +348,6 @@ MODULE_CHECKS: tuple[Check, ...] = (
     check_positional,
     check_no_print,
     check_paths,
+    check_articles,
 )
 FILE_CHECKS: tuple[Check, ...] = (check_no_marker, check_no_machine_path)

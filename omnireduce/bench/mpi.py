@@ -12,6 +12,7 @@ from typing import Any
 
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError
+from omnireduce.extras import install
 
 _OPS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
@@ -31,9 +32,7 @@ class MpiAllreduce:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
             reason = " ".join(str(error).split())
-            raise UsageError(
-                f"the comparison with MPI needs mpi4py ({reason}): pip install 'omnireduce[mpi]'"
-            ) from None
+            raise UsageError(f"the comparison with MPI needs mpi4py ({reason}): {install('mpi4py', 'mpi')}") from None
         self._mpi: Any = MPI
         self._world: Any = MPI.COMM_WORLD
         if (self._world.Get_rank(), self._world.Get_size()) != (rank, size):

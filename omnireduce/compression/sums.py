@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.member.numbers import whole
 
 NAME_CHARACTERS = 160
@@ -19,7 +19,7 @@ Sum = Literal["sum", "mean"]
 def check_gradient(gradient: object) -> Array:
     """`gradient` as a flat array. Raises UsageError unless it is a contiguous array of float32 that can be written."""
     if not isinstance(gradient, np.ndarray):
-        raise UsageError(f"gradient is a {type(gradient).__name__}; expected a numpy.ndarray of float32")
+        raise UsageError(f"gradient is {a_type(gradient)}; expected a numpy.ndarray of float32")
     if gradient.dtype != np.float32:
         raise UsageError(f"gradient is of {gradient.dtype}; expected float32")
     if not (gradient.flags.c_contiguous and gradient.flags.writeable):

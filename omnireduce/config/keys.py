@@ -93,7 +93,8 @@ class Key:
             at = re.search(r"\$\[(\d+)\]", str(error))
             if at is not None and isinstance(value, (list, tuple)):
                 value = value[int(at[1])]
-            raise ConfigError(f"got {show(value)}, expected {self.allowed}") from None
+            unit = f" (unit: {self.unit})" if self.unit else ""
+            raise ConfigError(f"got {show(value)}, expected {self.allowed}{unit}") from None
         if self.path in _CHECKS:
             _CHECKS[self.path](typed)
         return typed if self.path_but is None else self._whole(str(typed).strip(), file)

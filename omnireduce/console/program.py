@@ -127,7 +127,7 @@ _timeout = click.FloatRange(0, 7 * 86400)
 
 @main.command(
     "drain",
-    short_help="Let aggregators take no new jobs, and end when the running ones have.",
+    short_help="Refuse new jobs, wait for running ones, end.",
     help="""
     Let the aggregators at HOST:PORT, or those of cluster.aggregators, refuse new jobs. Each ends when its last job
     has ended. All shards of a daemon drain together. This waits until they have ended.
@@ -157,7 +157,7 @@ def drain_aggregators(
 
 @main.command(
     "end-job",
-    short_help="End a job on its aggregators, or all jobs of a team.",
+    short_help="End a job, or all jobs of a team.",
     help="""
     End JOB on the aggregators at HOST:PORT, or on those of cluster.aggregators. Name all aggregators of the job.
 

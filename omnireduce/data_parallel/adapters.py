@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 
 ARRAY, OBJECT = "array", "object"
 
@@ -103,6 +103,6 @@ def _walked(x: Any, adapter: Adapter, path: str) -> Iterable[tuple[str, Any]]:
         yield from _walked(list(x.parameters()), adapter, f"{path}parameters()")
     elif x is not None:
         raise UsageError(
-            f"{path or 'the model'} is a {type(x).__name__}: expected arrays, lists, tuples or dicts of them, or an "
+            f"{path or 'the model'} is {a_type(x)}: expected arrays, lists, tuples or dicts of them, or an "
             "object with parameters()"
         )

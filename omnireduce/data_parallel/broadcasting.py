@@ -13,7 +13,7 @@ from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.states import State
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
@@ -53,7 +53,7 @@ def broadcast_parameters(
     kind = "none" if optimizer is None else type(optimizer).__name__
     check_alike(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
     if not named:
-        raise UsageError(f"the model, a {type(model).__name__}, has no parameters: expected one or more")
+        raise UsageError(f"the model, {a_type(model)}, has no parameters: expected one or more")
     root = check_root(root_rank, comm.size, "root_rank")
     state = None if optimizer is None else _state_of(comm, root, optimizer, named, adapter)
     found = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)

@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.rounding import scaled
 from omnireduce.runtime.member.arguments import two_that_share
 
@@ -41,7 +41,7 @@ def exchangeable(
             found.append(None)
             continue
         if not adapter.kind(tensor):
-            raise UsageError(f"the gradient of '{names[at]}' is a {type(tensor).__name__}: expected a tensor or None")
+            raise UsageError(f"the gradient of '{names[at]}' is {a_type(tensor)}: expected a tensor or None")
         values = adapter.memory(tensor)
         if values is None or values.dtype != dtype:
             values = np.array(adapter.read(tensor), dtype, order="C")
@@ -102,4 +102,4 @@ def rebuilt(found: Iterator[Any], parameters: Any, adapter: Adapter) -> Any:
 def _shown(x: Any) -> str:
     if isinstance(x, dict):
         return f"a dict with the keys {list(x)}"
-    return f"a {type(x).__name__} of {len(x)}" if isinstance(x, list | tuple) else f"a {type(x).__name__}"
+    return f"{a_type(x)} of {len(x)}" if isinstance(x, list | tuple) else f"{a_type(x)}"

@@ -13,7 +13,7 @@ from omnireduce.data_parallel.gradients import Part, exchangeable, leaves, rebui
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
@@ -47,7 +47,7 @@ class DistributedOptimizer:
         comm: Communicator | None = None,
     ) -> None:
         if not callable(getattr(opt, "step", None)):
-            raise UsageError(f"opt is a {type(opt).__name__}, which has no step(): expected an optimizer")
+            raise UsageError(f"opt is {a_type(opt)}, which has no step(): expected an optimizer")
         if isinstance(opt, DistributedOptimizer):
             raise UsageError("the optimizer averages gradients already: expected one that was not given here before")
         communicator(comm)

@@ -16,7 +16,7 @@ import numpy as np
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
@@ -128,7 +128,7 @@ def samples_of(dataset: Any) -> int:
         columns = list(dataset.values() if isinstance(dataset, dict) else dataset)
         if others := [type(each).__name__ for each in columns if not isinstance(each, np.ndarray)]:
             raise UsageError(
-                f"the dataset is a {type(dataset).__name__} with a {others[0]}: expected arrays of NumPy in it, of all "
+                f"the dataset is {a_type(dataset)} with a {others[0]}: expected arrays of NumPy in it, of all "
                 "samples; single samples may be in a list"
             )
         shapes = [each.shape for each in columns]
@@ -137,7 +137,7 @@ def samples_of(dataset: Any) -> int:
         return int(shapes[0][0]) if shapes else 0
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
-            f"dataset is a {type(dataset).__name__}: expected arrays, or an object with len() and [] that has samples"
+            f"dataset is {a_type(dataset)}: expected arrays, or an object with len() and [] that has samples"
         )
     return len(dataset)
 

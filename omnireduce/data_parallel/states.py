@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.data_parallel.adapters import ARRAY, Adapter
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 
 NUMBERS = "biufc"  # kinds of NumPy arrays that travel, beside bfloat16
 PLAIN = bool, int, float, str, bytes, type(None)
@@ -26,7 +26,7 @@ class State:
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any], adapter: Adapter) -> None:
         if not hasattr(optimizer, "__dict__"):
-            raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected an object that keeps its state")
+            raise UsageError(f"optimizer is {a_type(optimizer)}: expected an object that keeps its state")
         self._optimizer, self._parameters, self._adapter = optimizer, parameters, adapter
         self._places = {id(each): at for at, each in enumerate(parameters)}
         self._told: dict[str, Any] = {}

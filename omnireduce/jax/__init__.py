@@ -11,6 +11,10 @@ loss, gradients = ddp.value_and_grad(loss_fn)(params, *batch)
 
 from __future__ import annotations
 
+from omnireduce.extras import need
+
+need("jax", "omnireduce.jax")  # before what fails without it
+
 from omnireduce.data_parallel import init
 from omnireduce.jax.collectives import allreduce, broadcast, jit
 from omnireduce.jax.training import GradientTransformation, average_gradients, partition_dataset, value_and_grad

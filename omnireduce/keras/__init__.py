@@ -9,6 +9,10 @@ model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from __future__ import annotations
 
+from omnireduce.extras import need
+
+need("keras", "omnireduce.keras", "keras")  # before what fails without it
+
 from omnireduce.data_parallel.built import (
     ccl_built,
     cuda_built,

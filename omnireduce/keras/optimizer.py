@@ -16,7 +16,7 @@ import keras
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from omnireduce.data_parallel.words import Average
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.gradients import Settings
 from omnireduce.keras.values import check_backend
@@ -169,13 +169,13 @@ def wrapped(optimizer: Any, settings: Settings) -> Any:
     """The optimizer, whose class combines gradients from now on."""
     check_backend()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected one of keras.optimizers")
+        raise UsageError(f"optimizer is {a_type(optimizer)}: expected one of keras.optimizers")
     if any(isinstance(each, Combines) for each in (optimizer, *_inner(optimizer))):
         raise UsageError("the optimizer combines gradients already: expected one that was not given here before")
     if isinstance(optimizer, NESTED):
         if settings.backward_passes_per_step > 1:
             raise UsageError(
-                f"backward_passes_per_step with a {type(optimizer).__name__}: expected 1; give the optimizer inside "
+                f"backward_passes_per_step with {a_type(optimizer)}: expected 1; give the optimizer inside "
                 "gradient_accumulation_steps"
             )
         scales = type(optimizer).__name__ == "LossScaleOptimizer"

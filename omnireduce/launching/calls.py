@@ -16,6 +16,7 @@ from typing import Any, TextIO, TypeVar
 
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageError
+from omnireduce.extras import install
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.job import Job
 from omnireduce.launching.keywords import read_keywords
@@ -84,7 +85,7 @@ def pack_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     try:
         import cloudpickle
     except ImportError:
-        raise ConfigError("omnireduce.run needs cloudpickle: pip install 'omnireduce[launch]'") from None
+        raise ConfigError(f"omnireduce.run needs cloudpickle: {install('cloudpickle', 'launch')}") from None
     try:
         call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:  # what a user's own object raises

@@ -17,6 +17,7 @@ from contextlib import suppress
 from omnireduce.addresses import loopback
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
+from omnireduce.extras import install
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.launching.host_lists import Host, names_in
 from omnireduce.launching.hosts import is_here
@@ -41,7 +42,7 @@ def words_of(asked: Asked, environ: Mapping[str, str], job: Job) -> list[str]:
     """The command line of the other launcher. Raises ConfigError where it is missing, or cannot do what is asked;
     InterruptedLaunchError."""
     if shutil.which(asked.launcher, path=environ.get("PATH")) is None:
-        how = {"mpirun": "pip install 'omnireduce[mpi]', or MPI of this system", "torchrun": "pip install torch"}
+        how = {"mpirun": f"{install('mpi4py', 'mpi')}, or MPI of this system", "torchrun": install("torch", "torch")}
         raise ConfigError(f"{asked.launcher}: command not found: {how.get(asked.launcher, 'it comes with Slurm')}")
     if asked.launcher == "mpirun":
         return _mpirun(asked, environ, is_open_mpi=_is_open_mpi(environ, job))

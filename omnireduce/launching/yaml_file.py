@@ -14,7 +14,8 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from omnireduce.errors import ConfigError
+from omnireduce.errors import ConfigError, a_type
+from omnireduce.extras import install
 from omnireduce.files.paths import read_text
 from omnireduce.launching.flags import MAPPED, REFUSED, Refused
 
@@ -63,7 +64,7 @@ def _load(path: str, source: str) -> Mapping[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(f"{source}: needs PyYAML: pip install 'omnireduce[launch]'") from None
+        raise ConfigError(f"{source}: needs PyYAML: {install('yaml', 'launch')}") from None
     text = read_text(path, source, expected="a YAML file")
     try:
         found = yaml.safe_load(text)
@@ -72,7 +73,7 @@ def _load(path: str, source: str) -> Mapping[str, Any]:
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{source}{where}: {getattr(error, 'problem', None) or 'is no YAML'}") from None
     if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{source}: got a {type(found).__name__}, expected keys such as `verbose: true`")
+        raise ConfigError(f"{source}: got {a_type(found)}, expected keys such as `verbose: true`")
     return found or {}
 
 

@@ -15,9 +15,22 @@ from typing import Any
 import numpy as np
 
 from omnireduce.dtypes import Array
+from omnireduce.extras import need
 
 TENSOR, NDARRAY, ARRAY = "Tensor", "NDArray", "array"
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)  # the only type of an NDArray
+
+
+def library() -> Any:
+    """Needle's own module. Raises ModuleNotFoundError, which says how to get it."""
+    need(
+        "needle",
+        "omnireduce.needle",
+        how="put its folder `python` on PYTHONPATH; see docs/frameworks.md",
+    )
+    import needle
+
+    return needle
 
 
 class NeedleAdapter:
@@ -26,9 +39,7 @@ class NeedleAdapter:
     gradient_kind = TENSOR
 
     def __init__(self) -> None:
-        import needle
-
-        self._needle = needle
+        self._needle = library()
 
     def kind(self, x: Any) -> str:
         """A tensor, what it computes with, or an array of NumPy."""

@@ -7,7 +7,7 @@ from typing import Any
 from omnireduce import data_parallel
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.partition import Loader
-from omnireduce.needle.adapter import NeedleAdapter
+from omnireduce.needle.adapter import NeedleAdapter, library
 
 
 def init(config: Any = None, *, device: Any = None, **named: Any) -> tuple[int, Any]:
@@ -16,8 +16,7 @@ def init(config: Any = None, *, device: Any = None, **named: Any) -> tuple[int, 
     `device`: by default the GPU that has the number of this rank on its host, where Needle was built with CUDA, and
     otherwise the processor. The rest is as in `omnireduce.data_parallel.init`, also what is raised.
     """
-    import needle
-
+    needle = library()
     rank, _ = data_parallel.init(config, **named)
     return rank, _device_of(needle, communicator().local_rank or 0) if device is None else device
 
@@ -46,8 +45,7 @@ def partition_dataset(
 ) -> tuple[Loader, int]:
     """Deal out a dataset to the ranks, in batches of tensors of this dtype on this device: see
     `omnireduce.data_parallel.partition_dataset`, which `dataset` and the rest are for."""
-    import needle
-
+    needle = library()
     return data_parallel.partition_dataset(
         dataset,
         batch_size,

@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.layout import Layout
 from omnireduce.runtime.member.arguments import check_rows
 from omnireduce.runtime.member.communicator import Communicator
@@ -172,7 +172,7 @@ def _range_of(x: Array) -> tuple[int, int]:
 def parameters_of(params: Mapping[str, Array] | Sequence[Array]) -> list[Parameter]:
     """The parameters in their order. Raises UsageError for what cannot be some."""
     if not isinstance(params, Mapping | Sequence):
-        raise UsageError(f"params is a {type(params).__name__}; expected a dict or a list of arrays")
+        raise UsageError(f"params is {a_type(params)}; expected a dict or a list of arrays")
     named = list(params.items()) if isinstance(params, Mapping) else [(str(at), each) for at, each in enumerate(params)]
     found = {name: parameter_of(name, each) for name, each in named if isinstance(name, str)}
     if len(found) < len(named):
@@ -187,7 +187,7 @@ def check_tables(tables: Any, names: Sequence[str]) -> None:
     if isinstance(tables, str) or not isinstance(tables, Collection):
         raise UsageError(f"tables is {tables!r}; expected a list of names of parameters")
     if wrong := [each for each in tables if not isinstance(each, str)]:
-        raise UsageError(f"tables has a {type(wrong[0]).__name__}; expected names of parameters, which are texts")
+        raise UsageError(f"tables has {a_type(wrong[0])}; expected names of parameters, which are texts")
     if unknown := sorted(set(tables) - set(names)):
         raise UsageError(f"tables names {', '.join(unknown)}; expected some of {', '.join(names)}")
 
@@ -195,7 +195,7 @@ def check_tables(tables: Any, names: Sequence[str]) -> None:
 def parameter_of(name: str, weights: Any) -> Parameter:
     """Raises UsageError for what cannot be a parameter."""
     if not isinstance(weights, np.ndarray) or weights.dtype != np.float32:
-        what = str(weights.dtype) if isinstance(weights, np.ndarray) else f"a {type(weights).__name__}"
+        what = str(weights.dtype) if isinstance(weights, np.ndarray) else f"{a_type(weights)}"
         raise UsageError(f"parameter {name} is {what}; expected an array of float32")
     if not weights.flags.c_contiguous or not weights.flags.writeable or not weights.size:
         raise UsageError(f"parameter {name}: expected a C-contiguous array that may be written and is not empty")
@@ -206,7 +206,7 @@ def dense_gradient(parameter: Parameter, given: Any) -> Array:
     """A gradient that a user has given, flat. Raises UsageError."""
     weights = parameter.weights
     if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape != weights.shape:
-        what = f"{given.dtype}{list(given.shape)}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
+        what = f"{given.dtype}{list(given.shape)}" if isinstance(given, np.ndarray) else f"{a_type(given)}"
         raise UsageError(f"the gradient of {parameter.name} is {what}; expected float32{list(weights.shape)}")
     return np.ascontiguousarray(given).reshape(-1)
 
@@ -216,9 +216,7 @@ def row_gradients(parameter: Parameter, given: Any) -> tuple[Array, Array]:
     n_rows, width = parameter.weights.shape
     is_pair = isinstance(given, tuple | list) and len(given) == 2
     if not is_pair or not all(isinstance(each, np.ndarray) for each in given):
-        raise UsageError(
-            f"the gradient of {parameter.name} is a {type(given).__name__}; expected (indices, rows), arrays"
-        )
+        raise UsageError(f"the gradient of {parameter.name} is {a_type(given)}; expected (indices, rows), arrays")
     indices, values = given
     try:
         check_rows(indices, values, n_rows)

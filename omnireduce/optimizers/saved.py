@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.files.paths import user_path
 
 STEP, NUMBER = "step", "save"
@@ -58,7 +58,7 @@ def check_steps(steps: object) -> int:
 def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, dict[str, Array]]:
     """What a `state_dict` keeps, by parameter. Raises UsageError for one that has no arrays of these shapes."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        raise UsageError(f"the state is a {type(state).__name__}; expected what state_dict has returned on this rank")
+        raise UsageError(f"the state is {a_type(state)}; expected what state_dict has returned on this rank")
     check_steps(state.get(STEP))
     for name, kept in shapes.items():
         own = state["state"].get(name)

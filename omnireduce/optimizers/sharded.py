@@ -15,7 +15,7 @@ import numpy as np
 
 from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.optimizers.clipping import Clipping
 from omnireduce.optimizers.exchanges import start_squares, start_update
 from omnireduce.optimizers.parts import Memory, Part, as_weights, check_tables, parameters_of, parts_of
@@ -101,7 +101,7 @@ class ShardedOptimizer:
     @rule.setter
     def rule(self, rule: Rule) -> None:
         if type(rule) is not type(self._rule):
-            raise UsageError(f"rule is a {type(rule).__name__}; expected a {type(self._rule).__name__}, as before")
+            raise UsageError(f"rule is {a_type(rule)}; expected {a_type(self._rule)}, as before")
         if rule.columns != self._rule.columns:
             raise UsageError("rule keeps other numbers than before: a momentum cannot come or go")
         self._rule = rule
@@ -188,7 +188,7 @@ class ShardedOptimizer:
 
     def _given(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         if not isinstance(gradients, Mapping | Sequence):
-            raise UsageError(f"gradients is a {type(gradients).__name__}; expected a dict or a list")
+            raise UsageError(f"gradients is {a_type(gradients)}; expected a dict or a list")
         if not isinstance(gradients, Mapping):
             if len(gradients) != len(self._names):
                 raise UsageError(

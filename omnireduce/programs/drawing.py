@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnireduce.errors import ConfigError
+from omnireduce.extras import install
 from omnireduce.files.output import write_file
 from omnireduce.programs.expressions import Expression, Input, formula
 from omnireduce.programs.stages import Stage, nodes_of
@@ -27,7 +28,7 @@ def draw(pipeline: Pipeline, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"a picture needs matplotlib: pip install 'omnireduce[plot]' ({error})") from None
+        raise ConfigError(f"a picture needs matplotlib ({error}): {install('matplotlib', 'plot')}") from None
     spots = places(pipeline)
     columns, rows = [x for x, _ in spots.values()], [y for _, y in spots.values()]
     wide, high = 1 + max(columns) - min(columns), 1 + max(rows) - min(rows)

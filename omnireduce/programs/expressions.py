@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import numpy as np
 
 from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.places import Place, place_of_user, wrong
 
@@ -301,7 +301,7 @@ def as_expression(value: object, like: DType | None = None) -> Expression:
     if like is not None and isinstance(value, int | float):
         return Constant(value, like)
     expected = "an expression" if like is None else "an expression or a number"
-    raise wrong(place_of_user(), f"got {value!r}, a {type(value).__name__}; expected {expected}")
+    raise wrong(place_of_user(), f"got {value!r}, {a_type(value)}; expected {expected}")
 
 
 def number_array(value: Number | np.generic, dtype: DType) -> Array:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.communication import AllReduce, Broadcast, Send
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, short
 from omnireduce.programs.graph import in_order, users_of
@@ -111,7 +111,7 @@ class Pipeline:
             known = ", ".join(name for node, name in self.names.items() if not isinstance(node, Input))
             raise UsageError(f"{self.name} has no stage '{stage}'; its stages are {known}")
         if not isinstance(stage, Expression):
-            raise UsageError(f"got {stage!r}, a {type(stage).__name__}; expected a stage of {self.name}, or its name")
+            raise UsageError(f"got {stage!r}, {a_type(stage)}; expected a stage of {self.name}, or its name")
         found = self._handles.get(stage, stage)
         if found not in self.users:
             raise UsageError(f"{self.name} has no such stage: {stage.text(['...'] * len(stage.operands))}")
@@ -261,7 +261,7 @@ def _check_outputs(outputs: Sequence[Expression]) -> None:
         raise wrong(place_of_user(), "no outputs: expected what a run returns, such as [w1]")
     for each in outputs:
         if not isinstance(each, Expression):
-            raise wrong(place_of_user(), f"{each!r} is a {type(each).__name__}; expected expressions as outputs")
+            raise wrong(place_of_user(), f"{each!r} is {a_type(each)}; expected expressions as outputs")
         if each.is_under_way or isinstance(each, Input | Constant):
             raise wrong(each.place, f"an output is {short(each)}: expected what a stage computes")
     updated: dict[Tensor, Update] = {}

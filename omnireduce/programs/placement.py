@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable, number_array
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import MatMul
@@ -84,7 +84,7 @@ def sizes_in(nodes: Iterable[Expression]) -> list[Variable]:
 def check_names(values: object, known: Collection[str], taker: str) -> None:
     """Raises UsageError unless these are values by name, of those that are `known`. `taker`: what is given them."""
     if not isinstance(values, Mapping):
-        raise UsageError(f"{taker} got values as a {type(values).__name__}; expected a dict, by name")
+        raise UsageError(f"{taker} got values as {a_type(values)}; expected a dict, by name")
     for name in values:
         if name not in known:
             raise UsageError(f"{taker} takes no {name!r}; expected {', '.join(sorted(known))}")
@@ -134,7 +134,7 @@ def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
     if isinstance(each, Variable):
         return number_value(value, each.type, name)
     if not isinstance(value, np.ndarray):
-        raise UsageError(f"{name} is a {type(value).__name__}; expected a numpy.ndarray, {each.type}")
+        raise UsageError(f"{name} is {a_type(value)}; expected a numpy.ndarray, {each.type}")
     if value.dtype != each.type.dtype:
         raise UsageError(f"{name} is an array of {value.dtype}; expected {each.type}")
     shape = seat.own_shape(each.type)
@@ -155,7 +155,7 @@ def number_value(value: Any, kind: Type, name: str) -> Array:
     if kind.dtype.kind == "b":
         fits, wanted = isinstance(value, bool | np.bool_), "True or False"
     if not fits:
-        raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; expected {wanted}: {kind.dtype}")
+        raise UsageError(f"{name} is {value!r}, {a_type(value)}; expected {wanted}: {kind.dtype}")
     try:
         return number_array(value, kind.dtype)
     except OverflowError:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import OmniReduceError, UsageError
+from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.runtime.member.arguments import flat_view
 
 
@@ -171,5 +171,5 @@ def _memory_of(x: Any, what: str) -> Array:
         except (TypeError, RuntimeError) as error:  # sparse, or of a type that NumPy has not
             raise UsageError(f"{what}: {error}") from None
     if not isinstance(x, np.ndarray):
-        raise UsageError(f"{what} is a {type(x).__name__}, expected an array of NumPy or a tensor of torch")
+        raise UsageError(f"{what} is {a_type(x)}, expected an array of NumPy or a tensor of torch")
     return x

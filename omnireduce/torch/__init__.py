@@ -9,6 +9,10 @@ Without a process group there are Horovod's names, `import omnireduce.torch as h
 
 from __future__ import annotations
 
+from omnireduce.extras import need
+
+need("torch", "omnireduce.torch", "torch")  # before what fails without it
+
 import torch.distributed as dist
 
 from omnireduce.data_parallel.built import (

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.compression.grace.base import class_text
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.torch.gradients import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
@@ -93,7 +93,7 @@ class GraceGradients(StepGradients):
     def __init__(self, optimizer: torch.optim.Optimizer, names: ParameterNames, grace: Communicator) -> None:
         if not isinstance(grace, Communicator):
             raise UsageError(
-                f"grace is a {type(grace).__name__}; expected what grace_from_params returns, or an object whose class "
+                f"grace is {a_type(grace)}; expected what grace_from_params returns, or an object whose class "
                 f"derives from {class_text(Communicator)}"
             )
         self._names, self._grace = names, grace

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.data_parallel.words import Average, Scaling, Sum
-from omnireduce.errors import OmniReduceError, UsageError
+from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.torch.compression import NoneCompressor
 from omnireduce.torch.handles import Handle, handle_of, synchronize
 from omnireduce.torch.reductions import start_reduction, start_sum_of_rows
@@ -49,7 +49,7 @@ def _checked(named: Named) -> dict[Tensor, str]:
             case (str(), Tensor()):
                 continue
         raise UsageError(
-            f"named_parameters has a {type(each).__name__}; expected a name and a parameter, as "
+            f"named_parameters has {a_type(each)}; expected a name and a parameter, as "
             "model.named_parameters() gives them"
         )
     if len(dict(pairs)) < len(pairs):

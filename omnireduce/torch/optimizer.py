@@ -21,7 +21,7 @@ from omnireduce.compression.grace import Communicator as Grace
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of
 from omnireduce.data_parallel.words import Average, scaling
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.grace import GraceGradients
 from omnireduce.torch.gradients import Gradients, Named, ParameterNames, StepGradients, Way
@@ -117,7 +117,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     otherwise what the collectives raise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim")
+        raise UsageError(f"optimizer is {a_type(optimizer)}; expected one of torch.optim")
     if isinstance(optimizer, Distributed):
         raise UsageError("the optimizer combines gradients already; expected one that was not given here before")
     if isinstance(optimizer, ShardedOptimizer):

@@ -110,7 +110,7 @@ def reduced(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: Pro
 def check_differentiable(what: str, op: QueueOp) -> None:
     """Raises UsageError where no gradient goes through."""
     if op not in (Average, Sum):
-        raise UsageError(f"gradients do not go through a {what} of op {op!r}; expected Average or Sum")
+        raise UsageError(f"no gradients go through {what} of op {op!r}; expected Average or Sum")
 
 
 def sum_of(tensor: Tensor, name: str, process_set: ProcessSet) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from omnireduce.data_parallel.session import communicator
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.logs import tagged
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch does. Raises UsageError for parameters that cannot be, and adds none then."""
         if not isinstance(param_group, dict):
-            raise UsageError(f"a group of parameters is a {type(param_group).__name__}; expected a dict")
+            raise UsageError(f"a group of parameters is {a_type(param_group)}; expected a dict")
         rule = param_group.get("rule", self.defaults["rule"])
         check_rule(rule)
         super().add_param_group({**_numbers_of(rule), **param_group})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 
 DEVICES = ["cpu", "cuda"]
 
@@ -18,7 +18,7 @@ DEVICES = ["cpu", "cuda"]
 def detached(tensor: Tensor) -> Tensor:
     """The tensor without its graph. Raises UsageError for what is no tensor."""
     if not isinstance(tensor, Tensor):
-        raise UsageError(f"a {type(tensor).__name__} came; expected a torch.Tensor")
+        raise UsageError(f"{a_type(tensor)} came; expected a torch.Tensor")
     return tensor.detach()
 
 

@@ -158,7 +158,7 @@ def test_wrong_elements_end_every_rank_with_status_1(daemon: Daemon) -> None:
 def test_a_file_that_cannot_be_written_ends_every_rank_at_once(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "none" / "rows.json"
     found = both(daemon, "--set", "bench.elements=1000", "--json", str(path))
-    assert [status for status, _, _ in found] == [1, 1]
+    assert [status for status, _, _ in found] == [2, 1]
     assert found[0][2] == f"Error: {path}: there is no folder {path.parent}\n"
     assert "rank 0" in found[1][2]
 
@@ -170,7 +170,7 @@ def run(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
     [
-        (["bench", "--rank", "0"], 1, "got rank 0 and size None, expected both or neither"),
+        (["bench", "--rank", "0"], 2, "got rank 0 and no size, expected both or neither"),
         (
             ["bench", "--set", "bench.op=mean", "--set", "bench.dtype=int8"],
             2,
@@ -178,10 +178,10 @@ def run(*arguments: str) -> Result:
         ),
         (
             ["bench", "--rank", "0", "--size", "2", "--set", "bench.overlap=none"],
-            1,
+            2,
             "2 workers cannot have disjoint blocks at density 1",
         ),
-        (["bench", "--input", "x.npy"], 1, "got 'x.npy', expected the file of every rank, such as gradients/"),
+        (["bench", "--input", "x.npy"], 2, "got 'x.npy', expected the file of every rank, such as gradients/"),
         (["bench", "--input", "none-{rank}.npy"], 1, "none-0.npy: No such file or directory"),
         (["bench", "--input", "{rank}.txt"], 1, "0.txt: expected a file name that ends in .npy, .npz, .safetensors"),
         (["bench", "--set", "bench.elemnts=1"], 2, "--set: bench.elemnts: unknown key"),
@@ -201,7 +201,7 @@ def test_against_mpi_without_mpirun_names_the_command() -> None:
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID")
     kept = {name: value for name, value in os.environ.items() if name not in names}
     result = finished([*WORKER, "bench", "--against", "mpi"], kept)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert result.stderr.endswith("mpirun -n 2 omnireduce bench --against mpi\n")
 
@@ -210,7 +210,7 @@ def test_against_mpi_without_mpirun_names_the_command() -> None:
 def test_against_mpi_with_ranks_that_mpi_does_not_know() -> None:
     """In a process of its own: importing mpi4py starts MPI."""
     result = finished([*WORKER, "bench", "--rank", "1", "--size", "2", "--against", "mpi"], dict(os.environ))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "this is rank 1 of 2, but to MPI it is rank 0 of 1" in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -219,8 +219,9 @@ def test_against_mpi_without_mpi4py_says_what_to_install(tmp_path: Path) -> None
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')\n")
     hidden = os.environ | {"PYTHONPATH": str(tmp_path)}
     result = finished([*WORKER, "bench", "--rank", "1", "--size", "2", "--against", "mpi"], hidden)
-    assert result.returncode == 1
-    assert result.stderr == ("Error: the comparison with MPI needs mpi4py (not here): pip install 'omnireduce[mpi]'\n")
+    assert result.returncode == 2
+    what = "Error: the comparison with MPI needs mpi4py (not here): pip install 'mpi4py>="
+    assert result.stderr.startswith(what)
 
 
 def test_config_prints_what_is_in_effect() -> None:

@@ -216,7 +216,7 @@ def test_what_cannot_be() -> None:
     Compression(codec="int8")
     with pytest.raises(UsageError, match="codec 'int9': expected none"):
         Compression(codec="int9")
-    with pytest.raises(UsageError, match="codec is a int; expected a str"):
+    with pytest.raises(UsageError, match="codec is an int; expected a str"):
         Compression(codec=8)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="block_size 32768: expected at most 16384 with a codec"):
         Compression(BlockTopK(0.5, 1 << 15), codec="int8")

@@ -62,7 +62,7 @@ def test_one_schedule() -> None:
 )
 def test_what_cannot_be_is_one_line(words: tuple[str, ...], message: str) -> None:
     done = coconet(*words)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"Error: {message}\n"
 
 
@@ -119,5 +119,5 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_written_or_tuned_is_one_line(words: tuple[str, ...], message: str) -> None:
     done = said(*words)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"Error: {message}\n"

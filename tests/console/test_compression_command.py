@@ -185,7 +185,7 @@ def test_the_one_of_the_document_passes(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(blocks[0])
     command = [sys.executable, "-m", "omnireduce", "compression", "test", "my_module:GuardedThreshold"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    for threshold, status, last in (("0.1", 0, "Test passed!"), ("no", 1, "")):
+    for threshold, status, last in (("0.1", 0, "Test passed!"), ("no", 2, "")):
         done = subprocess.run(
             [*command, f"threshold={threshold}", "compress_ratio=0.01"],
             cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=2 * WAIT_S,
@@ -276,8 +276,8 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
         (("wrong",), "wrong: expected MODULE:CLASS, such as my_module:MyCompressor"),
         (("nowhere:Class",), "nowhere:Class cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
         (("wrong:Nothing",), "wrong:Nothing cannot be loaded: AttributeError"),
-        (("wrong:Mean",), "wrong:Mean is a <class 'wrong.Mean'>; expected a class that derives from omnireduce.compr"),
-        (("wrong:np",), "wrong:np is a <module 'numpy'"),
+        (("wrong:Mean",), "wrong:Mean is <class 'wrong.Mean'>; expected a class that derives from omnireduce.compr"),
+        (("wrong:np",), "wrong:np is <module 'numpy'"),
         (("wrong:Half", "share=3"), "wrong:Half(share=3) cannot be made: TypeError"),
         (("wrong:Half", "share"), "share: expected KEY=VALUE, an argument of the class"),
         (("omnireduce.compression:TopK", "ratio=much"), "omnireduce.compression:TopK(ratio='much') cannot be made"),
@@ -290,7 +290,7 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
 )
 def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments: tuple[str, ...], said: str) -> None:
     found = run(*arguments)
-    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (1, "", 1)
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1)
     assert found.stderr.startswith(f"Error: {said}")
 
 
@@ -300,7 +300,7 @@ def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments:
 )
 def test_what_ends_the_process_is_one_line(run: Callable[..., Result], place: str, how: str, said: str) -> None:
     found = run("wrong:Ends", f"place={place}", f"how={how}")
-    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (1, "", 1)
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1)
     assert found.stderr.startswith("Error: ")
     assert said in found.stderr
 
@@ -308,7 +308,7 @@ def test_what_ends_the_process_is_one_line(run: Callable[..., Result], place: st
 def test_a_module_that_ends_the_process(run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("raise SystemExit(0)")
     found = run("wrong:Any")
-    assert (found.exit_code, found.stdout) == (1, "")
+    assert (found.exit_code, found.stdout) == (2, "")
     assert found.stderr == "Error: wrong:Any cannot be loaded: SystemExit: 0\n"
 
 
@@ -325,7 +325,7 @@ def test_a_compressor_that_closes_standard_output(tmp_path: Path) -> None:
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         timeout=2 * WAIT_S,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: wrong:Mute has closed standard output: what came of it cannot be printed\n"
 
 
@@ -335,5 +335,5 @@ def test_a_dict_travels(run: Callable[..., Result]) -> None:
 
 def test_a_value_that_cannot_be_a_key_is_a_text(run: Callable[..., Result]) -> None:
     found = run("wrong:Half", "a={[]:1}")
-    assert (found.exit_code, found.stdout) == (1, "")
+    assert (found.exit_code, found.stdout) == (2, "")
     assert found.stderr.startswith("Error: wrong:Half(a='{[]:1}') cannot be made: TypeError")

@@ -301,7 +301,7 @@ def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path:
     assert set(work) <= {event["name"] for event in timeline["traceEvents"]}
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
     assert (done.exit_code, done.output) == (
-        1, f"Error: {tmp_path}: no traces; set trace.folder for daemon and workers\n"
+        2, f"Error: {tmp_path}: no traces; set trace.folder for daemon and workers\n"
     )  # fmt: skip
 
 

@@ -57,15 +57,20 @@ def test_no_plan_is_faster_than_a_ring_for_dense_tensors_on_many_hosts() -> None
         (["--ranks", "3", "--hosts", "2"], "3 ranks on 2 hosts: expected as many"),
         (["--block-size", "12"], "--block-size 12: expected a multiple of 8"),
         (["--hosts", "1"], "1 host: its ranks exchange tensors in memory"),
-        (["/nowhere.npy"], "/nowhere.npy: No such file"),
         (["--overlap", "none", "--density", "0.5"], "8 ranks cannot have different blocks"),
     ],
 )
 def test_wrong_input_is_named(arguments: list[str], message: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.output.startswith("Error: ")
     assert message in result.output
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    result = run("/nowhere.npy")
+    assert result.exit_code == 1
+    assert "/nowhere.npy: No such file" in result.output
 
 
 @pytest.mark.parametrize("name", ["latency-us", "link-gbps", "cores", "rack-gbps", "speed", "density"])

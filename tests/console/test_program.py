@@ -113,8 +113,9 @@ def test_help_names_the_commands() -> None:
     status, out, _ = run("--help")
     assert status == 0
     named = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()]
-    others = ["density", "doctor", "plan", "replay", "run", "slurm-script", "status", "trace", "train", "tune"]
-    assert named == ["aggregator", "allreduce-benchmark", "bench", "coconet", "compression", "config", *others]
+    others = ["density", "doctor", "drain", "end-job", "plan", "replay", "run", "slurm-script", "status", "trace"]
+    first = ["aggregator", "allreduce-benchmark", "bench", "coconet", "compression", "config"]
+    assert named == [*first, *others, "train", "tune", "warm"]
 
 
 def test_it_says_its_version() -> None:

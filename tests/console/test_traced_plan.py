@@ -188,7 +188,7 @@ def test_few_sizes_keep_what_is_sent() -> None:
 
 def error(*arguments: str) -> str:
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.output.count("\n") == 1
     return result.output
 

@@ -210,7 +210,7 @@ def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("opt", "message"),
     [
-        (ones(2), r"opt is a ndarray, which has no step\(\): expected an optimizer"),
+        (ones(2), r"opt is an ndarray, which has no step\(\): expected an optimizer"),
         (SimpleNamespace(step=lambda: None), "the optimizer has no parameters: expected one or more"),
         (Descent([]), "the optimizer has no parameters"),
         (Descent(["w"]), r"\[0\] is a str: expected arrays, lists, tuples or dicts of them"),
@@ -260,7 +260,7 @@ def test_what_a_step_cannot_do(daemon: Daemon) -> None:
             DistributedOptimizer(Descent([twice, twice]), comm=comm).step([ones(2), ones(2)])
         with pytest.raises(AttributeError, match="nothing"):
             opt.nothing  # noqa: B018  it is looked for in the optimizer inside
-        with pytest.raises(UsageError, match="optimizer is a object: expected an object that keeps its state"):
+        with pytest.raises(UsageError, match="optimizer is an object: expected an object that keeps its state"):
             broadcast_parameters(ones(2), optimizer=object(), comm=comm)
 
     on_ranks(daemon, run, 1)

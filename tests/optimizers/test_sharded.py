@@ -397,7 +397,7 @@ def test_the_learning_rate_may_change(daemon: Daemon) -> None:
             optimizer.step([np.ones(1000, np.float32)])
             optimizer.rule = Sgd(lr=0.5)
             optimizer.step([np.ones(1000, np.float32) if comm.rank else None])
-            with pytest.raises(UsageError, match="rule is a Adam; expected a Sgd"):
+            with pytest.raises(UsageError, match="rule is an Adam; expected a Sgd"):
                 optimizer.rule = Adam()
         return weights
 

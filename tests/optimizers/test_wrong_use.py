@@ -95,7 +95,7 @@ WRONG: list[tuple[Callable[[Communicator], object], str]] = [
     (lambda comm: ShardedOptimizer({"w": W}, RowAdagrad(), comm=comm), "RowAdagrad is for rows: name w in tables"),
     (lambda comm: ShardedOptimizer([W[0]], Sgd(lr=1), tables=["0"], comm=comm), r"0 is \[4\]; expected \[rows"),
     (lambda comm: ShardedOptimizer([W], Sgd(lr=1), tables="0", comm=comm), "tables is '0'; expected a list of names"),
-    (lambda comm: ShardedOptimizer([W], Sgd(lr=1), tables=[0], comm=comm), "tables has a int; expected names"),  # type: ignore[list-item]
+    (lambda comm: ShardedOptimizer([W], Sgd(lr=1), tables=[0], comm=comm), "tables has an int; expected names"),  # type: ignore[list-item]
     (lambda comm: ShardedOptimizer([W], Sgd(lr=1), tables=None, comm=comm), "tables is None"),  # type: ignore[arg-type]
     (lambda comm: Sgd(lr=1, momentum=0.5, nesterov="yes"), "nesterov is 'yes'; expected True or False"),  # type: ignore[arg-type]
     (lambda comm: Sgd(lr=-1), "lr is -1; expected 0 or more"),
@@ -113,14 +113,14 @@ WRONG: list[tuple[Callable[[Communicator], object], str]] = [
 WRONG_STEPS: list[tuple[Any, str]] = [
     ({"v": W}, "gradients of v; expected some of w"),
     ({"w": W[0]}, r"the gradient of w is float32\[4\]; expected float32\[4, 4\]"),
-    ({"w": 3}, "the gradient of w is a int"),
+    ({"w": 3}, "the gradient of w is an int"),
     ([W, W], "2 gradients; expected 1, None for one that is missing"),
 ]
 
 
 WRONG_ROWS: list[tuple[Any, str]] = [
-    (5, r"the gradient of t is a int; expected \(indices, rows\)"),
-    (W, "the gradient of t is a ndarray"),
+    (5, r"the gradient of t is an int; expected \(indices, rows\)"),
+    (W, "the gradient of t is an ndarray"),
     ((np.array([9]), W[:1]), "the gradient of t: "),
     ((np.array([0]), W[:1].astype(float)), r"rows of float64\[4\]; expected float32\[4\]"),
     ((np.array([0]), np.zeros((1, 3), np.float32)), r"rows of float32\[3\]; expected float32\[4\]"),

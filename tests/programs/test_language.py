@@ -159,7 +159,7 @@ def test_a_program_wants_what_it_uses() -> None:
         Pipeline("p", [w + w], [w + w])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="w is updated twice; expected once in a program"):
         Pipeline("sgd", [g, w, lr], [w1, Update(w, w + w)])
-    with pytest.raises(UsageError, match="3 is a int; expected expressions as outputs"):
+    with pytest.raises(UsageError, match="3 is an int; expected expressions as outputs"):
         Pipeline("sgd", [g, w, lr], [w1, 3])  # type: ignore[list-item]
 
 
@@ -197,7 +197,7 @@ def test_stages_are_known_by_name_and_by_expression() -> None:
         pipeline["g2"]
     with pytest.raises(UsageError, match="sgd has no such stage"):
         pipeline[AllReduce(Summation, g)]
-    with pytest.raises(UsageError, match="got 3, a int; expected a stage of sgd, or its name"):
+    with pytest.raises(UsageError, match="got 3, an int; expected a stage of sgd, or its name"):
         pipeline.split(3)  # type: ignore[arg-type]
     assert repr(w1) == "<Update(w, w - lr * AllReduce(Summation, g)): float32[N] Replicated>"
 

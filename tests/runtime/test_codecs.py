@@ -93,7 +93,7 @@ def test_codecs_that_work_are_no_news(daemon: Daemon, ranks: int, way: str, capl
 def test_wrong_codecs_are_refused_and_the_job_goes_on(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         x = np.ones(8, np.float32)
-        for codec, said in (("int9", "expected none, bf16"), (8, "codec is a int; expected a str")):
+        for codec, said in (("int9", "expected none, bf16"), (8, "codec is an int; expected a str")):
             with pytest.raises(UsageError, match=said):
                 comm.allreduce(x, codec=codec)  # type: ignore[arg-type]
         for wrong in (np.ones(8), np.ones(8, np.int32)):

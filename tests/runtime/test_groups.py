@@ -209,7 +209,7 @@ def test_no_tables_and_tables_that_differ(daemon: Daemon) -> None:
             [(np.arange(2), np.ones((2, 3)), 4), (np.arange(2), np.ones((2, 3)))],
             r"tables\[1\] is a tuple; expected \(ind",
         ),
-        ([np.ones((2, 3))], r"tables\[0\] is a ndarray; expected \(indices, values, n_rows\)"),
+        ([np.ones((2, 3))], r"tables\[0\] is an ndarray; expected \(indices, values, n_rows\)"),
         ([(np.arange(2), np.ones((2, 3)), 4), (np.arange(2), np.ones((2, 3)), 1)], r"tables\[1\]: indices from 0 to 1"),
         ([(np.arange(2), [1.0, 2.0], 4)], r"tables\[0\]: values is a list"),
     ],

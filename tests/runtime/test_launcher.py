@@ -169,9 +169,18 @@ def test_the_launcher_knows_the_host_of_the_arguments() -> None:
     assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, launcher="arguments")
 
 
-@pytest.mark.parametrize(("rank", "size"), [(None, 1), (0, None), (2, 2), (-1, 2), (0, 0)])
-def test_arguments_that_are_no_rank_of_a_size(rank: int | None, size: int | None) -> None:
-    with pytest.raises(UsageError, match=f"got rank {rank} and size {size}, expected"):
+@pytest.mark.parametrize(
+    ("rank", "size", "got"),
+    [
+        (None, 1, "size 1 and no rank, expected both or neither"),
+        (0, None, "rank 0 and no size, expected both or neither"),
+        (2, 2, "rank 2 and size 2, expected 0 <= rank < size"),
+        (-1, 2, "rank -1 and size 2, expected 0 <= rank < size"),
+        (0, 0, "rank 0 and size 0, expected 0 <= rank < size"),
+    ],
+)
+def test_arguments_that_are_no_rank_of_a_size(rank: int | None, size: int | None, got: str) -> None:
+    with pytest.raises(UsageError, match=f"^got {got}$"):
         detect_launch({}, rank=rank, size=size)
 
 

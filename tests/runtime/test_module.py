@@ -189,7 +189,7 @@ def test_a_hook_for_exceptions_that_came_later_stays(daemon: Daemon, monkeypatch
 
 
 def test_a_failed_init_leaves_nothing_behind(daemon: Daemon) -> None:
-    with pytest.raises(omni.UsageError, match="got rank 0 and size None, expected both or neither"):
+    with pytest.raises(omni.UsageError, match="got rank 0 and no size, expected both or neither"):
         omni.init(aggregators=daemon.addresses, rank=0)
     with pytest.raises(omni.ConfigError, match=r"argument: cluster\.aggregators"):
         omni.init(aggregators=["no port"], rank=0, size=1)

@@ -252,7 +252,7 @@ def test_ranks_that_allow_parts_of_other_sizes_are_told(daemon: Daemon) -> None:
 
 def test_ranks_that_trust_and_ranks_that_do_not(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="trust is a int; expected True or False"):
+        with pytest.raises(UsageError, match="trust is an int; expected True or False"):
             comm.allgather_object("x", trust=1)  # type: ignore[arg-type]
         comm.broadcast_object("x", trust=comm.rank == 1)
 

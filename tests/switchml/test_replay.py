@@ -294,7 +294,7 @@ def test_all_layers_together_take_as_long_as_the_model(record: Callable[[str], R
     [
         ("unused", "no parameter of the model got a gradient"),
         ("leaves", "recorded_models:leaves: SystemExit: 0"),
-        ("no_model", "it returned a int, expected (model, input) or (model, input, loss)"),
+        ("no_model", "it returned an int, expected (model, input) or (model, input, loss)"),
         ("broken", "the model cannot be trained: RuntimeError: "),
         ("no_loss", "the output is a tuple, no tensor: return a loss, too"),
         ("none", "recorded_models:none cannot be loaded: AttributeError: module 'recorded_models' has no attribute"),
@@ -302,7 +302,7 @@ def test_all_layers_together_take_as_long_as_the_model(record: Callable[[str], R
 )
 def test_a_model_that_cannot_be_recorded(record: Callable[[str], Result], name: str, message: str) -> None:
     done = record(name)
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not Path("model.csv").exists()
@@ -315,8 +315,8 @@ def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
         [sys.executable, "-c", code, "replay", "--record", "a:b", "--output", "model.csv"],
         cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == "Error: torch is not installed here; `make torch`, or pip install 'omnireduce[torch]'\n"
+    assert done.returncode == 2
+    assert done.stderr == "Error: torch is not installed here; `make torch`, or pip install 'torch>=2.11'\n"
 
 
 @pytest.mark.parametrize(
@@ -325,13 +325,13 @@ def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
         ([], 2, "expected MODEL.CSV, or --record MODULE:FUNCTION --output MODEL.CSV"),
         (["model.csv", "--output", "x.csv"], 2, "expected MODEL.CSV, or --record"),
         (["--record", "a:b"], 2, "expected MODEL.CSV, or --record"),
-        (["model.csv", "--device", "gpu"], 1, "--device gpu: these tensors are in the memory of the host"),
-        (["none.csv"], 1, "none.csv: no such file, expected a CSV file"),
-        (["--verify", "none.csv"], 1, "none.csv: no such file, expected a CSV file"),
-        (["--random", "0", "--verify", "1", "none.csv"], 1, "none.csv: no such file, expected a CSV file"),
+        (["model.csv", "--device", "gpu"], 2, "--device gpu: these tensors are in the memory of the host"),
+        (["none.csv"], 2, "none.csv: no such file, expected a CSV file"),
+        (["--verify", "none.csv"], 2, "none.csv: no such file, expected a CSV file"),
+        (["--random", "0", "--verify", "1", "none.csv"], 2, "none.csv: no such file, expected a CSV file"),
         (["none.csv", "--verify", "2"], 2, "unexpected extra argument (2)"),
         (["none.csv", "--verify=2"], 2, "'--verify': '2' is not a valid boolean"),
-        (["--record", "a:b", "--output", "none/x.csv"], 1, "none/x.csv: there is no folder none"),
+        (["--record", "a:b", "--output", "none/x.csv"], 2, "none/x.csv: there is no folder none"),
     ],
 )
 def test_wrong_options_of_replay(arguments: list[str], status: int, message: str) -> None:

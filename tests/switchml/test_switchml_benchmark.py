@@ -228,7 +228,7 @@ def test_the_trend_is_that_of_the_cells() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--device", "gpu"], 1, "--device gpu: these tensors are in the memory of the host"),
+        (["--device", "gpu"], 2, "--device gpu: these tensors are in the memory of the host"),
         (["--tensor-type", "double"], 2, "'double' is not one of 'int32', 'float'"),
         (["--table", "--threads", "1,x"], 2, "got '1,x', expected numbers like 1,1000"),
         (["--table", "--sizes", "9" * 23], 2, "expected numbers like 1,1000, up to 2^40"),
@@ -247,7 +247,7 @@ def test_wrong_options_are_one_line(arguments: list[str], status: int, message: 
 def test_jobs_in_place_that_the_type_cannot_hold_are_refused() -> None:
     """Two ranks double the sum with each job; without a limit int32 would end in zeros, which do not travel."""
     done = run("--tensor-numel", "10", "--tensor-type", "int32", "--sync-every", "0", "--num-jobs", "40", ranks=2)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "40 jobs one after the other in place: with 2 workers int32 holds the sums of 21; set --inplace 0" in (
         done.stderr
     )

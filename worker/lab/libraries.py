@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.extras import install
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import Launch
 
@@ -43,7 +44,7 @@ def gloo(launch: Launch) -> Library:
         import torch
         import torch.distributed as dist
     except ImportError:
-        raise UsageError("torch is not installed here; `make torch`, or pip install 'omnireduce[torch]'") from None
+        raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
     from omnireduce.torch.launch import tell_torch
 
     tell_torch()
@@ -71,7 +72,7 @@ def mpi(launch: Launch) -> Library:
     try:
         from mpi4py import MPI
     except ImportError:
-        raise UsageError("mpi4py is not installed here; pip install 'omnireduce[mpi]'") from None
+        raise UsageError(f"mpi4py is not installed here; {install('mpi4py', 'mpi')}") from None
     world: Any = MPI.COMM_WORLD
     if world.Get_size() != launch.size:
         raise UsageError(f"MPI has {world.Get_size()} ranks here, the launch {launch.size}: start it with mpirun")

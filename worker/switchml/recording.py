@@ -14,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omnireduce.errors import UsageError, in_a_line
+from omnireduce.errors import UsageError, a_type, in_a_line
+from omnireduce.extras import install
 from omnireduce.loading import load_named, look_in_this_folder
 from omnireduce.worker.switchml.layers import Layer
 
@@ -32,7 +33,7 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
     try:
         import torch
     except ImportError:
-        raise UsageError("torch is not installed here; `make torch`, or pip install 'omnireduce[torch]'") from None
+        raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
     model, given, loss = _made(name, torch)
     try:
         stopwatch = _Stopwatch(model)
@@ -66,7 +67,7 @@ def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
         raise UsageError(f"--record {name}: {in_a_line(error)}") from error
     is_right = isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], torch.nn.Module)
     if not is_right or not callable(found[-1] if len(found) == 3 else _sum):
-        raise UsageError(f"--record {name}: it returned a {type(found).__name__}, expected {EXPECTED}")
+        raise UsageError(f"--record {name}: it returned {a_type(found)}, expected {EXPECTED}")
     if any(each.device.type != "cpu" for each in found[0].parameters()):
         raise UsageError(f"--record {name}: expected a model on the processor; a GPU would compute beside the clock")
     return found[0], found[1], found[2] if len(found) == 3 else _sum
@@ -74,9 +75,7 @@ def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
 
 def _sum(output: Any) -> Any:
     if not hasattr(output, "sum"):
-        raise UsageError(
-            f"--record: the output is a {type(output).__name__}, no tensor: return a loss, too: {EXPECTED}"
-        )
+        raise UsageError(f"--record: the output is {a_type(output)}, no tensor: return a loss, too: {EXPECTED}")
     return output.sum()
 
 

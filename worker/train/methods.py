@@ -15,6 +15,7 @@ from omnireduce.compression.methods import ALL, method_of
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.extras import install
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.files.paths import user_path
 from omnireduce.kernels.codecs.table import NONE
@@ -156,7 +157,7 @@ def check_plot(path: str) -> None:
     try:
         import matplotlib.figure  # noqa: F401  only to see whether it is there
     except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib: pip install 'omnireduce[plot]' ({error})") from None
+        raise UsageError(f"--plot needs matplotlib ({error}): {install('matplotlib', 'plot')}") from None
 
 
 def _draw(results: Sequence[MethodResult], path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from omnireduce.bench.tuning.space import Point, Space
 from omnireduce.errors import ConfigError
+from omnireduce.extras import install
 
 _STEP = 2  # values
 _GAIN = 1.05  # a ratio that is more than noise
@@ -23,7 +24,7 @@ def check_library() -> None:
     try:
         import optuna  # noqa: F401  whether it is there
     except ImportError:
-        raise ConfigError("omnireduce tune needs optuna: pip install 'omnireduce[tune]'") from None
+        raise ConfigError(f"omnireduce tune needs optuna: {install('optuna', 'tune')}") from None
 
 
 class Search:

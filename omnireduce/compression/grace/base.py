@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from omnireduce.compression.selectors import Selects
 from omnireduce.compression.sums import check_name
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.logs import tagged
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.communicator import Communicator as Member  # what GRACE calls so is another thing
@@ -119,7 +119,7 @@ class Communicator:
     ) -> None:
         for what, given, kind in (("compressor", compressor, Compressor), ("memory", memory, Memory)):
             if not isinstance(given, kind):
-                came = given.__name__ if isinstance(given, type) else f"a {type(given).__name__}"
+                came = given.__name__ if isinstance(given, type) else f"{a_type(given)}"
                 raise UsageError(f"{what} is {came}; expected an object whose class derives from {class_text(kind)}")
         own = type(self)
         missing = [each for each in HALVES if owner_of(own, each) is Communicator]

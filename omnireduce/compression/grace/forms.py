@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -31,7 +31,7 @@ class Form:
 
     def __init__(self, x: Any) -> None:
         if not (isinstance(x, np.ndarray | np.generic) or is_tensor(x)):  # a sum of no dimension is a scalar
-            raise UsageError(f"a gradient is a {type(x).__name__}; expected a numpy.ndarray or a torch.Tensor")
+            raise UsageError(f"a gradient is {a_type(x)}; expected a numpy.ndarray or a torch.Tensor")
         dtype = str(x.dtype).removeprefix("torch.")
         is_dense = str(getattr(x, "layout", "torch.strided")) == "torch.strided"
         if getattr(x, "is_meta", False):

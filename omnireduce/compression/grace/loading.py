@@ -14,7 +14,7 @@ def class_named(name: str, *kinds: type) -> Any:
     found = load_named(name, name, "MODULE:CLASS, such as my_module:MyCompressor")
     if not (isinstance(found, type) and issubclass(found, kinds)):
         names = " or ".join(map(class_text, kinds))
-        raise UsageError(f"{name} is a {found!r}; expected a class that derives from {names}")
+        raise UsageError(f"{name} is {found!r}; expected a class that derives from {names}")
     missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
     if missing:
         raise UsageError(f"{name} is abstract; expected a class that has {missing}")

@@ -11,7 +11,7 @@ from omnireduce.compression.grace import lowrank, memories, packing, pieces, qua
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, Collective
 from omnireduce.compression.grace.loading import class_named
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.logs import tagged
 from omnireduce.runtime.member import world
 from omnireduce.runtime.member.communicator import Communicator as Member
@@ -69,7 +69,7 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
     Raises UsageError for a name, a parameter or a value that cannot be, and for what does not go together.
     """
     if not isinstance(params, Mapping):
-        raise UsageError(f"params is a {type(params).__name__}; expected a dict such as {{'compressor': 'topk'}}")
+        raise UsageError(f"params is {a_type(params)}; expected a dict such as {{'compressor': 'topk'}}")
     said = params.get("compressor", "none")
     same = ON_A_GPU.get(said, said) if isinstance(said, str) else said
     compressor = _named("compressor", same, COMPRESSORS, Compressor)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.files.output import check_writable, write_file
 from omnireduce.programs.expressions import FLOATS, Float32, Float64, Tensor, Type, Variable, as_expression, is_half
 from omnireduce.programs.generated.declared import Declared
@@ -66,7 +66,7 @@ def _check_numbers(pipeline: Pipeline, numbers: object) -> None:
     sizes = sizes_in(pipeline.nodes)
     known = {each.name: each for each in pipeline.inputs if isinstance(each, Variable) and each not in sizes}
     if not isinstance(numbers, Mapping):
-        raise UsageError(f"numbers is a {type(numbers).__name__}; expected a dict, by the names of Variables")
+        raise UsageError(f"numbers is {a_type(numbers)}; expected a dict, by the names of Variables")
     if unknown := sorted(map(str, numbers.keys() - known.keys())):
         has = ", ".join(known) or "none"
         raise UsageError(f"numbers: {pipeline.name} has no Variable {', '.join(unknown)}; it has {has}")

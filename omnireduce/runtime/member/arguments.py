@@ -11,7 +11,7 @@ import numpy as np
 
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array, ElementType
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.protocol.operands import as_writable
@@ -29,7 +29,7 @@ def check_array(x: Array, what: str) -> Array:
         return x
     is_number = isinstance(x, np.generic | int | float)
     advice = f": make one of it first, {what} = numpy.array([{what}])" if is_number else ""
-    raise UsageError(f"{what} is a {type(x).__name__}; expected a numpy.ndarray{advice}")
+    raise UsageError(f"{what} is {a_type(x)}; expected a numpy.ndarray{advice}")
 
 
 def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a copy") -> Array:
@@ -60,7 +60,7 @@ def check_name(name: object, owner: threading.Thread) -> str:
     if name is None:
         raise UsageError("name is None; leave it out for a collective without a name")
     if not isinstance(name, str):
-        raise UsageError(f"name is a {type(name).__name__}; expected a str")
+        raise UsageError(f"name is {a_type(name)}; expected a str")
     caller = threading.current_thread()
     if not name and caller is not owner:
         raise UsageError(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omnireduce.config.protocol import Protocol as ProtocolConfig
 from omnireduce.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, ElementType, element_type
-from omnireduce.errors import ConfigError, UsageError
+from omnireduce.errors import ConfigError, UsageError, a_type
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.layout import Layout
@@ -147,7 +147,7 @@ def _codec_of(
 def check_codec(name: object) -> str:
     """The name of a codec, or "none". Raises UsageError for anything else."""
     if not isinstance(name, str):
-        raise UsageError(f"codec is a {type(name).__name__}; expected a str")
+        raise UsageError(f"codec is {a_type(name)}; expected a str")
     if name != NONE:
         codec_named(name)
     return name

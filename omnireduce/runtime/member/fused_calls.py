@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from omnireduce.block_program import BlockProgram
 from omnireduce.descriptor import describe
 from omnireduce.dtypes import Array, element_type
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.protocol.programmed import ProgrammedRows, ProgrammedTensor, Totals
 from omnireduce.runtime.member.arguments import (
     check_array,
@@ -95,7 +95,7 @@ def check_float(array: Array, what: str) -> Array:
 
 def _check_program(place: Place, program: object) -> None:
     if not isinstance(program, BlockProgram):
-        raise UsageError(f"program is a {type(program).__name__}; expected a BlockProgram")
+        raise UsageError(f"program is {a_type(program)}; expected a BlockProgram")
     if place.in_memory:
         raise UsageError(
             "ranks of this communicator exchange in memory, where no program runs; make one with "

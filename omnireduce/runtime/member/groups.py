@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from omnireduce.descriptor import BOOL_OPS
 from omnireduce.dtypes import Array, element_type
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view, two_that_share
 from omnireduce.runtime.member.calls import Call, Place, Rows, check_codec, reduction, rows
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
 def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
     if not isinstance(given, list | tuple):
-        raise UsageError(f"tables is a {type(given).__name__}; expected a list of (indices, values, n_rows)")
+        raise UsageError(f"tables is {a_type(given)}; expected a list of (indices, values, n_rows)")
     for at, table in enumerate(given):
         _check_table(table, f"tables[{at}]")
     together = _together(enumerate(given), lambda each: _format(each[1]))
@@ -86,7 +86,7 @@ def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
 
 def _check_table(table: object, what: str) -> None:
     if not isinstance(table, list | tuple) or len(table) != 3:
-        raise UsageError(f"{what} is a {type(table).__name__}; expected (indices, values, n_rows)")
+        raise UsageError(f"{what} is {a_type(table)}; expected (indices, values, n_rows)")
     try:
         element_type(check_array(table[1], "values").dtype)
         check_rows(table[0], table[1], table[2])

@@ -72,7 +72,8 @@ def detect_launch(
     """
     if rank is not None or size is not None:
         if rank is None or size is None:
-            raise UsageError(f"got rank {rank} and size {size}, expected both or neither")
+            given, missing = (f"rank {rank}", "size") if size is None else (f"size {size}", "rank")
+            raise UsageError(f"got {given} and no {missing}, expected both or neither")
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")

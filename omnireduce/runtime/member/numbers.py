@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 
 LONGEST_BITS = 1024  # of an integer that an error may still show
 
@@ -19,4 +19,4 @@ def whole(value: object, what: str) -> int:
             return number
     except TypeError:
         pass
-    raise UsageError(f"{what} is {value!r}, a {type(value).__name__}; expected an int")
+    raise UsageError(f"{what} is {value!r}, {a_type(value)}; expected an int")

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 from msgspec.msgpack import Decoder, Ext, encode
 
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.wire.blocks import MAX_ELEMENTS
 from omnireduce.wire.words import SHOWN, shown
 
@@ -130,7 +130,7 @@ def _time_said(x: Any) -> list[object]:
         offset is not None and not offset.microseconds and repr(zone) == repr(datetime.timezone(offset))
     )
     if not is_plain:
-        raise UsageError(f"a {type(x).__name__} with tzinfo {zone!r} is no plain data, its offset is; {ADVICE}")
+        raise UsageError(f"{a_type(x)} with tzinfo {zone!r} is no plain data, its offset is; {ADVICE}")
     return [x.isoformat(), x.fold]
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from omnireduce.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import UsageError, a_type
 from omnireduce.protocol.packets import Packets, packed, packed_refusal, packet_count
 from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
 from omnireduce.runtime.member.calls import Call, Place, once
@@ -51,7 +51,7 @@ def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[An
 def _language(trust: object) -> str:
     """What objects are said in: all ranks must agree."""
     if not isinstance(trust, bool):
-        raise UsageError(f"trust is a {type(trust).__name__}; expected True or False")
+        raise UsageError(f"trust is {a_type(trust)}; expected True or False")
     return "pickles" if trust else "plain data"
 
 

@@ -13,9 +13,9 @@ from ..target import PATIENCE_S, Crowd, Target
 HELD = 300
 ANSWER_S = 0.3  # some requests are such that none comes
 REQUESTS = (
-    b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"POST /metrics HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n" + bytes(1000),
     b"GET /" + b"x" * 60_000 + b" HTTP/1.1\r\n",
     b"GET / HTTP/1.1\r\n" + b"Header: value\r\n" * 1000,
