@@ -13,8 +13,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.carriers import Watch
 from benchmarks.torch_ranks import run_ranks
 from omnireduce.errors import UsageError
+from omnireduce.printing import carriers_text
 
 BLOCK = 256  # elements
 UNTIMED = 2  # rounds
@@ -95,17 +97,20 @@ def _run_rank(device: str, only: str) -> None:
 
     import omnireduce.torch  # noqa: F401  it registers the backend
 
+    watch = Watch()
     dist.init_process_group("omnireduce")
     groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
     table = Table(box=None)
     table.add_column(f"ms of an all-reduce, {dist.get_world_size()} ranks, {device}")
-    for title in (*NAMES, "ratio"):
+    for title in (*NAMES, "ratio", "carried by"):
         table.add_column(title, justify="right")
     for case in CASES:
         if only in case.name:
+            before = watch.carried()
             times = _times_ms(_tensor(case, dist.get_rank(), device), case.rounds, groups)
+            carrier = carriers_text(watch.carried() - before)
             ours, theirs = times.median(1).values.tolist()
-            table.add_row(case.name, f"{ours:.3g}", f"{theirs:.3g}", f"{theirs / ours:.2f}x")
+            table.add_row(case.name, f"{ours:.3g}", f"{theirs:.3g}", f"{theirs / ours:.2f}x", carrier)
     if dist.get_rank() == 0:
         Console(width=120).print(table)
     dist.destroy_process_group()

@@ -76,7 +76,7 @@ def measure(console: Console, turns: int, rate: str) -> bool:
             rows = _turns(group, turns)
         if any(row["wrong"] for found in rows.values() for row in found):
             raise PeerError(way, "gave wrong sums")
-        _show(console, f"{way} {rate}" if way == SHAPED else way, rows)
+        _show(console, f"{f'{way} {rate}' if way == SHAPED else way}, carried by {group.carrier}", rows)
         ms = {codec: _median(rows[1.0, codec], "ms") for codec in ("int8", NONE)}
         verdicts.append(at_least(f"{way}, dense: int8", ms["int8"], "float32", ms[NONE], LEAST[way]))
     show_verdicts(console, verdicts)
@@ -106,7 +106,7 @@ def _group(way: str, rate: str, folder: str) -> Iterator[Group]:
         if way == SHM:
             addresses = stack.enter_context(daemon(RANKS)).addresses
             sets = ("transport.host_exchange=off", "transport.kind=shm")
-            yield stack.enter_context(service_group(RANKS, folder, addresses, *sets, program=program))
+            yield stack.enter_context(service_group(RANKS, folder, addresses, *sets, program=program, carrier=SHM))
             return
         of_ranks, of_shards = stack.enter_context(Setting.of(SHAPED, RANKS, rate).testbed())
         daemons = [
@@ -116,7 +116,9 @@ def _group(way: str, rate: str, folder: str) -> Iterator[Group]:
         addresses = [address for each in daemons for address in each.addresses]
         prefixes = [host.prefix for host in of_ranks]
         yield stack.enter_context(
-            service_group(RANKS, folder, addresses, "transport.kind=tcp", prefixes=prefixes, program=program)
+            service_group(
+                RANKS, folder, addresses, "transport.kind=tcp", prefixes=prefixes, program=program, carrier="tcp"
+            )
         )
 
 

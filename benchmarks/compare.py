@@ -26,6 +26,7 @@ from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.memory import measure
 from benchmarks.shaped import OPEN, PORT, Setting
 from omnireduce.dtypes import Array
+from omnireduce.printing import carriers_text
 
 Trees = Sequence[tuple[str, Tree]]  # with what each is called
 
@@ -35,7 +36,7 @@ STARTS = 4
 
 class Compared(NamedTuple):
     """Medians of a case, in `unit`, and the ratio of this checkout to the older one: below 1 it takes less. The ratios
-    of half of the starts lie in `middle`."""
+    of half of the starts lie in `middle`. `carried_by`: what carried the tensors of this checkout."""
 
     name: str
     unit: str
@@ -43,10 +44,13 @@ class Compared(NamedTuple):
     after: float
     ratio: float
     middle: tuple[float, float] | None = None
+    carried_by: str = ""
 
     def __str__(self) -> str:
         spread = "" if self.middle is None else "  half of the starts {:.3f} to {:.3f}".format(*self.middle)
-        return f"{self.name:60} {self.before:8.4g} -> {self.after:8.4g} {self.unit}  ratio {self.ratio:.3f}{spread}"
+        carried = f"  carried by {self.carried_by}" if self.carried_by else ""
+        took = f"{self.before:8.4g} -> {self.after:8.4g} {self.unit}"
+        return f"{self.name:60} {took}  ratio {self.ratio:.3f}{spread}{carried}"
 
 
 def checkout(root: Path) -> Tree:
@@ -80,6 +84,7 @@ def compare_in_turns(
     wrong."""
     trees = [(BEFORE, older), (AFTER, HERE)]
     found: dict[Case, list[Array]] = {case: [] for case in cases}
+    carriers = dict[Case, str]()
     for number in range(starts):
         with start(trees if number % 2 else trees[::-1]) as contest:
             for case in cases:
@@ -87,11 +92,12 @@ def compare_in_turns(
                 before, after = results[BEFORE], results[AFTER]
                 _check(case, before.wrong, after.wrong)
                 found[case].append(np.array([before.ms, after.ms]))
+                carriers[case] = carriers_text(after.carried)
     for case, of_starts in found.items():
         low, high = np.percentile([np.median(new / old) for old, new in of_starts], (25, 75)).tolist()
         old, new = np.hstack(of_starts)
         old_ms, new_ms, ratio = (float(np.median(each)) for each in (old, new, new / old))
-        yield Compared(case.name, "ms", old_ms, new_ms, ratio, middle=(low, high))
+        yield Compared(case.name, "ms", old_ms, new_ms, ratio, middle=(low, high), carried_by=carriers[case])
 
 
 @contextmanager
@@ -101,7 +107,10 @@ def _on_this_host(setup: Setup, trees: Trees) -> Iterator[Contest]:
         for name, tree in trees:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             shards = stack.enter_context(daemon(setup.shards, tree=tree))
-            ranks = service_group(setup.ranks, folder, shards.addresses, *tree.known(setup.settings), tree=tree)
+            ranks = service_group(
+                setup.ranks, folder, shards.addresses, *tree.known(setup.settings), tree=tree,
+                carrier=setup.transport if tree == HERE else "",
+            )  # fmt: skip
             entrants += _entrants(name, stack.enter_context(ranks))
         yield Contest(entrants)
 
@@ -119,7 +128,10 @@ def _between_hosts(setting: Setting, trees: Trees) -> Iterator[Contest]:
                 shards = stack.enter_context(daemon(1, OPEN, listen=listen, prefix=host.prefix, tree=tree))
                 addresses += shards.addresses
             prefixes = [host.prefix for host in of_ranks]
-            ranks = service_group(setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree)
+            ranks = service_group(
+                setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree,
+                carrier=setting.carrier if tree == HERE else "",
+            )  # fmt: skip
             entrants += _entrants(name, stack.enter_context(ranks))
         yield Contest(entrants)
 
@@ -139,4 +151,4 @@ def _compare_memory(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
         before, after = (measure(case, tree) for tree in (older, HERE))
         _check(case, before.wrong, after.wrong)
         for what, old, new in (("worker", before.worker, after.worker), ("shard", before.shard, after.shard)):
-            yield Compared(f"{case.name}: {what}", "MiB", old, new, new / old)
+            yield Compared(f"{case.name}: {what}", "MiB", old, new, new / old, carried_by=after.carried_by)

@@ -88,6 +88,7 @@ class Result:
     shard_bytes: list[int] = field(default_factory=list)
     wrong: int = 0
     peak_mib: float = 0.0
+    carried: Counter[str] = field(default_factory=Counter)  # bytes in the timed rounds, by transport
 
     @property
     def median(self) -> float:
@@ -143,6 +144,7 @@ class Contest:
         data: dict[str, Any] = {"overlap": case.overlap, "distribution": case.distribution, "density": case.density}
         for group in dict.fromkeys(each.group for each in entrants):
             told = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
+            group.has_only_zeros = not told[0]["union_density"]
         results = {each.label: Result(each.label, each.method.rival) for each in entrants}
         for number in range(WARM_UP + case.rounds):
             for entrant in order(entrants, number):
@@ -167,6 +169,7 @@ class Contest:
         wire_bytes = np.array([each["wire_bytes"] for each in answers])
         result.up, result.down = (round(float(each)) for each in wire_bytes[:, :2].mean(axis=0))
         result.shard_bytes = wire_bytes[:, 2:].sum(axis=0).tolist()
+        result.carried += entrant.group.carried_last
         result.peak_mib = max(result.peak_mib, *(each["peak_mib"] for each in answers))
 
 
@@ -180,7 +183,9 @@ def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
         shards = stack.enter_context(daemon(setup.shards))
         echoes = stack.enter_context(echo_servers(setup.shards if setup.transport == "tcp" else 0))
-        service = service_group(setup.ranks, folder, shards.addresses, *setup.settings, echoes=echoes.addresses)
+        service = service_group(
+            setup.ranks, folder, shards.addresses, *setup.settings, echoes=echoes.addresses, carrier=setup.transport
+        )
         entrants = _own_entrants(stack.enter_context(service), shards, echoes)
         for name in peers:
             try:

@@ -15,10 +15,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.carriers import Watch
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import Verdict, below
 from benchmarks.torch_ranks import run_ranks
 from omnireduce.dtypes import Array
+from omnireduce.printing import carriers_text
 
 RANKS, ELEMENTS, MANY = 2, 1 << 10, 1 << 18
 IN_A_ROW, FEW = 100, 10  # calls, of tensors of ELEMENTS and of MANY
@@ -102,15 +104,15 @@ def _check(way: Way) -> None:
         raise SystemExit(f"{way.library}, {way.name}: a wrong result")
 
 
-def _show(ways: Sequence[Way], times: Sequence[Sequence[float]]) -> None:
-    """Tables of the medians, and what torch's calls, or comparing, take more."""
+def _show(ways: Sequence[Way], times: Sequence[Sequence[float]], carrier: str) -> None:
+    """Tables of the medians, and what torch's calls, or comparing, take more. `carrier`: of what omnireduce moves."""
     console = Console(width=120)
     medians = {(way.library, way.name): float(np.median(each)) for way, each in zip(ways, times, strict=True)}
     lines = list[Verdict]()
     parts = (OURS, TORCH, (SYNC, ASYNC), MOST_US), (ALONE, COMPARED, (SMALL, LARGE), MOST_COMPARED_US)
     for without, with_, names, most_us in parts:
         table = Table(box=None)
-        table.add_column(f"us of one call, {RANKS} ranks")
+        table.add_column(f"us of one call, {RANKS} ranks, ours carried by {carrier}")
         for title in (without, with_, "difference"):
             table.add_column(title, justify="right")
         for name in names:
@@ -126,11 +128,13 @@ def _run_rank(turns: int) -> None:
 
     import omnireduce.torch  # noqa: F401 - the back end
 
+    watch = Watch()
     dist.init_process_group("omnireduce")
     ways = _reductions() + _gathers()
     times = [[_time_us(way, dist.get_rank()) for way in ways] for _ in range(turns)]
+    carrier = carriers_text(watch.carried())
     if dist.get_rank() == 0:
-        _show(ways, list(zip(*times, strict=True)))
+        _show(ways, list(zip(*times, strict=True)), carrier)
     dist.destroy_process_group()
 
 

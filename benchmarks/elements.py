@@ -134,7 +134,8 @@ def measure(console: Console, turns: int, rate: str) -> bool:
     for kind, ratio in cases:
         union = rows[kind, ratio, SERVICE][0]["union"] / ELEMENTS
         table = Table(box=None)
-        table.add_column(f"{RANKS} ranks, {rate}, {ELEMENTS} elements, {ratio:.0%} each; {kind}: {union:.2%} of any")
+        what = f"{RANKS} ranks, {rate}, carried by {group.carrier}, {ELEMENTS} elements, {ratio:.0%} each"
+        table.add_column(f"{what}; {kind}: {union:.2%} of any")
         table.add_column("ms", justify="right")
         table.add_column("service is faster", justify="right")
         for way in WAYS:
@@ -163,7 +164,9 @@ def _group(rate: str, folder: str) -> Iterator[Group]:
             f"store=file://{folder}/gloo-store",
         )
         program = ("benchmarks.elements",)
-        yield stack.enter_context(service_group(RANKS, folder, addresses, *sets, prefixes=prefixes, program=program))
+        yield stack.enter_context(
+            service_group(RANKS, folder, addresses, *sets, prefixes=prefixes, program=program, carrier="tcp")
+        )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.carriers import SAID
 from benchmarks.environments import ROOT
 from omnireduce.errors import UsageError
 from omnireduce.extras import install
@@ -60,7 +61,7 @@ class Run(NamedTuple):
 
 class Row(NamedTuple):
     """A row of the CSV: the time of a stage, or of all together. `ms`: per step, the median over the rounds of the
-    median over the epochs of the slowest rank."""
+    median over the epochs of the slowest rank. `carried_by`: what carried its tensors, as the ranks have counted."""
 
     program: str
     schedule: str
@@ -71,6 +72,7 @@ class Row(NamedTuple):
     rounds: int
     stage: str
     ms: float
+    carried_by: str = ""
 
 
 def runs_of(experiment: str, scale: Scale) -> list[Run]:
@@ -139,17 +141,20 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
     make_folder(results)
     start = [*mpirun(), "-n", str(ranks), sys.executable]
     found: dict[tuple[Run, int, str], list[float]] = {}
+    carriers: dict[Run, set[str]] = {run: set() for run in wanted}
     with tempfile.TemporaryDirectory(prefix="omnireduce-experiment-") as folder:
         for run in wanted:
             file = _file(run, folder)
             schedules(run.program)[run.schedule].codegen(file, schedule=run.schedule)
         for _ in range(rounds):
             for run in wanted:
-                said = _output([*start, str(_file(run, folder)), str(epochs), *run.words], run)
+                program = ["-m", "benchmarks.carriers", str(_file(run, folder))]
+                said, errors = _output([*start, *program, str(epochs), *run.words], run)
+                carriers[run].update(SAID.findall(errors))
                 for elements, stage, ms in parsed(said, run):
                     found.setdefault((run, elements, stage), []).append(ms)
     rows = [
-        Row(run.program, run.schedule, run.case, ranks, elements, epochs, rounds, stage, float(np.median(ms)))
+        Row(*run[:3], ranks, elements, epochs, rounds, stage, float(np.median(ms)), ", ".join(sorted(carriers[run])))
         for (run, elements, stage), ms in found.items()
     ]
     write_rows(rows, results / f"{experiment}.csv")
@@ -160,15 +165,15 @@ def _file(run: Run, folder: str) -> Path:
     return Path(folder) / f"{run.program}-{run.schedule}.py"
 
 
-def _output(command: Sequence[str], run: Run) -> str:
-    """What a program prints. Raises UsageError with its last words where it fails."""
+def _output(command: Sequence[str], run: Run) -> tuple[str, str]:
+    """What a program prints, and its standard error. Raises UsageError with its last words where it fails."""
     environ = {**dict.fromkeys(THREADS, "1"), **os.environ}  # ranks share the processors
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["nothing"]
         raise UsageError(f"{run.program}, {run.schedule}: ended with status {done.returncode}: {said[-1]}")
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
@@ -186,7 +191,7 @@ def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
     """Write a CSV, all or nothing."""
-    lines = [Row._fields, *([*row[:-1], f"{row.ms:.4f}"] for row in rows)]
+    lines = [Row._fields, *([*row[:-2], f"{row.ms:.4f}", row.carried_by] for row in rows)]
     write_file("".join(",".join(map(str, line)) + "\n" for line in lines).encode(), path)
 
 
@@ -206,6 +211,7 @@ def read_rows(path: Path) -> list[Row]:
                 rounds=int(line["rounds"]),
                 stage=line["stage"],
                 ms=float(line["ms"]),
+                carried_by=line["carried_by"],
             )
             for line in lines
         ]

@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cases import MEMORY
 from benchmarks.environments import HERE, ROOT
 from benchmarks.group import Group, PeerError, socket_path
 from benchmarks.orders import serve
@@ -114,16 +115,16 @@ def measure(console: Console, turns: int) -> bool:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
         own = [str(HERE.python), "-m", "benchmarks.frameworks", socket_path(folder, "frameworks")]
         command = [str(Path(HERE.python).parent / "mpirun"), "-n", str(RANKS), *own]
-        with Group("frameworks", RANKS, [command], folder) as group:
+        with Group("frameworks", RANKS, [command], folder, carrier=MEMORY) as group:
             for _ in range(turns + 1):
                 for model in _models():
                     _take_turn(group, model, rows)
     table = Table(box=None)
-    for each in ("averages on two ranks", "way", "ms"):
+    for each in ("averages on two ranks", "way", "ms", "carried by"):
         table.add_column(each, justify="right" if each == "ms" else "left")
     medians = {key: float(np.median(found[1:])) for key, found in rows.items()}  # the first turn warms up
     for (model, way), ms in medians.items():
-        table.add_row(model, way, f"{ms:.4g}")
+        table.add_row(model, way, f"{ms:.4g}", group.carrier if way == OURS else "MPI")
     console.print(table, "")
     verdicts = [
         at_least(model, medians[model, OURS], OWN, medians[model, OWN], LEAST) for model in _models()

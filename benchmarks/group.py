@@ -15,12 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.carriers import Carried, together, wrong_carrier
 from benchmarks.environments import HERE, Tree, python_of
+from omnireduce.printing import carriers_text
 
 START_S = 120.0  # imports, joining, compiling the kernels once
 ORDER_S = 120.0  # the longest that one round may take
@@ -51,9 +54,14 @@ class Group:
         folder: str,
         environ: dict[str, str] | None = None,
         tree: Tree = HERE,
+        carrier: str = "",
     ) -> None:
-        """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`."""
+        """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`. `carrier`: what
+        alone may carry their tensors; empty: whatever does."""
         self.name, self.size, self._root = tree.named(name), size, tree.root
+        self.carried, self.carried_last = Counter[str](), Counter[str]()  # bytes by transport; of the last order
+        self._carrier = carrier
+        self.has_only_zeros = False  # then nothing need be carried
         self._environ = os.environ | THREADS | {"PYTHONPATH": str(tree.root)} | (environ or {})
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -111,12 +119,27 @@ class Group:
         return said[-1] if said else "it said nothing"
 
     def tell(self, **order: object) -> list[dict[str, Any]]:
-        """Give all ranks an order; return their answers, by rank."""
+        """Give all ranks an order; return their answers, by rank. Raises PeerError where one fails, and where what
+        carries their tensors is not what should."""
         for lines in self._ranks:
             with contextlib.suppress(OSError):  # the answer that does not come tells
                 lines.write(json.dumps(order) + "\n")
                 lines.flush()
-        return [self._answer(lines) for lines in self._ranks]
+        answers = [self._answer(lines) for lines in self._ranks]
+        self.carried_last = together(each.pop("carried", {}) for each in answers)  # an older checkout does not count
+        self.carried += self.carried_last
+        if self._carrier and self.carried_last:
+            self._check_carrier(self.carried_last)
+        return answers
+
+    def _check_carrier(self, carried: Carried) -> None:
+        if wrong := wrong_carrier(self._carrier, carriers_text(carried)):
+            raise PeerError(self.name, f"failed: {wrong}")
+
+    @property
+    def carrier(self) -> str:
+        """What has carried the tensors so far, in a word."""
+        return carriers_text(self.carried)
 
     def close(self) -> None:
         for lines in self._ranks:
@@ -134,8 +157,10 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.close()
+        if kind is None and self._carrier and not self.carried and not self.has_only_zeros:
+            self._check_carrier({})
 
 
 def end_torchrun(process: subprocess.Popen[Any]) -> None:
@@ -180,6 +205,7 @@ def service_group(
     folder: str,
     addresses: Sequence[str],
     *sets: str,
+    carrier: str,
     prefixes: Prefixes = (),
     per_rank: Prefixes = (),
     echoes: Sequence[str] = (),
@@ -190,7 +216,8 @@ def service_group(
     those of rank r alone.
 
     `echoes` are the addresses of echo servers, for the bound over loopback. `program`: the module that each rank runs,
-    and what it gets before the socket's path and the options.
+    and what it gets before the socket's path and the options. `carrier`: see `Group`; empty where the benchmark names
+    no transport.
     """
     commands = []
     overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
@@ -199,7 +226,7 @@ def service_group(
         options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": own, "echoes": list(echoes)}
         command = [str(tree.python), "-m", *program, socket_path(folder, "service"), json.dumps(options)]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
-    return Group("service", size, commands, folder, tree=tree)
+    return Group("service", size, commands, folder, tree=tree, carrier=carrier)
 
 
 @dataclass(frozen=True)

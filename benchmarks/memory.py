@@ -50,6 +50,7 @@ class Memory:
     resident: float
     wrong: int
     ready_s: float
+    carried_by: str = ""  # as the ranks have counted
 
 
 @contextmanager
@@ -69,8 +70,9 @@ def measure(case: Case, tree: Tree = HERE) -> Memory:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(setup.shards, tree=tree) as running:
         program = ("benchmarks.peak_memory",)
         with service_group(
-            setup.ranks, folder, running.addresses, *tree.known(setup.settings), program=program, tree=tree
-        ) as group:
+            setup.ranks, folder, running.addresses, *tree.known(setup.settings), program=program, tree=tree,
+            carrier=setup.transport if tree == HERE else "",
+        ) as group:  # fmt: skip
             answers = group.tell(do="measure", elements=case.elements)
         resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))
     with importer(tree) as pid:
@@ -85,4 +87,5 @@ def measure(case: Case, tree: Tree = HERE) -> Memory:
         resident=resident,
         wrong=int(sum(each["wrong"] for each in answers)),
         ready_s=running.ready_s,
+        carried_by=group.carrier,
     )

@@ -8,18 +8,23 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from benchmarks.carriers import Watch
+
 Order = Callable[..., dict[str, Any]]
 
 
 def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> None:
     """Follow the controller at the Unix socket `path` until it closes the connection.
 
-    `start` gets ready, and returns this process's rank and the orders that it takes, by name. An exception, of `start`
-    too, is told to the controller and then ends the process.
+    `start` gets ready, and returns this process's rank and the orders that it takes, by name. Each answer also says
+    which bytes were carried meanwhile, by what. An exception, of `start` too, is told to the controller and then ends
+    the process.
     """
     with socket.socket(socket.AF_UNIX) as controller:
         controller.connect(path)
         lines = controller.makefile("rw", encoding="ascii")
+
+        watch = Watch()
 
         def say(**answer: object) -> None:
             lines.write(json.dumps(answer) + "\n")
@@ -29,8 +34,9 @@ def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> No
             rank, orders = start()
             say(rank=rank)
             for line in lines:
-                order = json.loads(line)
-                say(**orders[order.pop("do")](**order))
+                order, before = json.loads(line), watch.carried()
+                answer = orders[order.pop("do")](**order)
+                say(**answer, carried=watch.carried() - before)
         except Exception as error:
             say(error=f"{type(error).__name__}: {error}")
             raise

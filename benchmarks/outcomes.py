@@ -20,6 +20,7 @@ from benchmarks.contest import OURS, Measured, Result
 from benchmarks.memory import Memory
 from benchmarks.targets import Verdict, memory_verdicts, verdicts
 from omnireduce.files.output import write_json
+from omnireduce.printing import carriers_text
 
 Row = dict[str, Any]
 SUMMARY = "summary.json"
@@ -57,6 +58,7 @@ def memory_outcome(memory: Memory) -> Outcome:
         "shard_slots_mib": memory.slots,
         "shard_resident_mib": memory.resident,
         "ready_s": memory.ready_s,
+        "carried_by": memory.carried_by,
         "wrong": memory.wrong,
     }
     return Outcome(memory.case, [row], memory_verdicts(memory))
@@ -97,6 +99,7 @@ def _row(measured: Measured, result: Result) -> Row:
         "shard_bytes": result.shard_bytes or None,
         "cpu_s_per_gb": float(np.median(result.cpu_s)) / (nbytes / 1e9),
         "peak_mib": result.peak_mib,
+        "carried_by": carriers_text(result.carried) if result.up else None,
         "wrong": result.wrong,
     }
 
@@ -110,6 +113,7 @@ TIMES = {  # title of a column: key of the row, format, scale
     "MB up": ("wire_up_bytes", ".4g", 1e-6),
     "MB down": ("wire_down_bytes", ".4g", 1e-6),
     "peak MiB": ("peak_mib", ".0f", 1.0),
+    "carried by": ("carried_by", "s", 1),
     "wrong": ("wrong", "d", 1),
 }
 MEMORY = {
@@ -119,6 +123,7 @@ MEMORY = {
     "its slots": ("shard_slots_mib", ".1f", 1.0),
     "all of it": ("shard_resident_mib", ".1f", 1.0),
     "ready s": ("ready_s", ".2f", 1.0),
+    "carried by": ("carried_by", "s", 1),
     "wrong": ("wrong", "d", 1),
 }
 TRAINING = {
@@ -128,6 +133,7 @@ TRAINING = {
     "steps/s": ("steps_per_s", ".4g", 1.0),
     "runs": ("rounds", "d", 1),
     "loss, or % right": ("quality", ".4g", 1.0),
+    "carried by": ("carried_by", "s", 1),
     "wrong": ("wrong", "d", 1),
 }
 

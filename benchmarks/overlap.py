@@ -94,7 +94,8 @@ def measure(console: Console, turns: int, rate: str) -> bool:
                         found.append(max(both, key=lambda each: each["ms"]))
         ms = {way: float(np.median([each["ms"] for each in found])) for way, found in rows.items()}
         product_ms = float(np.median([each["product_ms"] for found in rows.values() for each in found]))
-        _show(console, f"{RANKS} ranks, {place}; the product alone takes {product_ms:.0f} ms", ms)
+        where = f"{RANKS} ranks, {place}, carried by {ranks.carrier}"
+        _show(console, f"{where}; the product alone takes {product_ms:.0f} ms", ms)
         best = min((way for way in ms if way != SERIAL), key=lambda way: ms[way])
         if place == rate:
             verdicts.append(at_least(f"overlap, {rate}, {best}", ms[best], SERIAL, ms[SERIAL], LEAST))
@@ -117,7 +118,8 @@ def _here() -> Iterator[Group]:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
         addresses = stack.enter_context(daemon(1)).addresses
-        yield stack.enter_context(service_group(RANKS, folder, addresses, program=("benchmarks.overlap",)))
+        program = ("benchmarks.overlap",)
+        yield stack.enter_context(service_group(RANKS, folder, addresses, program=program, carrier=MEMORY))
 
 
 @contextlib.contextmanager
@@ -132,8 +134,11 @@ def _shaped(rate: str) -> Iterator[Group]:
         addresses = [address for each in daemons for address in each.addresses]
         prefixes = [host.prefix for host in of_ranks]
         program = ("benchmarks.overlap",)
-        group = service_group(RANKS, folder, addresses, "transport.kind=tcp", prefixes=prefixes, program=program)
-        yield stack.enter_context(group)
+        yield stack.enter_context(
+            service_group(
+                RANKS, folder, addresses, "transport.kind=tcp", prefixes=prefixes, program=program, carrier="tcp"
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def _trace(case: Case, shards: int) -> tuple[list[Lane], Rounds, Rounds]:
         tracing = f"trace.folder={folder}"
         with (
             daemon(shards, tracing) as own,
-            service_group(case.ranks, folder, own.addresses, *case.setup.settings, tracing) as group,
+            service_group(
+                case.ranks, folder, own.addresses, *case.setup.settings, tracing, carrier=case.transport
+            ) as group,
         ):
             data: dict[str, Any] = {"density": case.density, "overlap": case.overlap, "distribution": case.distribution}
             group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)

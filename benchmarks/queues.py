@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import omnireduce as omni
+from benchmarks.cases import MEMORY
 from benchmarks.environments import HERE
 from benchmarks.group import Group, PeerError, daemon, service_group, socket_path
 from benchmarks.orders import Order, serve
@@ -178,7 +179,7 @@ def measure(console: Console, turns: int, rate: str) -> bool:
     TestbedError where there can be no hosts with shaped links, ImportError without torch."""
     import torch  # noqa: F401  the ranks have the same environment
 
-    verdicts = [_small(console, "shared memory", turns, _here("named")), _small(console, rate, turns, _between(rate))]
+    verdicts = [_small(console, MEMORY, turns, _here("named")), _small(console, rate, turns, _between(rate))]
     verdicts += [_hooks(console, turns), *_embedding(console, turns)]
     show_verdicts(console, verdicts)
     return all(each.met for each in verdicts)
@@ -204,7 +205,8 @@ def _medians(group: Group, ways: tuple[str, ...], turns: int, **more: object) ->
 def _small(console: Console, where: str, turns: int, groups: Groups) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, groups(folder) as group:
         found = _medians(group, SMALL, turns)
-    _show(console, f"two ranks, {where}", {way: {"ms": row["ms"]} for way, row in found.items()})
+    title = f"two ranks, {where}, carried by {group.carrier}"
+    _show(console, title, {way: {"ms": row["ms"]} for way, row in found.items()})
     return at_most(f"small tensors, {where}", found[MANY]["ms"], ONE, found[ONE]["ms"], MOST)
 
 
@@ -213,7 +215,7 @@ def _hooks(console: Console, turns: int) -> Verdict:
         found = _medians(group, (WITH, WITHOUT), turns)
     _show(
         console,
-        f"backward of {2 * LAYERS} parameters, two ranks",
+        f"backward of {2 * LAYERS} parameters, two ranks, carried by {group.carrier}",
         {way: {"ms": row["ms"]} for way, row in found.items()},
     )
     us = (found[WITH]["ms"] - found[WITHOUT]["ms"]) * 1e3 / (2 * LAYERS)
@@ -224,11 +226,11 @@ def _embedding(console: Console, turns: int) -> list[Verdict]:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
         own = [str(HERE.python), "-m", "benchmarks.queues", "embedding", socket_path(folder, "embedding"), "{}"]
         command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *own]
-        with Group("embedding", 4, [command], folder) as group:
+        with Group("embedding", 4, [command], folder, carrier=MEMORY) as group:
             of_union = max(row["of_union"] for row in group.tell(do="memory"))
             found = _medians(group, (SUMMED, GATHERED), turns, seed=True)
     title = f"an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up on each of four ranks"
-    _show(console, title, found)
+    _show(console, f"{title}; ours carried by {group.carrier}", found)
     ours, theirs = found[SUMMED], found[GATHERED]
     return [
         at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], LEAST),
@@ -251,7 +253,10 @@ def _show(console: Console, title: str, rows: Mapping[str, Mapping[str, float]])
 def _here(kind: str) -> Groups:
     @contextlib.contextmanager
     def group(folder: str) -> Iterator[Group]:
-        with daemon(1) as servers, service_group(2, folder, servers.addresses, program=_program(kind)) as found:
+        with (
+            daemon(1) as servers,
+            service_group(2, folder, servers.addresses, program=_program(kind), carrier=MEMORY) as found,
+        ):
             yield found
 
     return group
@@ -267,7 +272,9 @@ def _between(rate: str) -> Groups:
             prefixes = [host.prefix for host in of_ranks]
             sets = "transport.kind=tcp"
             yield stack.enter_context(
-                service_group(2, folder, servers.addresses, sets, prefixes=prefixes, program=_program("named"))
+                service_group(
+                    2, folder, servers.addresses, sets, prefixes=prefixes, program=_program("named"), carrier="tcp"
+                )
             )
 
     return group

@@ -99,7 +99,7 @@ def _racks(rate: str) -> Iterator[tuple[Contest, float]]:
         entrants = []
         for (name, addresses), folder in zip(ways.items(), folders, strict=True):
             group = service_group(
-                len(of_ranks), folder, [], "transport.kind=tcp", prefixes=prefixes,
+                len(of_ranks), folder, [], "transport.kind=tcp", prefixes=prefixes, carrier="tcp",
                 per_rank=[(f"cluster.aggregators={json.dumps(each)}",) for each in addresses],
             )  # fmt: skip
             method = Method(name, "allreduce", "dense", own=True)

@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.carriers import wrong_carrier
 from benchmarks.group import PeerError, daemon
 from benchmarks.outcomes import show_verdicts
 from benchmarks.shaped import OPEN, PORT
@@ -25,7 +26,7 @@ from benchmarks.targets import at_least
 from benchmarks.testbed import Host, testbed
 from omnireduce.worker.switchml.layers import Layer, write_layers
 
-RANKS, LIMIT_S = 2, 300
+RANKS, LIMIT_S, CARRIER = 2, 300, "tcp"
 LAYERS = [Layer(number, 100_000, 20_000_000, 30_000_000) for number in range(8)]
 LAYERS.append(Layer(8, 4_000_000, 5_000_000, 10_000_000))
 NONE, URGENT = "none", "iterations, urgent"
@@ -77,13 +78,17 @@ def _iteration_ms(hosts: Sequence[Host], folder: Path, options: Sequence[str]) -
             raise PeerError("replay", f"took more than {LIMIT_S} s") from None
     if any(statuses):
         raise PeerError("replay", "failed: " + (folder / "errors-0").read_text().strip().rpartition("\n")[2])
-    times: list[int] = msgspec.json.decode(report.read_bytes())["ns"]
+    found = msgspec.json.decode(report.read_bytes())
+    if wrong := wrong_carrier(CARRIER, found["transport"]):
+        raise PeerError("replay", f"failed: {wrong}")
+    times: list[int] = found["ns"]
     return statistics.median(times) / 1e6
 
 
 def _show(console: Console, rate: str, found: Mapping[str, Sequence[float]]) -> bool:
     ms = {name: statistics.median(times) for name, times in found.items()}
-    table = Table(title=f"{RANKS} ranks, {len(LAYERS)} layers, links of {rate}", title_justify="left")
+    title = f"{RANKS} ranks, {len(LAYERS)} layers, links of {rate}, carried by {CARRIER}"
+    table = Table(title=title, title_justify="left")
     for column in ("overlap with", "iteration, ms", "least", "most", "times as fast"):
         table.add_column(column, justify="right")
     for name, times in found.items():

@@ -72,6 +72,11 @@ class Setting:
         with testbed(2 * self.hosts if self.layout == "dedicated" else self.hosts, self.rate) as hosts:
             yield [hosts[rank * self.hosts // self.ranks] for rank in range(self.ranks)], hosts[-self.hosts :]
 
+    @property
+    def carrier(self) -> str:
+        """What carries the tensors of ranks: those of one host combine them in memory before."""
+        return "tcp" if self.ranks == self.hosts else "memory+tcp"
+
     def cases(self, rounds: int | None = None) -> list[Case]:
         """The cases, of `rounds` timed rounds each instead of their own."""
         case = Case("tcp", self.ranks, "100 MiB", 1.0, links=f"{self.layout} {self.rate}")
@@ -117,7 +122,9 @@ def _shaped(setting: Setting, sets: Sequence[str]) -> Iterator[tuple[Contest, fl
         ]
         addresses = [address for each in daemons for address in each.addresses]
         prefixes = [host.prefix for host in of_ranks]
-        service = service_group(ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes)
+        service = service_group(
+            ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes, carrier=setting.carrier
+        )
 
         def shards_s() -> float:
             return sum(each.cpu_seconds() for each in daemons)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import omnireduce as omni
+from benchmarks.carriers import NOTHING
 from benchmarks.cases import BLOCK, SIZES
 from benchmarks.group import Group, PeerError, Servers, daemon, service_group
 from benchmarks.orders import serve_turns
@@ -63,15 +64,16 @@ def measure(console: Console, turns: int) -> bool:
     Raises PeerError where one fails, or finds a wrong sum."""
     verdicts = []
     table = Table(box=None)
-    for title in ("1 rank, 100 MiB", "1 thread ms", "2 threads ms", "ratio", "at most", "rank works", "shards work"):
+    works = "rank works", "shards work"
+    for title in ("1 rank, 100 MiB", "1 thread ms", "2 threads ms", "ratio", "at most", *works, "carried by"):
         table.add_column(title, justify="right")
     for way in (ALONE, *WAYS):
-        found = _times_alone(turns) if way == ALONE else _times(way, turns)
+        found, carrier = (_times_alone(turns), NOTHING) if way == ALONE else _times(way, turns)
         for density in DENSITIES:
             (one, works, shards_work), (two, _, _) = (np.median(found[threads, density], 0) for threads in THREADS)
             name, most = f"{way}, density {density:g}", one / ((works + shards_work) / 2)
             numbers = (one, two, one / two, most, works, shards_work)
-            table.add_row(name, *(f"{each:.2f}" for each in numbers))
+            table.add_row(name, *(f"{each:.2f}" for each in numbers), carrier)
             verdicts += [at_least(f"{name}: 2 threads", two, "1 thread", one, LEAST)] if density == 1 else []
     console.print(table, "at most: two processors share the work of the rank and of the shards\n")
     show_verdicts(console, verdicts)
@@ -91,7 +93,8 @@ def _times_alone(turns: int) -> Times:
     return found
 
 
-def _times(way: str, turns: int) -> Times:
+def _times(way: str, turns: int) -> tuple[Times, str]:
+    """Also what has carried the tensors."""
     found: Times = {}
     with contextlib.ExitStack() as stack:
         entrants = {threads: _entrant(stack, way, threads) for threads in THREADS}
@@ -102,7 +105,8 @@ def _times(way: str, turns: int) -> Times:
                 raise PeerError(way, "gave wrong sums")
             shards_ms = (shards.cpu_seconds() - before) * 1e3
             found.setdefault((threads, density), []).append((row["ms"], row["used_ms"], shards_ms))
-    return found
+    [carrier] = {rank.carrier for _, rank in entrants.values()}
+    return found, carrier
 
 
 def _entrant(stack: contextlib.ExitStack, way: str, threads: int) -> tuple[Servers, Group]:
@@ -110,7 +114,7 @@ def _entrant(stack: contextlib.ExitStack, way: str, threads: int) -> tuple[Serve
     processor = str(max(os.sched_getaffinity(0)))
     shards = stack.enter_context(daemon(SHARDS, prefix=["taskset", "-c", processor]))
     sets = ("transport.host_exchange=off", f"transport.kind={way}", f"transport.threads={threads}")
-    group = service_group(1, folder, shards.addresses, *sets, program=("benchmarks.threads",))
+    group = service_group(1, folder, shards.addresses, *sets, program=("benchmarks.threads",), carrier=way)
     return shards, stack.enter_context(group)
 
 

@@ -19,11 +19,14 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from benchmarks.carriers import SAID as CARRIED
+from benchmarks.carriers import wrong_carrier
+from benchmarks.cases import MEMORY
 from benchmarks.contest import OURS
 from benchmarks.environments import ROOT, python_of
 from benchmarks.group import THREADS, PeerError, daemon, end_torchrun
 from benchmarks.outcomes import Outcome, Row
-from benchmarks.shaped import INTERFACE, OPEN, PORT, Setting
+from benchmarks.shaped import INTERFACE, OPEN, PORT, SHARED_HOSTS, Setting
 from benchmarks.targets import Verdict, at_least, at_most, undecided
 
 GLOO = "gloo"
@@ -64,6 +67,11 @@ class Training:
         return f"training, {self.model}, {self.ranks} ranks, {self.links}"
 
     @property
+    def carrier(self) -> str:
+        """What carries the tensors of omnireduce: ranks of one host combine them in memory first."""
+        return MEMORY if self.links == THIS_HOST else "tcp" if self.ranks == SHARED_HOSTS else f"{MEMORY}+tcp"
+
+    @property
     def labels(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """The entrants: the backend of each, and the options."""
         ways = MODELS[self.model].ways
@@ -72,10 +80,12 @@ class Training:
 
 @dataclass
 class Runs:
-    """What the runs of one entrant said: milliseconds of a step, and how good the model was in the end."""
+    """What the runs of one entrant said: milliseconds of a step, how good the model was in the end, and what carried
+    the tensors."""
 
     ms: list[float] = field(default_factory=list)
     quality: list[float] = field(default_factory=list)
+    carriers: set[str] = field(default_factory=set)
 
 
 class Place(NamedTuple):
@@ -97,12 +107,13 @@ def run_trainings(cases: Sequence[Training], turns: int) -> Iterator[Outcome]:
                 labels = list(found)
                 for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
                     try:
-                        step_ms, quality = _run(case, label, place)
+                        step_ms, quality, carrier = _run(case, label, place)
                     except PeerError as error:
                         sys.stderr.write(f"bench: LEFT OUT: a run of {case.name}: {error}\n")
                         continue
                     found[label].ms.append(step_ms)
                     found[label].quality.append(quality)
+                    found[label].carriers.add(carrier)
         yield outcome_of(case, found)
 
 
@@ -128,12 +139,14 @@ def _place(case: Training) -> Iterator[Place]:
         yield Place([host.prefix for host in hosts], environ, hosts[0].address)
 
 
-def _run(case: Training, label: str, place: Place) -> tuple[float, float]:
-    """Run an example; return the milliseconds of a step, and the loss or accuracy."""
+def _run(case: Training, label: str, place: Place) -> tuple[float, float, str]:
+    """Run an example; return the milliseconds of a step, the loss or accuracy, and what carried the tensors. Raises
+    PeerError where that is not what the case says."""
     backend, options = case.labels[label]
     torchrun, hosts = python_of("gloo").parent / "torchrun", len(place.prefixes)
     meet = ["--nnodes", str(hosts), "--master-addr", place.address] if place.address else ["--standalone"]
-    program = [str(ROOT / "examples" / MODELS[case.model].script), "--backend", backend, *options]
+    program = ["-m", "benchmarks.carriers", str(ROOT / "examples" / MODELS[case.model].script)]
+    program += ["--backend", backend, *options]
     commands = [
         [
             *prefix,
@@ -151,7 +164,10 @@ def _run(case: Training, label: str, place: Place) -> tuple[float, float]:
     said = SAID.search(text)
     if said is None:
         raise PeerError(label, f"did not say how fast it was: {text[-500:]}")
-    return 1e3 / float(said[1]), float(said[2])
+    carrier = "+".join(sorted(set(CARRIED.findall(text)))) if backend == OURS else GLOO
+    if backend == OURS and (wrong := wrong_carrier(case.carrier, carrier)):
+        raise PeerError(label, f"failed: {wrong}")
+    return 1e3 / float(said[1]), float(said[2]), carrier
 
 
 def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, str]) -> str:
@@ -164,7 +180,11 @@ def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, st
         processes = []
         for command in commands:
             process = subprocess.Popen(
-                command, env=os.environ | THREADS | environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                command,
+                env=os.environ | THREADS | {"PYTHONPATH": str(ROOT)} | environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
             stack.callback(end_torchrun, process)
             processes.append(process)
@@ -210,6 +230,7 @@ def _rows(case: Training, found: Mapping[str, Runs]) -> list[Row]:
                 "ms_max": max(runs.ms),
                 "steps_per_s": 1e3 / float(np.median(runs.ms)),
                 "quality": quality,
+                "carried_by": ", ".join(sorted(runs.carriers)),
                 "wrong": int(abs(quality - theirs_quality) > MOST_APART * theirs_quality),
             }
         )

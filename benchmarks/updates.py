@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -32,6 +33,7 @@ from benchmarks.targets import Verdict, at_least, below
 from omnireduce.data_parallel import session
 from omnireduce.dtypes import Array
 from omnireduce.optimizers import Adam, RowAdagrad, Sgd, SparseAdam
+from omnireduce.printing import carriers_text
 
 FUSED, NUMPY, COMPILED, TORCH = (
     "updates on the shards",
@@ -222,15 +224,19 @@ def measure(console: Console, turns: int) -> bool:
     return all(each.met for each in verdicts)
 
 
-def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
-    """Of each way what the slowest rank said, the median of all turns; the first two warm up."""
+def _medians(group: Group, ways: tuple[str, ...], turns: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Of each way what the slowest rank said, the median of all turns, where the first two warm up; and what carried
+    its bytes."""
+    carried = {way: Counter[str]() for way in ways}
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(turns + 2):
         for way in ways:
             rows[way].append(max(group.tell(do="turn", way=way), key=lambda row: row["ms"]))
-    return {
+            carried[way] += group.carried_last
+    medians = {
         way: {key: float(np.median([row[key] for row in found[2:]])) for key in found[0]} for way, found in rows.items()
     }
+    return medians, {way: carriers_text(each) for way, each in carried.items()}
 
 
 def _adam(console: Console, ranks: int, density: float, target: float, turns: int) -> list[Verdict]:
@@ -238,20 +244,20 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
     with (
         tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder,
         daemon(1) as servers,
-        service_group(ranks, folder, servers.addresses, program=program) as group,
+        service_group(ranks, folder, servers.addresses, program=program, carrier="") as group,
     ):
-        found = _medians(group, WAYS, turns)
+        found, carriers = _medians(group, WAYS, turns)
         checks = group.tell(do="check")
     apart, kept = (max(row[what] for row in checks) for what in ("apart", "kept_mib"))
     if apart > TOLERANCE:
         raise PeerError("updates", f"gave weights that are {apart:g} apart")
     case = f"Adam of {ELEMENTS >> 20} Mi, density {density:g}, {ranks} ranks"
     table = Table(box=None)
-    for name in (case, "ms", "of it the exchange", "times"):
+    for name in (case, "ms", "of it the exchange", "times", "carried by"):
         table.add_column(name, justify="right" if name != case else "left")
     ours = found[FUSED]["ms"]
     for way, row in found.items():
-        table.add_row(way, f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}")
+        table.add_row(way, f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}", carriers[way])
     console.print(table, "")
     return [
         *(at_least(case, ours, way, found[way]["ms"], target) for way in OTHERS),
@@ -263,11 +269,12 @@ def _embedding(console: Console, turns: int) -> Verdict:
     with (
         tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder,
         daemon(1) as servers,
-        service_group(2, folder, servers.addresses, program=("benchmarks.updates", "embedding")) as group,
+        service_group(2, folder, servers.addresses, program=("benchmarks.updates", "embedding"), carrier="") as group,
     ):
-        found = _medians(group, (SHARDED, DDP), turns)
+        found, carriers = _medians(group, (SHARDED, DDP), turns)
     case = f"step of an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up"
-    console.print(f"{case}: {found[SHARDED]['ms']:.2f} ms; {DDP}: {found[DDP]['ms']:.2f} ms", "")
+    ours = f"{found[SHARDED]['ms']:.2f} ms, carried by {carriers[SHARDED]}"
+    console.print(f"{case}: {ours}; {DDP}: {found[DDP]['ms']:.2f} ms", "")
     return at_least(case, found[SHARDED]["ms"], DDP, found[DDP]["ms"], EMBEDDING_TARGET)
 
 

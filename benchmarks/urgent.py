@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,12 +67,15 @@ def measure(console: Console, turns: int) -> bool:
     lines = []
     for way, sets in WAYS.items():
         with contextlib.ExitStack() as stack:
-            groups = {name: _group(stack, (*sets, f"protocol.urgent_bytes={n}")) for name, n in URGENT_BYTES.items()}
+            groups = {
+                name: _group(stack, (*sets, f"protocol.urgent_bytes={n}"), way) for name, n in URGENT_BYTES.items()
+            }
             rows: dict[str, list[dict[str, float]]] = {name: [] for name in groups}
             for _ in range(turns):
                 for name, group in groups.items():
                     rows[name] += group.tell(do="turn")
-        _show(console, way, rows)
+        carriers = {name: group.carrier for name, group in groups.items()}
+        _show(console, way, rows, carriers)
         if any(row["wrong"] for found in rows.values() for row in found):
             raise PeerError(way, "gave wrong sums")
         last = [row["beside_ms"] for row in list(rows.values())[-1]]
@@ -81,22 +84,23 @@ def measure(console: Console, turns: int) -> bool:
     return all(each.met for each in lines)
 
 
-def _group(stack: contextlib.ExitStack, sets: Sequence[str]) -> Group:
+def _group(stack: contextlib.ExitStack, sets: Sequence[str], carrier: str) -> Group:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
     addresses = stack.enter_context(daemon(1)).addresses
     program = ("benchmarks.urgent",)
-    return stack.enter_context(service_group(RANKS, folder, addresses, *sets, program=program))
+    return stack.enter_context(service_group(RANKS, folder, addresses, *sets, program=program, carrier=carrier))
 
 
-def _show(console: Console, way: str, rows: dict[str, list[dict[str, float]]]) -> None:
+def _show(console: Console, way: str, rows: dict[str, list[dict[str, float]]], carriers: Mapping[str, str]) -> None:
     table = Table(box=None)
     table.add_column(f"{way}, {RANKS} ranks, ms")
-    for title in ("4 KiB alone", "4 KiB beside", "p90", "64 MiB", "wrong"):
+    for title in ("4 KiB alone", "4 KiB beside", "p90", "64 MiB", "carried by", "wrong"):
         table.add_column(title, justify="right")
     for name, found in rows.items():
         alone, beside, large = ([row[key] for row in found] for key in ("alone_ms", "beside_ms", "large_ms"))
         numbers = np.median(alone), np.median(beside), np.percentile(beside, 90), np.median(large)
-        table.add_row(name, *(f"{each:.2f}" for each in numbers), str(sum(int(row["wrong"]) for row in found)))
+        wrong = str(sum(int(row["wrong"]) for row in found))
+        table.add_row(name, *(f"{each:.2f}" for each in numbers), carriers[name], wrong)
     console.print(table, "")
 
 

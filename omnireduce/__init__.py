@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from omnireduce.launching.calls import run
     from omnireduce.optimizers.sharded import ShardedOptimizer
     from omnireduce.runtime.member.calls import Rows
-    from omnireduce.runtime.member.communicator import Communicator, Statistics
+    from omnireduce.runtime.member.communicator import Communicator
     from omnireduce.runtime.member.groups import Table
     from omnireduce.runtime.member.handle import Handle
+    from omnireduce.runtime.member.statistics import Statistics
     from omnireduce.runtime.member.world import (
         allgather,
         allgather_async,
@@ -112,10 +113,11 @@ else:
         "omnireduce.launching.calls": ("run",),
         "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
         "omnireduce.runtime.member.calls": ("Rows",),
-        "omnireduce.runtime.member.communicator": ("Communicator", "Statistics"),
+        "omnireduce.runtime.member.communicator": ("Communicator",),
         "omnireduce.elastic": ("ElasticState", "run_elastic"),
         "omnireduce.runtime.member.groups": ("Table",),
         "omnireduce.runtime.member.handle": ("Handle",),
+        "omnireduce.runtime.member.statistics": ("Statistics",),
     }
     _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
     _OTHERS = "omnireduce.runtime.member.world"

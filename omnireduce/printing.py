@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 
 TABLE_WIDTH = 100  # characters, where no terminal says otherwise
@@ -15,6 +17,13 @@ def make_console(*, quiet: bool = False) -> Console:
     console = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.width = max(TABLE_WIDTH, console.width if console.is_terminal else 0)
     return console
+
+
+def carriers_text(carried: Mapping[str, int]) -> str:
+    """What carried so many bytes, by transport: "tcp", "memory+tcp", "nothing". What carried less than a hundredth of
+    them is left out."""
+    least = sum(carried.values()) / 100
+    return "+".join(sorted(kind for kind, nbytes in carried.items() if nbytes > least)) or "nothing"
 
 
 def short_count(value: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from local_cluster import Daemon
+from transports import carriers
 
 from omnireduce.config.security import SECRET_VARIABLE
 
@@ -29,6 +30,14 @@ os.environ.pop(SECRET_VARIABLE, None)  # what a developer has set does not count
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few tests that take long come first: else one of them runs alone at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
+@pytest.fixture(autouse=True)
+def _what_is_meant_carries(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test whose configuration names a transport moves tensors by that one, if it moves any."""
+    yield
+    idle = carriers.take()
+    assert not idle or request.node.get_closest_marker("refuses_transport"), f"meant, and idle: {', '.join(idle)}"
 
 
 @pytest.fixture(scope="session")

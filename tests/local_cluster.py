@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nursery import Forked
+from transports import carriers, meant_by
 
 from omnireduce.config import Config, load_config
 from omnireduce.kernels.jit import kernel_files
@@ -59,6 +60,7 @@ def configured(aggregators: Sequence[str], *overrides: str) -> Config:
 
     Small tensors go to all shards, as large ones do.
     """
+    carriers.meant.add(meant_by(overrides))
     changed = [f"cluster.aggregators={json.dumps(list(aggregators))}", f"protocol.whole_bytes={WHOLE_BYTES}"]
     return load_config(overrides=[*changed, *overrides], environ={})
 

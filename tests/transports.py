@@ -1,8 +1,17 @@
-"""The transports that end-to-end tests run over on this host."""
+"""The transports that end-to-end tests run over on this host, and whether they carried what tests have meant for them.
+
+A configuration alone moves nothing: ranks of one host exchange in memory, whatever `transport.kind` says, unless that
+is turned off. So after each test, what its configurations name is compared with what its communicators have carried.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
 from omnireduce.errors import TransportError
+from omnireduce.runtime.member import ending
 
 
 def _has_rdma() -> bool:
@@ -30,3 +39,44 @@ def called(way: str) -> str:
 def over(way: str) -> tuple[str, ...]:
     """The settings that let a job's tensors go that way."""
     return (f"{HOST_EXCHANGE}=auto",) if way == MEMORY else (f"transport.kind={way}", BY_SHARDS)
+
+
+def meant_by(overrides: Sequence[str]) -> str:
+    """The way that settings name, or that all go "by shards"; empty where they name none."""
+    named = dict(each.split("=", 1) for each in overrides if "=" in each)
+    kind, exchange = named.get("transport.kind", "auto"), named.get(HOST_EXCHANGE)
+    if exchange == "auto":
+        return MEMORY
+    return kind if kind in KINDS else "by shards" if exchange == "off" else ""
+
+
+def missing(meant: str, carried: Counter[str]) -> bool:
+    """Whether something was carried, and nothing of it in the way that is meant."""
+    own = carried.total() - carried[MEMORY] if meant == "by shards" else carried[meant]
+    return bool(meant) and carried.total() > 0 and not own
+
+
+class Carriers:
+    """What is meant by the configurations that were made, and what the communicators of this process have carried,
+    since the last `take`."""
+
+    def __init__(self) -> None:
+        self.meant, self._carried = set[str](), Counter[str]()
+        self._closed = ending.closed
+        ending.closed = self._count  # which each communicator calls when it has left a generation of its job
+
+    def _count(self, communicator: Any) -> None:
+        self._carried.update(communicator.statistics().carried)
+        self._closed(communicator)
+
+    def take(self) -> list[str]:
+        """Which ways were meant, and carried nothing though others did. What was counted is forgotten."""
+        for each in ending._process.open:
+            self._carried.update(each.statistics().carried)
+        found = [each for each in sorted(self.meant) if missing(each, self._carried)]
+        self.meant.clear()
+        self._carried.clear()
+        return found
+
+
+carriers = Carriers()

@@ -13,6 +13,7 @@ from omnireduce.printing import density_text, short_count, short_time, times_tex
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One case of a benchmark, as its JSON has it. Times are those of the slowest rank, over the timed rounds.
 
+    `transport` is what carried the tensors in the timed rounds, as the ranks have counted it: see `carriers_text`.
     `bytes` is the size of one rank's tensor, `density` the mean over ranks. `algbw_gbps`, the algorithm bandwidth, is
     `bytes` / median time in GB/s (1e9 bytes per second). `wire_up_bytes` and `wire_down_bytes` are what one worker
     sends to and receives from all shards for one collective, framing included, mean over workers and timed rounds.

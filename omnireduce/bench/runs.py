@@ -9,6 +9,7 @@ checked too, unless MPI's order of summation may give another result.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,7 @@ from omnireduce.bench.mpi import MpiAllreduce
 from omnireduce.bench.rows import Row
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
+from omnireduce.printing import carriers_text
 from omnireduce.runtime.member.communicator import Communicator
 
 
@@ -54,6 +56,7 @@ class _Run:
         self._result = np.ones_like(self._tensor) if self._mpi else None  # written, so that all its pages exist
         self._seconds = np.zeros((3, rounds))  # the service, MPI out of place, MPI in place
         self._totals = np.zeros(3)  # bytes sent, bytes received, wrong elements
+        self._carried = Counter[str]()  # bytes, by transport
 
     def service_round(self, number: int, timed: int) -> None:
         comm, case, tensor = self._comm, self._case, self._tensor
@@ -68,6 +71,7 @@ class _Run:
             self._seconds[0, timed] = seconds
             self._totals[0] += after.sent_bytes - before.sent_bytes
             self._totals[1] += after.received_bytes - before.received_bytes
+            self._carried += Counter(after.carried) - Counter(before.carried)
         self._totals[2] += self._data.wrong(number, tensor)
 
     def mpi_round(self, number: int, timed: int) -> None:
@@ -92,12 +96,13 @@ class _Run:
         comm, case = self._comm, self._case
         milliseconds = comm.allreduce(self._seconds, op="max", name="bench times") * 1e3
         sent, received, wrong = comm.allreduce(self._totals, name="bench totals")
+        everywhere = comm.allgather_object(dict(self._carried), name="bench carried")
         service = milliseconds[0]
         median = float(np.median(service))
         mpi = float(np.median(milliseconds[1:], axis=1).min()) if self._mpi else None
         nbytes = self._tensor.nbytes
         return Row(
-            transport=comm.transport,
+            transport=carriers_text(sum(map(Counter, everywhere), Counter[str]())),
             world_size=comm.size,
             shards=comm.shards,
             op=case.op,

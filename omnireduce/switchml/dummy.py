@@ -14,7 +14,7 @@ import numpy as np
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError
-from omnireduce.runtime.member.communicator import Statistics
+from omnireduce.runtime.member.statistics import Statistics
 from omnireduce.switchml.packets import Batch
 from omnireduce.switchml.settings import Dummy
 
@@ -66,7 +66,7 @@ class DummyCommunicator:
 
     def statistics(self) -> Statistics:
         """Nothing was moved."""
-        return Statistics(0, 0, 0, ())
+        return Statistics(0, 0, 0, (), {})
 
     def shutdown(self) -> None:
         """Nobody is left."""

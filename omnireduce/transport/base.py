@@ -66,10 +66,12 @@ Event = Received | Credited | Control | Lost
 
 @dataclass(slots=True)
 class Counters:
-    """Bytes that a link put on, and took off, the wire, framing included."""
+    """Bytes that a link put on, and took off, the wire, framing included. `message_bytes`: those of block messages
+    alone, both ways."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    message_bytes: int = 0
 
 
 class Link(ABC):
@@ -105,6 +107,7 @@ class Link(ABC):
         assert slot not in self._under_way, f"send slot {slot} was sent twice without a credit"
         assert instead is None or self.inline, f"a link by {self.kind} sends slots"
         self._under_way.add(slot)
+        self.counters.message_bytes += nbytes if instead is None else instead.size
         if instead is None:
             self._send(slot, nbytes)
         else:
@@ -123,6 +126,7 @@ class Link(ABC):
             if event.nbytes > self.receive_slots.shape[1]:
                 return f"message of {event.nbytes} bytes; a slot holds {self.receive_slots.shape[1]}"
             self._held.add(event.slot)
+            self.counters.message_bytes += event.nbytes
         else:
             if event.slot not in self._under_way:
                 return f"credit for slot {event.slot}, which is not under way"

@@ -71,8 +71,9 @@ def test_all_reduce_of_torch_against_gloo() -> None:
     done = CliRunner().invoke(main, ["all-reduce", "--only", "4 KiB"])
     assert done.exit_code == 0, done.output
     (row,) = (line for line in done.output.splitlines() if "4 KiB" in line)
-    ours, theirs, ratio = (float(each.rstrip("x")) for each in row.split()[-3:])
+    ours, theirs, ratio = (float(each.rstrip("x")) for each in row.split()[-4:-1])
     assert theirs / ours == pytest.approx(ratio, rel=0.05)
+    assert row.split()[-1] == "memory"
 
 
 def test_an_all_reduce_that_is_none_is_refused() -> None:
@@ -92,6 +93,7 @@ def test_what_torch_adds_to_a_call() -> None:
         assert abs(theirs - ours - more) <= 1
     assert "<= 60 us" in done.output
     assert "<= 300 us" in done.output
+    assert "2 ranks, ours carried by memory" in " ".join(done.output.split())
 
 
 def test_one_run_of_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["entrant"] for row in rows} == {OURS, SCAN, *MPICH}
+    assert {row["entrant"]: row["carried_by"] for row in rows} == {OURS: "memory", SCAN: None} | dict.fromkeys(MPICH)
     assert all(row["rounds"] == 3 and row["wrong"] == 0 and row["ms"] > 0 for row in rows)
 
 
@@ -66,6 +68,7 @@ def test_a_checkout_and_itself_in_turns() -> None:
     assert speed.middle is not None
     assert speed.middle[0] <= speed.middle[1]
     assert (speed.name, speed.unit, worker.unit, shard.unit) == (cases[0].name, "ms", "MiB", "MiB")
+    assert [each.carried_by for each in (speed, worker, shard)] == ["shm"] * 3
     assert all(min(each.before, each.after, each.ratio) > 0 for each in (speed, worker, shard))
 
 
@@ -73,7 +76,7 @@ class Wrong(Group):
     """Ranks whose results are wrong from the first timed round on, where anybody looks."""
 
     def __init__(self) -> None:
-        pass
+        self.carried_last = Counter()
 
     def tell(self, **order: object) -> list[dict[str, Any]]:
         if order["do"] == "case":
@@ -216,8 +219,8 @@ def test_a_small_tensor_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> N
     done = CliRunner().invoke(main, ["urgent", "--turns", "2"])
     assert done.exit_code in (0, 3), done.output  # how long it takes is no matter of a test
     rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(tuple(urgent.URGENT_BYTES))]
-    assert [row[-1] for row in rows] == ["0", "0"]  # wrong elements
-    assert all(float(number) > 0 for row in rows for number in row[-5:-1])
+    assert [row[-2:] for row in rows] == [["shm", "0"]] * 2  # what carried them, and wrong elements
+    assert all(float(number) > 0 for row in rows for number in row[-6:-2])
 
 
 ROW = {

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from local_cluster import Daemon, unique_job
 from rich.console import Console
+from transports import over
 
 from benchmarks.group import PeerError
 from benchmarks.replays import URGENT, WAYS, _iteration_ms, _show
@@ -17,7 +18,7 @@ HERE = [Host("here", "127.0.0.1", ())] * 2
 
 
 def options(daemon: Daemon, *more: str) -> list[str]:
-    sets = (f"cluster.aggregators={','.join(daemon.addresses)}", f"cluster.job={unique_job('replays')}")
+    sets = (*over("tcp"), f"cluster.aggregators={','.join(daemon.addresses)}", f"cluster.job={unique_job('replays')}")
     return [*more, *(word for each in sets for word in ("--set", each))]
 
 
@@ -25,6 +26,14 @@ def options(daemon: Daemon, *more: str) -> list[str]:
 def test_a_training_is_timed(daemon: Daemon, tmp_path: Path, name: str) -> None:
     write_layers([Layer(0, 1000, 1000, 1000), Layer(1, 300_000, 1000, 1000)], tmp_path / "model.csv")
     assert _iteration_ms(HERE, tmp_path, options(daemon, *WAYS[name])) > 0
+
+
+def test_a_training_that_something_else_carried_is_an_error(daemon: Daemon, tmp_path: Path) -> None:
+    """Here both ranks are on one host, and may exchange in memory."""
+    write_layers([Layer(0, 1000, 1000, 1000)], tmp_path / "model.csv")
+    more = ("--num-iters", "1", "--num-warmup-iters", "0", "--set", "transport.host_exchange=auto")
+    with pytest.raises(PeerError, match="replay failed: memory carried the tensors, and not tcp"):
+        _iteration_ms(HERE, tmp_path, [*options(daemon), *more])
 
 
 def test_a_training_that_fails_is_an_error(daemon: Daemon, tmp_path: Path) -> None:

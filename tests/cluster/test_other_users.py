@@ -57,6 +57,7 @@ def outcome(daemon: Daemon, *overrides: str) -> str:
     return as_nobody(run)
 
 
+@pytest.mark.refuses_transport
 def test_another_users_worker_gets_no_memory(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     """Of root's aggregator, which could be trusted, but does not trust the worker: where tcp will do, it goes on."""
     assert outcome(daemon) == "tcp"

@@ -50,6 +50,7 @@ def test_data_parallel(tmp_path: Path) -> None:
     stages = {row["stage"] for row in rows if row["program"] == "adam"}
     assert stages == {"AllReduce", "Compute", "Update", "ReduceScatter", "AllGather", "FusedAllReduce", "Total"}
     assert {row["ranks"] for row in rows} == {"2"}
+    assert {row["carried_by"] for row in rows} <= {"memory", "shm", "memory+shm"}
     assert all(float(row["ms"]) >= 0 for row in rows)
     svg = (results / "Figure10a.svg").read_text()
     assert "fuse-rs-c-ag, on the shards" in svg

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from local_cluster import Daemon, configured
-from transports import WAYS, over
+from transports import KINDS, WAYS, over
 
 from omnireduce.config import Config
 
@@ -12,6 +12,12 @@ from omnireduce.config import Config
 @pytest.fixture(params=WAYS)
 def config(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
     """Three shards, over each transport."""
+    return configured(daemon.addresses, *over(request.param))
+
+
+@pytest.fixture(params=KINDS)
+def by_shards(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
+    """The same for jobs that exchange nothing in memory: those of one rank, and those that keep state on the shards."""
     return configured(daemon.addresses, *over(request.param))
 
 

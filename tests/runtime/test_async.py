@@ -264,14 +264,14 @@ def test_after_an_abort_every_call_raises_the_same_and_a_new_generation_may_join
         assert run_job(config, 2, lambda comm: comm.allreduce(np.ones(2)).tolist(), job) == [[2.0, 2.0]] * 2
 
 
-def test_jobs_of_one_rank(config: Config) -> None:
+def test_jobs_of_one_rank(by_shards: Config) -> None:
     def run(comm: Communicator) -> list[float]:
         x = comm.allreduce(sparse(0, "float32", (5000,)))
         assert x.tolist() == sparse(0, "float32", (5000,)).tolist()
         comm.barrier()
         return comm.allgather(np.arange(3.0)).tolist()
 
-    assert run_job(config, 1, run) == [[[0.0, 1.0, 2.0]]]
+    assert run_job(by_shards, 1, run) == [[[0.0, 1.0, 2.0]]]
 
 
 def test_spinning_for_long_changes_nothing(daemon: Daemon) -> None:

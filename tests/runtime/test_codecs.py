@@ -83,10 +83,13 @@ def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
     assert idle_codecs(caplog) == ["sign", "own_codecs:Doubles"]
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(1, "transport.host_exchange=auto"), (2, BY_SHARDS)])
-def test_codecs_that_work_are_no_news(daemon: Daemon, ranks: int, way: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("ranks", "way"), [(1, ()), (2, (BY_SHARDS,))])
+def test_codecs_that_work_are_no_news(
+    daemon: Daemon, ranks: int, way: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     _tell_idle.cache_clear()
-    run_job(configured(daemon.addresses, way), ranks, lambda comm: comm.allreduce(np.ones(8, np.float32), codec="sign"))
+    config = configured(daemon.addresses, *way)
+    run_job(config, ranks, lambda comm: comm.allreduce(np.ones(8, np.float32), codec="sign"))
     assert idle_codecs(caplog) == []
 
 

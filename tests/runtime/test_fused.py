@@ -45,7 +45,7 @@ def gradient(rank: int, step: int, elements: int) -> Array:
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("elements", [1, 64, 3000, 100_003])
-def test_a_program_runs_on_each_sum(config: Config, elements: int, every: bool) -> None:
+def test_a_program_runs_on_each_sum(by_shards: Config, elements: int, every: bool) -> None:
     """Three ranks, five steps; whole numbers and halves, so that sums are exact."""
 
     def run(comm: Communicator) -> list[tuple[Array, Array]]:
@@ -60,7 +60,7 @@ def test_a_program_runs_on_each_sum(config: Config, elements: int, every: bool) 
                 found.append((weights.copy(), done.totals))
             return found
 
-    outcomes = run_job(config, 3, run)
+    outcomes = run_job(by_shards, 3, run)
     oracle, expected = Oracle(elements, 64, 2, 1), np.zeros(elements, np.float32)
     for step in range(5):
         total = sum(gradient(rank, step, elements) for rank in range(3))
@@ -70,7 +70,7 @@ def test_a_program_runs_on_each_sum(config: Config, elements: int, every: bool) 
             assert (found[step][1] == totals).all()
 
 
-def test_rows_go_through_a_program(config: Config) -> None:
+def test_rows_go_through_a_program(by_shards: Config) -> None:
     """Each row has a cell, which counts how often it was summed."""
     count = BlockProgram(
         state=1, columns=0, cells=1, scalars=packed(1.0),
@@ -92,7 +92,7 @@ def test_rows_go_through_a_program(config: Config) -> None:
     expected[[0, 1, 2]] = 1 + 3
     expected[[500, 501, 502]] = 3 + 1
     expected[999] = 3 + 3
-    for table, numbers, rows in run_job(config, 3, run):
+    for table, numbers, rows in run_job(by_shards, 3, run):
         assert (table == expected).all()
         assert numbers.tolist() == [0, 1, 2, 502, 999]
         assert (rows == expected[numbers]).all()
@@ -215,7 +215,7 @@ def test_programs_are_checked(fields: dict[str, object], said: str) -> None:
         BlockProgram(**({"state": 0, "columns": 1, "cells": 0, "code": b""} | fields))  # type: ignore[arg-type]
 
 
-def test_totals_alone_may_come_back(config: Config) -> None:
+def test_totals_alone_may_come_back(by_shards: Config) -> None:
     """The squared norm of a sum, of which no block is a result."""
     square = BlockProgram(
         0, 0, 0, code((Operation.SQUARE, 0), (Operation.ADD_TO_TOTAL, 0, 0, 0)), totals=1, returns=False
@@ -228,6 +228,6 @@ def test_totals_alone_may_come_back(config: Config) -> None:
             return out, float(done.totals[0])
 
     total = sum(gradient(rank, 0, 100_003) for rank in range(3))
-    for out, norm in run_job(config, 3, run):
+    for out, norm in run_job(by_shards, 3, run):
         assert (out == 7).all()
         assert norm == np.square(total, dtype=np.float64).sum()

@@ -97,9 +97,8 @@ def reasons(config: Config, size: int, work: Callable[[Communicator], object]) -
 def test_what_one_rank_refuses_ends_all(daemon: Daemon, what: str, where: tuple[str, str]) -> None:
     """Whoever waits gets an error at once, and so does this rank with its next call. Nothing is summed."""
     way, form = where
-    config = configured(daemon.addresses, *over(way))
-    if "fused" in what:
-        config = configured(daemon.addresses, *over(KINDS[0]), "protocol.state_bytes=100_000")
+    stateful = (*over(KINDS[0]), "protocol.state_bytes=100_000")
+    config = configured(daemon.addresses, *(stateful if "fused" in what else over(way)))
 
     def work(comm: Communicator) -> None:
         if comm.rank == 1:
@@ -118,9 +117,8 @@ def test_what_one_rank_refuses_ends_all(daemon: Daemon, what: str, where: tuple[
 def test_what_all_ranks_refuse_is_over(daemon: Daemon, what: str, where: tuple[str, str]) -> None:
     """Each has an error of its own, and the next call is sound."""
     way, form = where
-    config = configured(daemon.addresses, *over(way))
-    if "fused" in what:
-        config = configured(daemon.addresses, *over(KINDS[0]), "protocol.state_bytes=100_000")
+    stateful = (*over(KINDS[0]), "protocol.state_bytes=100_000")
+    config = configured(daemon.addresses, *(stateful if "fused" in what else over(way)))
 
     def run(comm: Communicator) -> list[float]:
         with pytest.raises(UsageError, match=f"a name of {300 + comm.rank} characters"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 from tensors import Array, sparse
-from transports import BY_SHARDS, KINDS, over
+from transports import BY_SHARDS, KINDS, WAYS, over
 
 from omnireduce import Communicator, Config, Statistics
 
@@ -102,6 +102,22 @@ def test_bytes_of_each_shard(daemon: Daemon) -> None:
         assert first + second + third == total
         assert first + third < 2000
         assert second > 2 * tensor[1].nbytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_carried_the_tensors_is_counted(daemon: Daemon, way: str) -> None:
+    """Of each kind of collective; nothing of control messages counts."""
+
+    def run(comm: Communicator) -> list[dict[str, int]]:
+        found = [dict(comm.statistics().carried)]
+        comm.allreduce(np.ones(10_000, np.float32))
+        comm.broadcast(np.ones(3))
+        comm.allreduce_rows(np.arange(2), np.ones((2, 2)), 5)
+        return [*found, dict(comm.statistics().carried)]
+
+    for before, after in run_job(configured(daemon.addresses, *over(way)), 2, run):
+        assert (before, list(after)) == ({}, [way])
+        assert after[way] >= 40_000
 
 
 def test_nothing_but_framing_for_zeros(config: Config) -> None:

@@ -36,7 +36,7 @@ def directions(pair: Pair) -> list[tuple[Link, Link]]:
 def test_a_message_arrives_whole_whatever_its_length(pair: Pair) -> None:
     rng = random.Random(1)
     lengths = [0, 1, 8, 63, 64, SLOT_BYTES - 1, SLOT_BYTES, *(rng.randrange(SLOT_BYTES) for _ in range(20))]
-    for sender, receiver in directions(pair):
+    for number, (sender, receiver) in enumerate(directions(pair)):
         for seed, nbytes in enumerate(lengths):
             slot = seed % SLOTS
             sent = fill(sender, slot, nbytes, seed)
@@ -46,6 +46,8 @@ def test_a_message_arrives_whole_whatever_its_length(pair: Pair) -> None:
             assert content(receiver, event) == sent
             receiver.return_credit(slot)
             assert pair.collect(sender, 1) == [Credited(slot)]
+        for end in (sender, receiver):
+            assert end.counters.message_bytes == (number + 1) * sum(lengths)
 
 
 def test_other_memory_arrives_like_a_slot_where_messages_travel_as_bytes(pair: Pair) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
+from omnireduce.printing import carriers_text
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.switchml import Context, Distribution, Settings
 from omnireduce.switchml.dummy import DummyCommunicator
@@ -134,7 +135,7 @@ def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> in
                 say(str(context.stats))
             say("Cleaning up.")
         if json_path is not None and comm.rank == 0:
-            report = Report(asked, comm.size, comm.transport, groups, each, wrong)
+            report = Report(asked, comm.size, carriers_text(comm.statistics().carried), groups, each, wrong)
             write_json(msgspec.json.encode(report), json_path)
     return wrong
 

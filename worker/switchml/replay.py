@@ -16,6 +16,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.files.output import check_writable, write_json
+from omnireduce.printing import carriers_text
 from omnireduce.switchml import Context, Distribution, Job, Settings
 from omnireduce.worker.switchml.benchmark import named, verdict
 from omnireduce.worker.switchml.layers import Layer
@@ -143,7 +144,7 @@ def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_
             say("\n".join(["", *(f"{name} {rate:.6g} iter/s" for name, rate in named(rates))]))
             say("Cleaning up.")
         if json_path is not None and comm.rank == 0:
-            report = Report(asked, comm.size, comm.transport, times, rates, wrong)
+            report = Report(asked, comm.size, carriers_text(comm.statistics().carried), times, rates, wrong)
             write_json(msgspec.json.encode(report), json_path)
     return wrong
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from omnireduce.config import override_config
 from omnireduce.files.output import write_json
-from omnireduce.printing import make_console, short_count, times_text
+from omnireduce.printing import carriers_text, make_console, short_count, times_text
 from omnireduce.switchml import Context, Distribution, Settings
 from omnireduce.worker.switchml.benchmark import Asked, ns_of_jobs, run_groups
 from omnireduce.worker.switchml.signals import SignalThread, nothing
@@ -39,7 +39,8 @@ def run_table(
     comm = context.communicator
     console = make_console(quiet=comm.rank != 0)
     shards = "1 shard" if comm.shards == 1 else f"{comm.shards} shards"
-    title = f"goodput, Gbit/s: {comm.size} ranks, {shards}, {comm.transport}, {asked.tensor_type}"
+    transport = carriers_text(comm.statistics().carried)  # of the last number of threads
+    title = f"goodput, Gbit/s: {comm.size} ranks, {shards}, {transport}, {asked.tensor_type}"
     table = Table(title=title, title_justify="left")
     table.add_column("elements", justify="right")
     for count in threads:

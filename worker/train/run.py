@@ -22,7 +22,7 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, make_folder, write_json, write_npy
-from omnireduce.printing import make_console
+from omnireduce.printing import carriers_text, make_console
 from omnireduce.progress import PlainProgress
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.worker.train.corpus import Corpus, load_corpus, source_files
@@ -70,7 +70,7 @@ def _train_and_verify(comm: Communicator, config: Config, against_mpi: bool, fol
     loss_before = mean_loss(ours.model, held_out)
     gradients = _train(comm, config, ours, over_mpi, folder, plain)
     return TrainingResult(
-        transport=comm.transport,
+        transport=carriers_text(comm.statistics().carried),
         world_size=comm.size,
         shards=comm.shards,
         train=config.train,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
@@ -56,6 +57,16 @@ class Channel:
     def received_bytes(self) -> int:
         host = self.machine.host
         return sum(each.counters.received_bytes for each in self.links) + (0 if host is None else host.received_bytes)
+
+    @property
+    def carried(self) -> Counter[str]:
+        """Bytes of messages and of blocks in memory, both ways, by what carried them."""
+        found, host = Counter[str](), self.machine.host
+        for link in self.links:
+            found[link.kind] += link.counters.message_bytes
+        if host is not None:
+            found["memory"] += host.sent_bytes + host.received_bytes
+        return found
 
     @property
     def shard_bytes(self) -> list[int]:

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,6 +33,7 @@ from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.refusals import settle
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join_beside
+from omnireduce.runtime.member.statistics import Statistics, statistics_of
 from omnireduce.runtime.member.ways import Member
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
@@ -42,17 +42,6 @@ from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello
 
 MOST_RANKS = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Totals of one worker since it joined. Bytes include framing; with shared memory they are what a wire would have
-    carried. `shard_bytes` are those exchanged with each shard, both ways."""
-
-    sent_bytes: int
-    received_bytes: int
-    collectives: int
-    shard_bytes: tuple[int, ...]
 
 
 class Communicator(FusedCollectives):
@@ -371,13 +360,7 @@ class Communicator(FusedCollectives):
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
-        channels = self._channels
-        return Statistics(
-            sum(each.sent_bytes for each in channels),
-            sum(each.received_bytes for each in channels),
-            sum(each.machine.submitted for each in channels),
-            tuple(sum(those) for those in zip(*(each.shard_bytes for each in channels), strict=True)),
-        )
+        return statistics_of(self._channels)
 
 
 def _telling(communicator: Communicator) -> Callable[[], None]:

@@ -1,0 +1,66 @@
+"""What carried the bytes of a benchmark: as its ranks have counted, and not as they were configured.
+
+    python -m benchmarks.carriers FILE ARGUMENTS...
+
+runs a Python file. The last line of its standard error says what carried its bytes.
+
+A transport that is configured may carry nothing: ranks of one host exchange in memory, unless that is turned off. So
+each row says what carried its bytes, and a benchmark that names a transport fails where another one carried.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omnireduce.printing import carriers_text
+from omnireduce.runtime.member import ending
+
+SAID = re.compile(r"^carried by (\S+)$", re.MULTILINE)
+NOTHING = carriers_text({})
+Carried = Mapping[str, int]  # bytes, by transport
+
+
+class Watch:
+    """The communicators that this process makes from now on."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._opened = ending.opened
+        ending.opened = self._remember  # which each communicator calls when it has joined
+
+    def _remember(self, communicator: Any) -> None:
+        if communicator not in self._seen:
+            self._seen.append(communicator)
+        self._opened(communicator)
+
+    def carried(self) -> Counter[str]:
+        """What they have carried so far."""
+        return together(each.statistics().carried for each in self._seen)
+
+
+def together(parts: Iterable[Carried]) -> Counter[str]:
+    """The sum of all."""
+    return sum(map(Counter, parts), Counter[str]())
+
+
+def wrong_carrier(expected: str, found: str) -> str:
+    """What is wrong where `expected`, such as "tcp" or "memory+tcp", should have carried all; empty if nothing is."""
+    return "" if found == expected else f"{found} carried the tensors, and not {expected}, as the benchmark says"
+
+
+def main() -> None:
+    watch = Watch()
+    del sys.argv[0]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        sys.stderr.write(f"\ncarried by {carriers_text(watch.carried())}\n")  # beside what the file prints
+
+
+if __name__ == "__main__":
+    main()

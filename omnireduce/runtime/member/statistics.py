@@ -1,0 +1,33 @@
+"""What a worker has moved, and by which transports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omnireduce.runtime.member.channel import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Totals of one worker since it joined. Bytes include framing; with shared memory they are what a wire would have
+    carried. `shard_bytes` are those exchanged with each shard, both ways. `carried` are those of tensors, both ways, by
+    what carried them: "memory", which ranks of one host share, "shm", "tcp", "verbs"."""
+
+    sent_bytes: int
+    received_bytes: int
+    collectives: int
+    shard_bytes: tuple[int, ...]
+    carried: Mapping[str, int]
+
+
+def statistics_of(channels: Sequence[Channel]) -> Statistics:
+    """Of all channels together."""
+    return Statistics(
+        sum(each.sent_bytes for each in channels),
+        sum(each.received_bytes for each in channels),
+        sum(each.machine.submitted for each in channels),
+        tuple(sum(those) for those in zip(*(each.shard_bytes for each in channels), strict=True)),
+        sum((each.carried for each in channels), Counter[str]()),
+    )

@@ -1,0 +1,96 @@
+"""What carried the bytes of a benchmark is counted, and a benchmark that says something else fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_cluster import ROOT, Daemon
+from transports import MEMORY, over
+
+from benchmarks.carriers import SAID, wrong_carrier
+from benchmarks.group import PeerError, service_group
+from omnireduce.printing import carriers_text
+
+CASE = {"elements": 4096, "density": 1.0, "overlap": "random", "distribution": "uniform", "block_size": 256, "seed": 1}
+ROUND = {"kind": "dense", "method": "allreduce", "check": True}
+
+
+@pytest.mark.parametrize(
+    ("carried", "text"),
+    [
+        ({}, "nothing"),
+        ({"tcp": 0}, "nothing"),
+        ({"tcp": 5, "shm": 0}, "tcp"),
+        ({"memory": 990, "tcp": 10}, "memory"),
+        ({"tcp": 500, "memory": 500}, "memory+tcp"),
+    ],
+)
+def test_a_word_for_what_carried_so_many_bytes(carried: dict[str, int], text: str) -> None:
+    assert carriers_text(carried) == text
+
+
+def test_what_is_wrong_with_a_carrier() -> None:
+    assert wrong_carrier("tcp", "tcp") == ""
+    assert wrong_carrier("verbs", "memory") == "memory carried the tensors, and not verbs, as the benchmark says"
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp", MEMORY])
+def test_ranks_say_what_carried_each_round(daemon: Daemon, tmp_path: Path, way: str) -> None:
+    with service_group(2, str(tmp_path), daemon.addresses, *over(way), carrier=way) as group:
+        group.tell(do="case", **CASE)
+        assert (group.carrier, sum(group.carried.values())) == ("nothing", 0)
+        for number in range(2):
+            group.tell(do="round", number=number, **ROUND)
+            assert list(+group.carried_last) == [way]
+            assert group.carried_last[way] >= 2 * 4096 * 4
+        assert group.carrier == way
+
+
+@pytest.mark.parametrize(("says", "sets"), [("verbs", ()), ("tcp", ("transport.kind=tcp",)), ("memory", over("tcp"))])
+def test_a_benchmark_that_measures_something_else_fails(
+    daemon: Daemon, tmp_path: Path, says: str, sets: tuple[str, ...]
+) -> None:
+    """As where ranks share memory, though a transport is configured."""
+    found = "tcp" if says == "memory" else "memory"
+    with service_group(2, str(tmp_path), daemon.addresses, *sets, carrier=says) as group:
+        group.tell(do="case", **CASE)
+        with pytest.raises(PeerError, match=f"service failed: {found} carried the tensors, and not {says}"):
+            group.tell(do="round", number=0, **ROUND)
+
+
+def test_a_benchmark_in_which_nothing_was_carried_fails(daemon: Daemon, tmp_path: Path) -> None:
+    """Unless there are only zeros."""
+    for density in (1.0, 0.0):
+        folder = tmp_path / f"{density}"
+        folder.mkdir()
+        group = service_group(2, str(folder), daemon.addresses, carrier=MEMORY)
+        group.tell(do="case", **CASE | {"density": density})
+        group.has_only_zeros = not density
+        if density:
+            with pytest.raises(PeerError, match="nothing carried the tensors, and not memory"), group:
+                pass
+        else:
+            with group:
+                group.tell(do="round", number=0, **ROUND)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [("1", "shm"), ("2", "memory")])
+def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, ranks: str, expected: str) -> None:
+    """Also of a communicator that is closed by then."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, numpy as np, omnireduce as omni\n"
+        "with omni.init() as comm: comm.allreduce(np.ones(1000))\n"
+        "print(*sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "omnireduce", "run", "-np", ranks, sys.executable]
+    done = subprocess.run(
+        [*command, "-m", "benchmarks.carriers", str(script), "a", "b"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (done.stdout, done.stderr))
+    assert said == ["a b"] * int(ranks)
+    assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), done.stderr
