@@ -12,6 +12,10 @@ PYTHON=.venv/bin/python
 SILENT=${RDMA_SILENT:-600}
 optional=${RDMA_OPTIONAL:-0}
 
+set -m # what runs in the background is a group of processes: all of it ends with this script
+log=$(mktemp)
+trap 'for group in $(jobs -p); do kill -- "-$group" 2>/dev/null || true; done; wait; rm -f "$log"' EXIT
+
 could_not_run() {
     printf '\n%s\n' '############################################################' \
         "# THE RDMA TESTS DID NOT RUN: $1" \
@@ -37,12 +41,14 @@ part() { # NAME, then the arguments of guests.py run
     return "$status"
 }
 
-tools/pyverbs.sh .venv || could_not_run 'no pyverbs (the reason is above)'
-"$PYTHON" tools/guests.py prepare || could_not_run 'no guest can be started (the reason is above)'
+tools/pyverbs.sh .venv </dev/null & # bash acts upon a signal while it waits, and not before a command in the foreground ends
+wait $! || could_not_run 'no pyverbs (the reason is above)'
+"$PYTHON" tools/guests.py prepare </dev/null &
+wait $! || could_not_run 'no guest can be started (the reason is above)'
 
-# Files that name the transports, or the fixture `config` of tests/runtime/conftest.py, which goes through them. To import
-# the others takes a minute, emulated.
-mapfile -t TESTS < <(grep -lE '\b(KINDS|WAYS|RDMA)\b|\bconfig: Config\b' tests/{runtime,cluster}/test_*.py)
+# Files that name the transports, or a fixture of tests/runtime/conftest.py that goes through them. To import the others
+# takes a minute, emulated.
+mapfile -t TESTS < <(grep -lE '\b(KINDS|WAYS|RDMA)\b|\b(config|by_shards): Config\b' tests/{runtime,cluster}/test_*.py)
 ((${#TESTS[@]})) || could_not_run 'no test file names the transports'
 TESTS=(tests/rdma tests/transport/test_conformance.py "${TESTS[@]}")
 # Of the suites that run over every transport, what is RDMA's: real queues only, and once what differs by types of
@@ -55,18 +61,12 @@ ONLY="$ONLY and not (test_stragglers or test_a_stopped_rank_is_the_one or test_a
 ONLY="$ONLY and not (($ONCE) and not (float32 or f4 or order-verbs))"
 # Nor has which call is urgent.
 ONLY="$ONLY and not (test_an_urgent_tensor and not verbs-small)"
-log=$(mktemp)
-two_guests() { # a second chance, said aloud, as in tests/rdma/one_node.sh
-    local command=(part 'two guests' --nodes 2 -- bash -c 'tests/rdma/two_nodes.sh && tests/rdma/tutorial.sh') status=0
-    "${command[@]}" || status=$?
-    [[ $status == 1 && -e $log ]] || return "$status" # not a failed step, or this script is ending
-    echo '== TWO GUESTS FAILED; again'
-    "${command[@]}" && echo '== PASSED, BUT ONLY WHEN REPEATED: see above why'
-}
-two_guests >"$log" 2>&1 &
-trap 'rm -f "$log"; pkill -TERM -P $! 2>/dev/null || true; wait' EXIT # its guests end with it
+ONE_GUEST=(env SLOWNESS=8 "$PYTHON" -m pytest -v --durations=12 -p no:cacheprovider "${TESTS[@]}" -k "$ONLY" "$@")
 failed=0
-part 'one guest' -- env SLOWNESS=8 tests/rdma/one_node.sh "${TESTS[@]}" -k "$ONLY" "$@" || failed=1
+part 'two guests' --nodes 2 -- bash -c 'tests/rdma/two_nodes.sh && tests/rdma/tutorial.sh' >"$log" 2>&1 &
+two_guests=$!
+part 'one guest' -- "${ONE_GUEST[@]}" &
 wait $! || failed=1
+wait $two_guests || failed=1
 cat "$log"
 exit $failed

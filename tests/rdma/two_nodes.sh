@@ -39,19 +39,20 @@ gid_index() { # NODE, its GIDs in order: where the one with an IPv4 address is; 
 }
 
 with_server() { # SERVER COMMAND -- CLIENT COMMAND: starts one on node2, then the other here as soon as that one listens
-    local server=() log=$WORK/server tries
+    local server=() log=$WORK/server end=$((SECONDS + LIMIT)) pid
     while [[ $1 != -- ]]; do server+=("$1"); shift; done
     shift
     ssh node2 timeout $LIMIT "${server[@]}" >"$log" 2>&1 &
-    for ((tries = 0; tries < 20; tries++)); do
-        if timeout $LIMIT "$@" >"$log.client" 2>&1; then
-            wait %% || fail "${server[*]} on node2 failed: $(cat "$log")"
-            cat "$log.client"
-            return
+    pid=$!
+    until timeout $LIMIT "$@" >"$log.client" 2>&1; do
+        # nothing but a server that does not listen yet is a reason to try again: it serves one client, and ends
+        if ! kill -0 $pid 2>/dev/null || ((SECONDS >= end)); then
+            fail "$*: $(tail -n 3 "$log.client"); node2 says: $(tail -n 3 "$log")"
         fi
         sleep 0.5
     done
-    fail "$*: failed $tries times: $(tail -n 3 "$log.client"); node2 says: $(tail -n 3 "$log")"
+    wait $pid || fail "${server[*]} on node2 failed: $(cat "$log")"
+    cat "$log.client"
 }
 
 ping -q -c 3 -i 0.2 -w 10 node2 >/dev/null || fail 'node1 cannot ping node2: compare ip addr on both'

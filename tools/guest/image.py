@@ -28,12 +28,15 @@ TOOLS = {
     "busybox": "busybox-static",
     "cpio": "cpio",
     "depmod": "kmod",
+    "hostname": "hostname",
     "rdma": "iproute2",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
+    "sysctl": "procps",
     "zstd": "zstd",
 }
 INIT = Path(__file__).resolve().parent / "init.sh"
+OF_NODES = INIT.parent.parent.parent / "vagrant" / "provision" / "packages.sh"  # what guests need: they have our files
 
 
 class CannotRunError(Exception):
@@ -61,16 +64,16 @@ def distribution() -> str:
 
 
 def check_tools() -> None:
+    """Raise CannotRunError with all packages that this machine or a guest would miss. A guest cannot install any."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     missing = [package for tool, package in TOOLS.items() if not shutil.which(tool, path=path)]
     busybox = shutil.which("busybox")
     if busybox and b"/ld-linux" in Path(busybox).read_bytes()[:4096]:  # the initramfs has no libraries
         missing.append("busybox-static")
+    missing += output_of(OF_NODES, "--missing").decode().split()
     if missing:
-        sudo = "" if os.geteuid() == 0 else "sudo "
-        raise CannotRunError(
-            f"missing: {' '.join(missing)}. Install with: {sudo}apt-get install -y {' '.join(missing)}"
-        )
+        names, sudo = " ".join(sorted(set(missing))), "" if os.geteuid() == 0 else "sudo "
+        raise CannotRunError(f"missing: {names}. Install with: {sudo}apt-get install -y {names}")
 
 
 def output_of(*command: str | Path, cwd: Path | None = None, data: bytes | None = None) -> bytes:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian and Ubuntu packages that a node needs, those of them that are missing. As root.
 #
-#   packages.sh
+#   packages.sh [--missing]     --missing: as any user; only print their names
 set -eu
 
 packages='make kmod iproute2 iputils-ping openssh-client openssh-server
@@ -18,6 +18,10 @@ done
 tree=$(dirname "$0")/../..
 [ -x "$tree/.venv/bin/python" ] || missing="$missing $("$tree/tools/venv.sh" --missing)"
 
+if [ "${1:-}" = --missing ]; then
+    echo "${missing# }"
+    exit
+fi
 if [ -z "${missing# }" ]; then
     echo 'packages: all there'
     exit
