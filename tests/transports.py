@@ -31,6 +31,11 @@ HOST_EXCHANGE = "transport.host_exchange"
 BY_SHARDS = f"{HOST_EXCHANGE}=off"  # all tensors, though the ranks could share memory
 
 
+def called(way: str) -> str:
+    """What a communicator calls that way."""
+    return "memory+shm" if way == MEMORY else way
+
+
 def over(way: str) -> tuple[str, ...]:
     """The settings that let a job's tensors go that way."""
     return (f"{HOST_EXCHANGE}=auto",) if way == MEMORY else (f"transport.kind={way}", BY_SHARDS)
