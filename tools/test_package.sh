@@ -77,12 +77,10 @@ beside() {
     say "an editable install, and a script beside the clone"
     mkdir "$work/home" && mv "$work/tree" "$work/home/omnireduce"
     "$work/build/bin/pip" install -q --no-deps --editable "$work/home/omnireduce"
-    echo 'import omnireduce, omnireduce.worker.cli; print(omnireduce.__version__)' >"$work/home/train.py"
+    echo 'import omnireduce, omnireduce.worker; print(omnireduce.__version__)' >"$work/home/train.py"
     (unset PYTHONSAFEPATH && cd / && "$work/build/bin/python" "$work/home/train.py" >/dev/null) || fail 'the clone hides the package'
 }
 
-# click alone is what the command line needs at its import
-"$work/build/bin/pip" install -q click msgspec toml numpy
 beside
 try "${found[0]}" "$sdist"
 for python in "${found[@]}"; do try "$python" "$wheel"; done
