@@ -49,7 +49,7 @@ import re, sys
 quickstart = open(sys.argv[1], encoding="utf-8").read().partition("## Quickstart")[2]
 print(re.search(r"```python\n(.*?)```", quickstart, re.S)[1])
 PY
-mkdir "$work/tests" && cp -r tests pyproject.toml "$work/tests"
+mkdir "$work/tests" && cp -r tests configs pyproject.toml "$work/tests"
 
 try() { # PYTHON, what to install
     local env=$work/env start=$SECONDS site
@@ -63,7 +63,7 @@ try() { # PYTHON, what to install
     for program in omnireduce omnireduce.aggregator omnireduce.worker; do
         "$env/bin/python" -m "$program" --help >/dev/null || fail "python -m $program"
     done
-    (cd tests && "$env/bin/python" -m pytest -q -p no:cacheprovider "${TESTS[@]}") || fail 'the tests'
+    (unset PYTHONSAFEPATH && cd tests && "$env/bin/python" -m pytest -q -p no:cacheprovider "${TESTS[@]}") || fail 'the tests'
     site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$env/bin/pip" uninstall -qy omnireduce
     [[ ! -e $site/omnireduce ]] || { find "$site/omnireduce" | head; fail 'pip uninstall leaves files'; }

@@ -25,6 +25,7 @@ PATIENCE_S = 10.0  # in which no kernel comes free: a process that has claimed o
 LOOK_S = 0.02  # between two looks whether a kernel is free: to compile one takes a second or more
 NOWHERE = -1
 Kernel = partial[Any]
+_compiled = set[str]()  # the lists that this process has compiled
 
 
 class BuiltIn(partial[Any]):
@@ -33,8 +34,12 @@ class BuiltIn(partial[Any]):
 
 
 def are_kept(kernels: Sequence[Kernel]) -> bool:
-    """Whether all of them have been compiled before, as their source is now."""
-    return not has_compiler() or kernel_files().has(_mark_of(kernels))
+    """Whether all of them have been compiled before, as their source is now: in this process, or by one that has kept
+    them."""
+    if not has_compiler():
+        return True
+    mark = _mark_of(kernels)
+    return mark in _compiled or kernel_files().has(mark)
 
 
 def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
@@ -62,6 +67,7 @@ def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
             if left and time.monotonic() - since > LOOK_S:
                 time.sleep(LOOK_S)
             is_patient = is_patient and time.monotonic() - since <= PATIENCE_S
+    _compiled.add(_mark_of(kernels))
     if not kernel_files().trouble:
         kernel_files().save(_mark_of(kernels), b"")
 

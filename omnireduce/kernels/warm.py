@@ -51,6 +51,11 @@ def warm_up_all(progress: Progress = _silent) -> None:
     make_ready([list(_of_worker()), list(_of_aggregator())], progress)
 
 
+def is_worker_warm(*, in_memory: bool = True) -> bool:
+    """Whether `warm_up_worker` has nothing to compile, as far as is known."""
+    return are_kept(list(_of_worker(in_memory)))
+
+
 def make_ready(lists: Sequence[Sequence[Kernel]], progress: Progress) -> None:
     """Call each kernel of `lists`. A thread calls `progress` meanwhile, if one is compiled, here or by another process:
     to load them is no news, however busy the machine is. Raises what `progress` raises."""

@@ -42,6 +42,17 @@ class Meeting(NamedTuple):
         return cls(hello.job, hello.launch, hello.formation)
 
 
+class Place(NamedTuple):
+    """The meeting of a team: what a worker of another one says does not count there."""
+
+    team: str
+    meeting: Meeting
+
+    @classmethod
+    def of(cls, hello: Hello) -> Place:
+        return cls(hello.team, Meeting.of(hello))
+
+
 class Standing(IntEnum):
     """What a worker is to an elastic job."""
 
@@ -129,6 +140,10 @@ class Gathering:
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
         self.held, self.since, self.changed_at = False, now, now
+
+    @property
+    def place(self) -> Place:
+        return Place.of(self.spec)
 
     @property
     def has_survivors(self) -> bool:

@@ -29,6 +29,12 @@ class Neighbours(NamedTuple):
         """The rank that exchanges the host's sums with this shard."""
         return self.ranks[shard % len(self.ranks)]
 
+    def can_be(self, rank: int, size: int) -> bool:
+        """Whether these can be the ranks of the host of `rank`, in a job of `size` ranks."""
+        ranks, host, hosts = self
+        ascend = all(low < high for low, high in zip(ranks, (*ranks[1:], size), strict=True))
+        return ascend and rank in ranks and host < hosts <= size and (hosts > 1 or len(ranks) == size)
+
 
 class Member(NamedTuple):
     """A rank as a shard, or a relay, sees it: the key of the relay below through which it comes, if it does, and its

@@ -256,6 +256,8 @@ class Joining:
         address = self._addresses[shard]
         if isinstance(message, Pending):
             visit.pending = message
+            if message.compiling and self._seat is None:
+                self._by = self._join_by = max(self._join_by, now + self._limit_s)
             if message.note and self._is_news(message.note):
                 yield Notice("rank_refused", f"aggregator {address}: {shown(message.note)}", shard)
         elif isinstance(message, Newcomers):
@@ -311,7 +313,7 @@ class Joining:
         if first.neighbours:
             neighbours = Neighbours(first.neighbours, first.host, first.hosts)
             shares_none = len(neighbours.ranks) > 1 and not self._hello.memory
-            if shares_none or not _is_possible(neighbours, rank, size):
+            if shares_none or not neighbours.can_be(rank, size):
                 error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
                 yield from self.failed(error, now)
                 return
@@ -377,15 +379,9 @@ class Joining:
         if not pending.missing:
             return f"the last generation of job '{self._hello.job}' to go, at aggregator {address}"
         names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
-        note = f" ({shown(pending.note)})" if pending.note else ""
+        compiles = f"the kernels of rank {', '.join(map(str, pending.compiling))} compile" if pending.compiling else ""
+        note = f" ({shown(pending.note) or compiles})" if pending.note or compiles else ""
         return f"rank {names} of job '{self._hello.job}' at aggregator {address}{note}"
-
-
-def _is_possible(neighbours: Neighbours, rank: int, size: int) -> bool:
-    """Whether these can be the ranks of the host of `rank`, in a job of `size` ranks."""
-    ranks, host, hosts = neighbours
-    ascend = all(low < high for low, high in zip(ranks, (*ranks[1:], size), strict=True))
-    return ascend and rank in ranks and host < hosts <= size and (hosts > 1 or len(ranks) == size)
 
 
 def unreachable(address: str, transport: str, reason: str) -> TransportError:

@@ -14,7 +14,7 @@ generation if that still runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
 
 import msgspec
@@ -22,17 +22,18 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEffect, Replace
-from omnireduce.protocol.allowance import beyond_allowance
 from omnireduce.protocol.announced import NEWS_S, Announced
+from omnireduce.protocol.compilers import Compilers
 from omnireduce.protocol.doomed import Doomed, dooms
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
-from omnireduce.protocol.hello_checks import difference, kin, malformed, of_another_team, taken
+from omnireduce.protocol.hello_checks import difference, malformed, of_another_team, taken
 from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.room import Room
 from omnireduce.protocol.running import Running
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
-from omnireduce.wire.control import Cause, Hello, Refused, other_version
+from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
 from omnireduce.wire.words import listed
 
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
@@ -52,6 +53,7 @@ class Membership:
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
         self._running: dict[int, Running] = {}
         self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
+        self._room, self._compilers = Room(limits, self._gathering, self._running, self._held), Compilers()
         self._next_generation = 1
         self._announced = Announced()
         self._doomed = Doomed(limits.join_timeout_s)
@@ -64,9 +66,9 @@ class Membership:
         if not self._gathering:  # as nearly always
             return self._announced.deadline
         waiting = self._gathering.values()
-        ends = [each.since + self._limits.join_timeout_s for each in waiting if not each.held]
-        ends += [each.told_at + NEWS_S for each in waiting if each.is_news]
-        ends += [at for each in waiting if not self._lacks_room(each) and (at := each.settles_at()) is not None]
+        ends = [self._ends_at(each) for each in waiting if not each.held]
+        ends += [each.told_at + NEWS_S for each in waiting if self._has_news(each)]
+        ends += [at for each in waiting if not self._room.lacks(each) and (at := each.settles_at()) is not None]
         ends += [at for at in (self._announced.deadline,) if at is not None]
         ends += [0.0] if any(each.untold for each in waiting) else []
         # a formation that replaces one may have waited for the room, whosever it was
@@ -84,11 +86,15 @@ class Membership:
             wrong, temporary = self._doomed.why(hello, now), False
         if not wrong:
             wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._gathering)
-        if not wrong:
+        if not wrong and not hello.compiling:
             wrong, temporary = self._objection(hello, meeting, standing, terms, going)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             yield from self._tell_of_refusal(meeting, hello, wrong, now)
+            return
+        if hello.compiling:
+            self._compilers.add(key, hello, now)
+            yield Answer(key, Pending([], 0))
             return
         yield from self._make_way(hello, meeting, standing, going, now)
         if meeting not in self._gathering:
@@ -99,7 +105,7 @@ class Membership:
         if self._may_start(gathering, now):
             yield self._admit(meeting)
         else:
-            yield Answer(key, gathering.pending())
+            yield Answer(key, self._pending(gathering, now))
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits for the same place in the same job; None when there is none."""
@@ -109,6 +115,9 @@ class Membership:
 
     def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
         """A connection that was not yet admitted is over, because of `cause`: nobody needs to know it here."""
+        place = self._compilers.remove(key)
+        if place is not None and place.meeting in self._gathering and self._gathering[place.meeting].place == place:
+            self._gathering[place.meeting].since = now  # time to join begins anew
         hello = self._waiting.pop(key, None)
         if hello is not None:
             meeting = Meeting.of(hello)
@@ -146,11 +155,11 @@ class Membership:
         for meeting, gathering in list(self._gathering.items()):
             if self._may_start(gathering, now):
                 yield self._admit(meeting)
-            elif not gathering.held and now - gathering.since >= limit_s:
+            elif not gathering.held and now >= self._ends_at(gathering):
                 yield from self._disband(meeting, gathering.too_late(limit_s), temporary=True)
             elif gathering.held and gathering.has_settled(now):
                 yield from self._replace(meeting, gathering, now)
-            elif gathering.untold or (gathering.is_news and now - gathering.told_at >= NEWS_S):
+            elif gathering.untold or (self._has_news(gathering) and now - gathering.told_at >= NEWS_S):
                 yield from self._tell_news(meeting, gathering, now)
 
     @property
@@ -182,11 +191,25 @@ class Membership:
         self.intake.close()
         for meeting in list(self._gathering):
             yield from self._disband(meeting, SHUTTING_DOWN, temporary=True)
+        for key in self._compilers.keys:
+            yield Answer(key, Refused(SHUTTING_DOWN, temporary=True))
 
     def close(self) -> None:
         """The shard ends. Nothing of this machine has to."""
 
     # gatherings
+
+    def _ends_at(self, gathering: Gathering) -> float:
+        """When its ranks have waited long enough for the others."""
+        return max(gathering.since, self._compilers.until(gathering.place)) + self._limits.join_timeout_s
+
+    def _has_news(self, gathering: Gathering) -> bool:
+        return gathering.is_news or self._compilers.until(gathering.place) > 0
+
+    def _pending(self, gathering: Gathering, now: float) -> Pending:
+        """What those who wait are told. Who is here compiles no more."""
+        compiling = [each for each in self._compilers.ranks(gathering.place, now) if each not in gathering.attendees]
+        return msgspec.structs.replace(gathering.pending(), compiling=compiling)
 
     def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
@@ -197,7 +220,7 @@ class Membership:
             last = self._running[generation].asked
         gathering = Gathering(
             hello, terms, since=now, told_at=now, changed_at=now,
-            held=generation is not None, expected=last, replaces=self._replaced_by(hello),
+            held=generation is not None, expected=last, replaces=self._room.replaced_by(hello),
         )  # fmt: skip
         gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
         for other in gathering.namesakes[:1]:
@@ -233,21 +256,7 @@ class Membership:
         self._has_freed_room |= bool(self._gathering)
 
     def _may_start(self, gathering: Gathering, now: float) -> bool:
-        return gathering.complete(now) and not self._lacks_room(gathering)
-
-    def _lacks_room(self, gathering: Gathering) -> bool:
-        """Whether the job has to wait until the generation that it replaces has given back its memory.
-
-        It need not wait where there is room for both. Room that is promised to others does not count: a job that
-        gathers, and replaces no other one, will want room of its own.
-        """
-        if gathering.replaces not in self._held:
-            return False
-        others = [each for each in self._gathering.values() if each is not gathering]
-        jobs = [each.spec for each in self._running.values()]
-        jobs += [each.spec for each in others if each.replaces not in self._running]
-        held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
-        return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
+        return gathering.complete(now) and not self._room.lacks(gathering)
 
     def _admit(self, meeting: Meeting) -> Admit:
         """Start a job with the workers that are here. Those who are left over wait for the next generation."""
@@ -279,7 +288,7 @@ class Membership:
         if not gathering.untold:
             gathering.told_at, gathering.is_news = now, False
             gathering.untold = {key: None for key, *_ in gathering.attendees.values()}
-        pending = gathering.pending()
+        pending = self._pending(gathering, now)
         for key in list(islice(gathering.untold, NEWS_AT_ONCE)):
             del gathering.untold[key]
             yield Answer(key, pending)
@@ -356,28 +365,8 @@ class Membership:
         wrong, temporary = self._conflict(hello, meeting, standing, going)
         here = self._gathering.get(meeting)
         stays = here is not None and len(here.attendees) > len(going)
-        full = "" if wrong or stays else self._no_room(hello, terms, here)
+        full = "" if wrong or stays else self._room.why_none(hello, terms, here)
         return wrong or full, temporary or bool(full) or standing is Standing.CLAIMANT
-
-    def _no_room(self, hello: Hello, terms: Terms, going: Gathering | None) -> str:
-        """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
-        leaving = self._replaced_by(hello, going)
-        gather = [each.spec for each in self._gathering.values() if each is not going]
-        jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
-        held = gather + [each for number, each in self._held.items() if number != leaving]
-        return self._too_much(hello, terms, jobs, held)
-
-    def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
-        """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""
-        return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
-
-    def _replaced_by(self, hello: Hello, going: Gathering | None = None) -> int | None:
-        """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
-        if not hello.smallest and not hello.formation:
-            return None
-        mine = [number for number, each in self._held.items() if kin(each) == kin(hello)]
-        last = max(mine, default=None)
-        return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
 
     def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str]) -> tuple[str, bool]:
         for running in self._running.values():

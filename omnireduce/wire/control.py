@@ -13,7 +13,7 @@ from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 RELAY_CHARACTERS = 255  # of the address of a relay
@@ -125,14 +125,18 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
     relays: _Relays = ()  # the addresses of the relays that have passed this on, the last one first
     relay: _RelayKey = b""  # what tells the last one from others: it sends one sum for all who come through it
+    compiling: bool = False  # a worker will say this hello on another connection, once its kernels are compiled
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why."""
+    """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why.
+    `compiling`: of which it is known that their kernels compile. While there are some, this is said once a second, and
+    nobody's time to join goes by."""
 
     missing: Annotated[list[int], msgspec.Meta(max_length=LISTED)]
     total_missing: int
     note: _Text = ""
+    compiling: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
 
 
 class Seat(msgspec.Struct, frozen=True):

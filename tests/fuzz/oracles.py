@@ -131,8 +131,8 @@ def control_is_proper(message: ControlMessage) -> bool:
     """Everything that has a length has a limit."""
     texts: list[str] = []
     if isinstance(message, Pending):
-        texts = [message.note]
-        return len(message.missing) <= 16 and all(len(text) <= 4096 for text in texts)
+        short = max(len(message.missing), len(message.compiling)) <= 16
+        return short and all(0 <= rank < 2**32 for rank in message.compiling) and len(message.note) <= 4096
     if isinstance(message, Refused):
         texts = [message.reason]
     if isinstance(message, Waiting):
@@ -155,7 +155,7 @@ def control_is_proper(message: ControlMessage) -> bool:
 def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
-        hello.version == 20
+        hello.version == 21
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255

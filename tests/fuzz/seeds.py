@@ -190,6 +190,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "valid-elastic": control(ELASTIC) + SESSION[len(control(HELLO)) :] + control(Leave()),
         "valid-formation": control(msgspec.structs.replace(HELLO, shard=1, shards=2, world_size=2, formation=7)),
         "valid-waits": control(msgspec.structs.replace(HELLO, world_size=2)),
+        "valid-compiles": control(msgspec.structs.replace(HELLO, world_size=2, compiling=True)),
         "valid-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
         + data(0, block_message([4, 13], 38, extra=FIRST)),
         "valid-runs-of-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))

@@ -90,6 +90,7 @@ EXPECTED = {
         "valid-elastic": "Goodbye",
         "valid-formation": "Pending",
         "valid-waits": "Pending",
+        "valid-compiles": "Pending",
         "valid-shard-1-of-2": "Welcome",
         "valid-runs-of-shard-1-of-2": "Welcome",
         "another-version": "Refused",

@@ -189,6 +189,24 @@ def test_who_is_missing_is_said_again_and_again_and_in_the_end() -> None:
     assert "after cluster.join_timeout_s = 30; were all workers started, with the same world size" in str(error)
 
 
+def test_ranks_whose_kernels_compile_are_waited_for_and_that_is_said() -> None:
+    joining = begun(shards=1)
+    list(joining.connected(0, NONCE, 0.0))
+    told(joining, 0, Pending([0, 3], 2))
+    said = list[str]()
+    for now in (20.0, 40.0, 60.0):
+        assert told(joining, 0, Pending([0, 3], 2, compiling=[3]), now=now) == []
+        said += [each.text for each in joining.timer(now)]  # type: ignore[union-attr]
+    where = "waiting for rank 0, 3 of job 'job' at aggregator a:0 (the kernels of rank 3 compile)"
+    assert said
+    assert all(each.startswith(where) for each in said)
+    told(joining, 0, Pending([0], 1), now=70.0)
+    assert joining.deadline is not None
+    assert not [each for each in joining.timer(89.9) if isinstance(each, Failed)]
+    error = failure(joining.timer(90.0))  # the last time that it was said was at 60 s
+    assert "still waiting for rank 0 of job 'job' at aggregator a:0 after cluster.join_timeout_s = 30" in str(error)
+
+
 def test_a_failure_behind_the_last_welcome_ends_it_all_the_same() -> None:
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))

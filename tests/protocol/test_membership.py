@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from omnireduce.config.security import Terms
 from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
+from omnireduce.protocol.compilers import COMPILING_S
 from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Membership
@@ -492,3 +493,73 @@ TestLife.settings = settings(max_examples=80, stateful_step_count=40)
 
 def test_member_name() -> None:
     assert member_name(hello(3, 4, host="node7", pid=12)) == "rank 3 (host node7, pid 12)"
+
+
+# ranks whose kernels compile
+
+
+def compile_as(membership: Membership, rank: int, now: float = 0.0, **changes: Any) -> list[Any]:
+    """Say as `rank`, from a connection named ("compiles", rank), that it will come."""
+    return list(membership.hello(("compiles", rank), hello(rank, 3, compiling=True, **changes), now))
+
+
+def test_time_does_not_go_by_while_kernels_compile() -> None:
+    membership, limit_s = Membership(LIMITS), LIMITS.join_timeout_s
+    assert compile_as(membership, 2) == [Answer(("compiles", 2), Pending([], 0))]
+    assert membership.gathers == 0
+    assert membership.deadline is None
+    assert join(membership, 0, world_size=3) == [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
+    for second in (1, 2, 3 * limit_s):  # said again and again
+        assert membership.deadline <= second  # type: ignore[operator]
+        told = [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
+        assert list(membership.expire(second)) == told
+    membership.gone(("compiles", 2), 3 * limit_s)
+    assert join(membership, 2, world_size=3, now=3 * limit_s) == [Answer(("job", 2), Pending([1], 1))]
+    assert not [each for each in membership.expire(4 * limit_s - 0.5) if isinstance(each.message, Refused)]  # type: ignore[union-attr]
+    late = list(membership.expire(4 * limit_s))
+    assert {each.key for each in late} == {("job", 0), ("job", 2)}  # type: ignore[union-attr]
+    assert all(isinstance(each.message, Refused) for each in late)  # type: ignore[union-attr]
+
+
+def test_a_rank_that_compiles_for_too_long_is_waited_for_no_more() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0, world_size=3)
+    compile_as(membership, 1, now=10.0)
+    assert not refused(membership.expire(10.0 + COMPILING_S))
+    assert refused(membership.expire(10.0 + COMPILING_S + LIMITS.join_timeout_s)) == [("job", 0)]
+    membership.gone(("compiles", 1), 1e6)
+
+
+def refused(effects: Iterable[MembershipEffect]) -> list[Hashable]:
+    return [each.key for each in effects if isinstance(each, Answer) and isinstance(each.message, Refused)]
+
+
+@pytest.mark.parametrize("changes", [{"team": "other"}, {"job": "other"}, {"launch": "other"}])
+def test_others_that_compile_keep_nobody_waiting(changes: dict[str, str]) -> None:
+    membership = Membership(LIMITS)
+    compile_as(membership, 1, **changes)
+    (answer,) = join(membership, 0, world_size=3)
+    assert answer.message.compiling == []
+    assert refused(membership.expire(LIMITS.join_timeout_s)) == [("job", 0)]
+
+
+def test_a_job_starts_though_the_connection_of_a_rank_that_compiled_is_still_there() -> None:
+    membership = Membership(LIMITS)
+    compile_as(membership, 1)
+    join(membership, 0, 2, world_size=3)
+    (admit,) = join(membership, 1, world_size=3)
+    assert admit.keys == [("job", 0), ("job", 1), ("job", 2)]
+    membership.gone(("compiles", 1), 1.0)
+
+
+def test_who_compiles_is_told_at_once_that_it_cannot_join() -> None:
+    membership = Membership(LIMITS)
+    assert "rank 5 of 3 does not exist" in refusal(compile_as(membership, 5))
+    list(membership.turn_away())
+    assert "shutting down" in refusal(compile_as(membership, 1))
+
+
+def test_who_compiles_is_told_when_the_aggregator_stops() -> None:
+    membership = Membership(LIMITS)
+    compile_as(membership, 1)
+    assert refused(membership.turn_away()) == [("compiles", 1)]

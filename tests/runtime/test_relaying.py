@@ -402,3 +402,21 @@ def test_a_relay_that_drains_admits_nobody() -> None:
     assert isinstance(heard(third)[-1], Lost)
     assert isinstance(heard(first)[-1], Lost)
     assert bench.is_empty()
+
+
+def test_a_relay_passes_on_that_kernels_compile() -> None:
+    """Who said so may join beside that connection."""
+    bench = Bench()
+    bench.come(1, compiling=True)
+    link = bench.connect()
+    (message,) = heard(link)
+    assert isinstance(message, Hello)
+    assert (message.compiling, message.relays) == (True, (NAME,))
+    assert bench.relaying.rival(hello(1)) is None
+    assert [(each.joined, each.missing) for each in bench.relaying.gathering(0.0)] == [(0, [])]
+    bench._take(bench.relaying.hello("itself", hello(1), bench.now))
+    assert bench.relaying.rival(hello(1)) == "itself"
+    bench.say(bench.connect(), Pending([0], 1, compiling=[2]))
+    assert [each.message for each in bench.effects if isinstance(each, Answer)] == [Pending([0], 1, compiling=[2])]
+    bench.relaying.gone("worker 1", 0.0)
+    assert [type(each) for each in heard(link)] == [Leave, Lost]

@@ -17,12 +17,13 @@ from msgspec.structs import replace
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
+from omnireduce.kernels.warm import Progress
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
-from omnireduce.runtime.member.compiling import make_kernels_ready, progress_of
+from omnireduce.runtime.member.compiling import make_kernels_ready, progress_of, say_trouble, tell_aggregators
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.fused import FusedCollectives
@@ -123,15 +124,22 @@ class Communicator(FusedCollectives):
         self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
         try:
             progress = progress_of(rank, self._log)
-            make_kernels_ready(config, progress, self._log, is_first=0 in (rank, self.local_rank))
-            if self._embedded is not None:
-                self.config = self._embedded.meet(progress)
-                self._own_secret = self._embedded.secret
-            self._hello = self._make_hello()
+            make_kernels_ready(
+                config, progress, lambda: self._meet(progress),
+                lambda over: tell_aggregators(self.config, self._hello, self._own_secret, over),
+            )  # fmt: skip
+            say_trouble(self._log, is_first=0 in (rank, self.local_rank))
             self._form(self._hello, None if _parent is None else _parent._engine)
         except BaseException:
             self._end_embedded()
             raise
+
+    def _meet(self, progress: Progress) -> None:
+        """Find out where the aggregators are, and what to say to them."""
+        if self._embedded is not None:
+            self.config = self._embedded.meet(progress)
+            self._own_secret = self._embedded.secret
+        self._hello = self._make_hello()
 
     def _make_hello(self) -> Hello:
         config, rank, size = self.config, self.rank, self._largest

@@ -140,7 +140,8 @@ class Relaying:
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits for the same place in the same job; None when there is none."""
         waiting = self._gathering.get(Meeting.of(hello), {}).values()
-        return next((each.key for each in waiting if each.hello.rank == hello.rank), None)
+        mine = hello.rank, hello.compiling
+        return next((each.key for each in waiting if (each.hello.rank, each.hello.compiling) == mine), None)
 
     def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
         """A connection that was not yet admitted is over, because of `cause`."""

@@ -48,9 +48,10 @@ def seated(hello: Hello, welcome: Welcome) -> Hello:
 
 def status_of(visitors: Sequence[Visitor], now: float) -> JobStatus:
     """A job that gathers, of which these workers are here."""
-    first = visitors[0]
+    here = [each for each in visitors if not each.hello.compiling]
+    first = (here or visitors)[0]
     return JobStatus(
         name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,
-        world_size=first.hello.world_size, joined=len(visitors), missing=first.pending.missing,
+        world_size=first.hello.world_size, joined=len(here), missing=first.pending.missing,
         age_s=now - first.since, upstream=first.address,
     )  # fmt: skip

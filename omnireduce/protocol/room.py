@@ -1,0 +1,57 @@
+"""Whether a shard has room for one more job beside those that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from omnireduce.config.security import Terms
+from omnireduce.protocol.allowance import beyond_allowance
+from omnireduce.protocol.gathering import Gathering, Meeting
+from omnireduce.protocol.hello_checks import kin
+from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.running import Running
+from omnireduce.wire.control import Hello
+
+
+class Room:
+    """It looks at the jobs of a membership: those that gather and run, and `held`, whose memory is not given back."""
+
+    def __init__(
+        self, limits: Limits, gathering: Mapping[Meeting, Gathering], running: Mapping[int, Running],
+        held: Mapping[int, Hello],
+    ) -> None:  # fmt: skip
+        self._limits, self._gathering, self._running, self._held = limits, gathering, running, held
+
+    def lacks(self, gathering: Gathering) -> bool:
+        """Whether the job has to wait until the generation that it replaces has given back its memory.
+
+        It need not wait where there is room for both. Room that is promised to others does not count: a job that
+        gathers, and replaces no other one, will want room of its own.
+        """
+        if gathering.replaces not in self._held:
+            return False
+        others = [each for each in self._gathering.values() if each is not gathering]
+        jobs = [each.spec for each in self._running.values()]
+        jobs += [each.spec for each in others if each.replaces not in self._running]
+        held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
+        return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
+
+    def why_none(self, hello: Hello, terms: Terms, going: Gathering | None) -> str:
+        """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
+        leaving = self.replaced_by(hello, going)
+        gather = [each.spec for each in self._gathering.values() if each is not going]
+        jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
+        held = gather + [each for number, each in self._held.items() if number != leaving]
+        return self._too_much(hello, terms, jobs, held)
+
+    def replaced_by(self, hello: Hello, going: Gathering | None = None) -> int | None:
+        """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
+        if not hello.smallest and not hello.formation:
+            return None
+        mine = [number for number, each in self._held.items() if kin(each) == kin(hello)]
+        last = max(mine, default=None)
+        return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
+
+    def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+        """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""
+        return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
