@@ -47,6 +47,7 @@ RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the
 LONGEST_PAUSE_S = 2.0
 SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
 MOST_SAID = 400  # characters of an error that the other ranks are told
+NEWS_LATE_S = 5.0  # in which that a rank compiles, which is said once a second, is said again
 QUIET_S = 2.0  # an attempt, or a wait for a proof, that takes longer tells something
 
 
@@ -257,7 +258,7 @@ class Joining:
         if isinstance(message, Pending):
             visit.pending = message
             if message.compiling and self._seat is None:
-                self._by = self._join_by = max(self._join_by, now + self._limit_s)
+                self._by = self._join_by = max(self._join_by, now + max(self._limit_s, NEWS_LATE_S))
             if message.note and self._is_news(message.note):
                 yield Notice("rank_refused", f"aggregator {address}: {shown(message.note)}", shard)
         elif isinstance(message, Newcomers):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually, unique_job
 
+from omnireduce.config import Config
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.member import compiling
 from omnireduce.runtime.member.communicator import Communicator
@@ -43,29 +45,53 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Daemon:
-    with Daemon(2, LIMIT[1]) as found:
-        yield found  # type: ignore[misc]
+def impatient() -> Iterator[Daemon]:
+    with Daemon(2, LIMIT[1], "log.level=debug") as found:
+        yield found
 
 
-@pytest.mark.parametrize(("embedded", "cold"), [(False, 0), (True, 0), (True, 1)])
-def test_nobody_is_refused_while_kernels_compile(
-    compiler: Compiler, impatient: Daemon, caplog: pytest.LogCaptureFixture, embedded: bool, cold: int
-) -> None:
-    job, config = unique_job(), configured(impatient.addresses, *LIMIT)
-    if embedded:  # the rest of the time is for its start
-        config = configured([], f"cluster.join_timeout_s={READY_S}", LIMIT[1])
+def summed(config: Config, rank: int, job: str) -> float:
+    with Communicator(config, rank=rank, size=2, job=job) as comm:
+        return float(comm.allreduce(np.ones(3, np.float32))[0])
+
+
+def compiled(compiler: Compiler, config: Config, job: str, when: Callable[[], None]) -> Ranks:
+    """Rank 1 compiles, and then rank 0 comes, `when` it may."""
 
     def run(rank: int) -> float:
-        if rank == cold:
+        if rank:
             compiler.begin()
-        with Communicator(config, rank=rank, size=2, job=job) as comm:
-            return float(comm.allreduce(np.ones(3, np.float32))[0])
+        else:
+            when()
+        return summed(config, rank, job)
 
-    ranks = Ranks(2, run)
-    said = f"(the kernels of rank {cold} compile) since 4 s"  # four times as long as the limit
+    return Ranks(2, run)
+
+
+def test_nobody_is_refused_while_kernels_compile(
+    compiler: Compiler, impatient: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = unique_job()
+
+    def both_shards_know() -> None:
+        assert eventually(lambda: impatient.log.count(f"job={job} ") == 2), impatient.log
+
+    ranks = compiled(compiler, configured(impatient.addresses, *LIMIT), job, both_shards_know)
+    said = "(the kernels of rank 1 compile) since 4 s"  # four times as long as the limit
     try:
         assert eventually(lambda: said in caplog.text, READY_S), caplog.text
+    finally:
+        compiler.is_done.set()
+    assert ranks.results(READY_S) == [2.0, 2.0]
+
+
+def test_ranks_of_an_aggregator_of_their_own_wait_for_one_that_compiles(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configured([], f"cluster.join_timeout_s={READY_S}", "aggregator.join_timeout_s=3")
+    ranks = compiled(compiler, config, unique_job(), lambda: None)
+    try:
+        assert eventually(lambda: "(the kernels of rank 1 compile) since 4 s" in caplog.text, READY_S), caplog.text
     finally:
         compiler.is_done.set()
     assert ranks.results(READY_S) == [2.0, 2.0]

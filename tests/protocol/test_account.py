@@ -107,7 +107,7 @@ def test_totals_stay_where_integers_end() -> None:
     collective(bench, 0, [0, 1], 0.0)
     assert (account.traffic.rank_blocks, account.traffic.blocks) == (MOST, BLOCKS)
     report._ended.add(account.traffic)
-    page = report.page(StatusRequest(PROTOCOL_VERSION), [], [], 0)
+    page = report.page(StatusRequest(PROTOCOL_VERSION), [], [], connections=0)
     assert decode_control(encode_control(page)) == page
     assert isinstance(page, Status)
     assert page.traffic.rank_blocks == MOST
