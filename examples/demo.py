@@ -25,7 +25,7 @@ STOP_S = 20
 SEARCH_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 OWN = {name: shutil.which(name, path=SEARCH_PATH) or name for name in ("omnireduce", "mpirun")}
 
-AGGREGATOR = "omnireduce aggregator --config configs/local.toml --listen 127.0.0.1:0"
+AGGREGATOR = "omnireduce aggregator --config configs/local.toml --listen localhost:0"
 TRAIN = "mpirun -n 2 omnireduce train --config configs/local.toml"
 BENCH = "mpirun -n 2 omnireduce bench --config configs/local.toml --against mpi"
 

@@ -1,7 +1,7 @@
 """A training that loses a rank and gets one, and takes each sample of each epoch exactly once.
 
-    omnireduce aggregator --listen 127.0.0.1:7400
-    export OMNIREDUCE_CLUSTER_AGGREGATORS=127.0.0.1:7400 OMNIREDUCE_CLUSTER_JOB=demo OMNIREDUCE_ELASTIC_ENABLED=true
+    omnireduce aggregator --listen localhost:7400
+    export OMNIREDUCE_CLUSTER_AGGREGATORS=localhost:7400 OMNIREDUCE_CLUSTER_JOB=demo OMNIREDUCE_ELASTIC_ENABLED=true
     RANK=0 WORLD_SIZE=2 python torch_elastic.py & RANK=1 WORLD_SIZE=2 python torch_elastic.py
     (kill one of them with kill -9, and start it again)
 

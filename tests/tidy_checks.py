@@ -105,6 +105,8 @@ JIT = "omnireduce.kernels.jit"
 COMPILER = (JIT, "omnireduce.kernels.instructions")  # where the compiler can be turned off
 PATHS = "omnireduce.files.paths"
 OF_PATHS = ("abspath", "cwd", "expanduser", "expandvars", "getcwd")
+ADDRESSES = "omnireduce.addresses"
+OF_ADDRESSES = ("AF_INET", "AF_INET6", "getaddrinfo", "gethostbyname", "create_connection", "create_server")
 HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "needle")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -337,6 +339,16 @@ def check_paths(module: str, source: str) -> list[str]:
     ]
 
 
+def check_addresses(module: str, source: str) -> list[str]:
+    if module == ADDRESSES:
+        return []
+    return [
+        f"{module}:{node.lineno}: {node.attr}: hosts are looked up and connected to in one way, by {ADDRESSES}"
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.Attribute) and node.attr in OF_ADDRESSES
+    ]
+
+
 Check = Callable[[str, str], list[str]]
 MODULE_CHECKS: tuple[Check, ...] = (
     check_placed,
@@ -349,5 +361,6 @@ MODULE_CHECKS: tuple[Check, ...] = (
     check_no_print,
     check_paths,
     check_articles,
+    check_addresses,
 )
 FILE_CHECKS: tuple[Check, ...] = (check_no_marker, check_no_machine_path)
