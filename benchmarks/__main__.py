@@ -8,8 +8,8 @@ summary.json which targets are met.
 `threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
 select, `elements` what it takes to sum single elements, `replay` what it gains to exchange gradients while layers
 compute, `queue` what it costs to submit by name, `updates` what it gains to update weights on the shards, `overlap`
-what it gains to reduce a product while it is computed, `frameworks` what a step of Needle gains, `plan` how near
-predictions come.
+what it gains to reduce a product while it is computed, `inputs` what it costs to compare what programs are given,
+`frameworks` what a step of Needle gains, `plan` how near predictions come.
 """
 
 from __future__ import annotations

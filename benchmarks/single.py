@@ -13,6 +13,7 @@ from benchmarks.elements import RATE as SLOW
 from benchmarks.elements import measure as measure_elements
 from benchmarks.frameworks import measure as measure_frameworks
 from benchmarks.group import PeerError
+from benchmarks.inputs import measure as measure_inputs
 from benchmarks.overlap import RATE as AS_LONG
 from benchmarks.overlap import measure as measure_overlap
 from benchmarks.queues import measure as measure_queues
@@ -107,6 +108,14 @@ def overlap(turns: int, rate: str) -> None:
 
 @click.command()
 @click.option("--turns", type=click.IntRange(1), default=15, show_default=True)
+def inputs(turns: int) -> None:
+    """Time runs of a program whose ranks compare what they give it, against runs that do not, in memory and over TCP.
+    Exit status 3 when it costs more than it should."""
+    _expect_met(measure_inputs, turns)
+
+
+@click.command()
+@click.option("--turns", type=click.IntRange(1), default=15, show_default=True)
 def frameworks(turns: int) -> None:
     """Time the averages of a step of Needle, against Needle's own way: parameter by parameter, over MPI. Exit status 3
     when they are not twice as fast."""
@@ -125,4 +134,4 @@ def _expect_met(measure: Callable[[Console, int], bool], turns: int) -> None:
         sys.exit(3)
 
 
-SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates, overlap, frameworks)
+SINGLE = (urgent, threads, codecs, selectors, elements, replay, queue, updates, overlap, inputs, frameworks)

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.kernels.checksum import LANES, mix_words
 from omnireduce.kernels.claims import BuiltIn, Kernel, are_kept, in_turn
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
@@ -130,6 +131,7 @@ def _of_worker(in_memory: bool = True) -> Iterator[Kernel]:
     unchanged = np.zeros(1, np.bool_)
     yield partial(admit_marked, index, 0, 0, 1, 0, 1, 1, index.copy(), unchanged)
     yield partial(scatter_blocks, words, words.copy(), index, unchanged, False)
+    yield partial(mix_words, words[0], np.zeros(LANES, np.uint64))
     if in_memory:
         yield from _of_host()
 

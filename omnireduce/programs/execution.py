@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import Constant, Expression
+from omnireduce.programs.expressions import Constant, Expression, Input
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, compute
@@ -38,6 +38,11 @@ class Execution:
     def value(self, node: Expression) -> Array:
         """What this rank has of an expression that has been evaluated."""
         return node.array if isinstance(node, Constant) else self._values[node]
+
+    @property
+    def inputs(self) -> list[tuple[Input, Array]]:
+        """What this rank has been given, before anything is evaluated."""
+        return [(each, array) for each, array in self._values.items() if isinstance(each, Input)]
 
     def put(self, node: Expression, array: Array) -> None:
         """`node` has been evaluated."""

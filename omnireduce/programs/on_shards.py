@@ -20,12 +20,13 @@ from omnireduce.block_program import (
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
+from omnireduce.programs.inputs import given_alike
 from omnireduce.programs.lowering import Lowered, lowered
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.phases import Phase
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
-from omnireduce.runtime.member.alike import together
+from omnireduce.runtime.member.alike import check_alike, together
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
@@ -53,13 +54,14 @@ class OnShards:
     `fuse_into` makes it.
 
     `values`: by name this rank's arrays of all tensors but the one that is reduced: of Sliced ones its part. They are
-    sent to the shards; a Replicated one is that of rank 0, and -0.0 may become 0.0. The array of the tensor that gets
-    the result is written in each run. Blocks that are zero on all ranks are computed, too, unless `lazy`: then what is
-    kept for them stays as it is. `name` tells it from others of `comm` (empty: that of the pipeline). All ranks call
-    all methods in the same order. Close it in the end.
+    sent to the shards, where -0.0 may become 0.0. The array of the tensor that gets the result is written in each run.
+    Blocks that are zero on all ranks are computed, too, unless `lazy`: then what is kept for them stays as it is.
+    `name` tells it from others of `comm` (empty: that of the pipeline). All ranks call all methods in the same order.
+    Close it in the end.
 
-    Raises UsageError for a program that shards cannot run, and says why; for values that do not fit; RefusedError where
-    shards have no room; otherwise what `Communicator.create_group` raises.
+    Raises UsageError for a program that shards cannot run, and says why; for values that do not fit, and on all ranks
+    for Replicated ones that differ; RefusedError where shards have no room; otherwise what `Communicator.create_group`
+    raises.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class OnShards:
         self._given = given_in_runs(pipeline, self._lowered)
         name = name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name)
         arrays = together(comm, f"{name}.values", lambda: self._placed(comm, values))
+        alike = given_alike(pipeline, self._seat.sizes, arrays.items())
+        check_alike(comm, [("lazy", str(lazy)), *alike], f"{name}.inputs")
         self._group = comm.create_group(
             name=name,
             state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),

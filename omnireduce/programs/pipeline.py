@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -173,6 +175,14 @@ class Pipeline:
         outputs = [name if name == self.names[each] else f"{name} = {self.names[each]}" for name, each in pairs]
         return program_text(self.name, self.inputs, outputs, self.stages, self.names)
 
+    @cached_property
+    def digest(self) -> str:
+        """What tells it from other programs, and from other schedules: how many stages it has, and a checksum."""
+        at = {node: f"#{number}" for number, node in enumerate(self.nodes)}
+        whole = [str(self), *(each.text([at[operand] for operand in each.operands]) for each in self.nodes)]
+        text = hashlib.blake2b("\n".join(whole).encode(errors="backslashreplace"), digest_size=8).hexdigest()
+        return f"{len(self.stages)} stages, checksum {text}"
+
     def print(self, file: TextIO | None = None) -> None:
         """Write the program to `file`, by default standard output: one line for each stage, with type and layout."""
         (sys.stdout if file is None else file).write(f"{self}\n")
@@ -190,11 +200,11 @@ class Pipeline:
 
         return interpret(self, values, ranks)
 
-    def run(self, comm: Communicator, values: Mapping[str, Any]) -> dict[str, Array]:
+    def run(self, comm: Communicator, values: Mapping[str, Any], *, compare: bool = True) -> dict[str, Array]:
         """Run the program on this rank, as all ranks of `comm` do: see `runner.run`."""
         from omnireduce.programs.runner import run
 
-        return run(self, comm, values)
+        return run(self, comm, values, compare=compare)
 
     def on_shards(
         self, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False, name: str = ""

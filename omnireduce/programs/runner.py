@@ -14,6 +14,7 @@ from omnireduce.programs.communication import Send
 from omnireduce.programs.execution import Execution
 from omnireduce.programs.expressions import Expression
 from omnireduce.programs.fused_all_reduce import run_fused_all_reduce
+from omnireduce.programs.inputs import given_alike
 from omnireduce.programs.operations import Update
 from omnireduce.programs.overlapped import run_overlapped
 from omnireduce.programs.passes import run_fused
@@ -21,11 +22,12 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, bound_sizes, check_names, input_value, sizes_in
 from omnireduce.programs.ranks import Ranks, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
+from omnireduce.runtime.member.alike import Comparison
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
 
-def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> dict[str, Array]:
+def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, compare: bool = True) -> dict[str, Array]:
     """Run `pipeline` on this rank, as all ranks of `comm` do.
 
     `values`: for each input by its name a number or this rank's array, of a Sliced tensor its part; also the sizes that
@@ -33,19 +35,28 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any]) -> di
     the arrays that were given, which are what is returned for them. They get them all at the end: where this raises,
     all of them are as before.
 
+    `compare`: ranks compare what all must have alike: the program, sizes, numbers and Replicated tensors. That costs a
+    read of these tensors, and 8 bytes beside the first exchange. All ranks say the same.
+
     A program for several groups of ranks divides the job into so many of equal size, in the order of ranks. A rank
     gives, and gets, what is in its group.
 
-    Raises UsageError for values that do not fit and for a job that cannot be divided so; otherwise what the collectives
-    raise.
+    Raises UsageError for values that do not fit, on all ranks for those that differ and should not, and for a job that
+    cannot be divided so; otherwise what the collectives raise.
     """
     size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
     meeting = meeting_of(comm)
     own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
     with told_to_others(comm if pipeline.groups == 1 else meeting):
         execution, arrays = _begun(pipeline, comm, own, size, values)
+        comparison = None
+        if compare and size > 1:
+            alike = given_alike(pipeline, execution.seat.sizes, execution.inputs)
+            comparison = Comparison(own.comm, alike, own.named("inputs"))
         _run_stages(execution)
     execution.finish()
+    if comparison is not None:
+        comparison.settle()
     _commit(arrays, {each: execution.value(each) for each in arrays})
     return {
         name: arrays[each] if isinstance(each, Update) else execution.value(each)

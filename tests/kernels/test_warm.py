@@ -24,20 +24,20 @@ PROGRAM = """
 import numpy as np
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.descriptor import describe
-from omnireduce.kernels import exchange, pack, scatter
+from omnireduce.kernels import checksum, exchange, pack, scatter
 from omnireduce.kernels.merge import admit_marked
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.layout import Layout
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.exchange import HostExchange, region_bytes
-from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.operands import DenseTensor, as_writable
 from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.arguments import combine_duplicates
 
 KERNELS = [
     pack._pack_run, pack.pack_blocks, pack.deal_rows, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows,
-    admit_marked,
+    admit_marked, checksum.mix_words,
     exchange.run, exchange.run_with_rows,
 ]
 host = HostExchange(np.zeros((1, region_bytes(2, 4096)), np.uint8), 0, ["rank 0"], 2, 4096)
@@ -57,6 +57,7 @@ for element in ELEMENT_TYPES.values():
         x = np.ones(64, element.dtype)
         values = np.ones((3, 8), element.dtype)
         x.flags.writeable = values.flags.writeable = not is_read_only
+        checksum.checksum(as_writable(x))
         layout = Layout(64, 8, 1, 1)
         size = 8 * element.dtype.itemsize
         for target in [np.ones(64, element.dtype), *([] if is_read_only else [x])]:

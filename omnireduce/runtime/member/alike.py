@@ -11,10 +11,12 @@ import msgspec
 import numpy as np
 
 from omnireduce.errors import UsageError
+from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import reason_of, told
 
 T = TypeVar("T")
+DIGEST_BYTES = 8
 
 
 def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
@@ -34,18 +36,37 @@ def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
     return found[0]
 
 
+class Comparison:
+    """Whether all ranks of `comm` have the same. Each says what it is, and what it has of it: `own`.
+
+    It starts an exchange of 8 bytes, a checksum, beside whatever the ranks exchange until one calls `settle`. `name`:
+    of the collective.
+    """
+
+    def __init__(self, comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
+        self._comm, self._own, self._name = comm, own, name
+        digest = hashlib.blake2b(msgspec.json.encode(own), digest_size=DIGEST_BYTES).digest()
+        self._handle = comm._start(
+            calls.all_parts, np.frombuffer(digest, np.uint8), name
+        )  # needs no thread to drive it
+
+    def settle(self) -> None:
+        """Raises UsageError on all ranks, with the first difference, unless all have the same; otherwise what the
+        exchange raises."""
+        digests = self._handle.wait()
+        if (digests == digests[0]).all():
+            return
+        first, *others = self._comm.allgather_object([list(each) for each in self._own], name=self._name)
+        for rank, theirs in enumerate(others, 1):
+            for mine, other in zip_longest(first, theirs):
+                if mine != other:
+                    raise told(UsageError(_difference(mine, other, rank)))
+
+
 def check_alike(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
     """All ranks call this with what it is, and what this rank has of it. Raises UsageError on all of them, with the
     first difference, unless all have the same. `name`: of the collective."""
-    digest = hashlib.sha256(msgspec.json.encode(own)).digest()
-    digests = comm.allgather(np.frombuffer(digest, np.uint8), name=name)
-    if (digests == digests[0]).all():
-        return
-    first, *others = comm.allgather_object([list(each) for each in own], name=name)
-    for rank, theirs in enumerate(others, 1):
-        for mine, other in zip_longest(first, theirs):
-            if mine != other:
-                raise told(UsageError(_difference(mine, other, rank)))
+    Comparison(comm, own, name).settle()
 
 
 def _difference(first: Sequence[str] | None, other: Sequence[str] | None, rank: int) -> str:

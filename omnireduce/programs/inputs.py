@@ -1,0 +1,31 @@
+"""What all ranks give a program alike. A run compares it, beside its first exchange, by a checksum of 8 bytes.
+
+Numbers, and Replicated tensors, are believed to be the same on all ranks: what is computed from them is not exchanged.
+Ranks that differ in them would go on with different weights. In a program for several groups, the ranks of a group
+compare theirs: a group does not wait for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.checksum import checksum
+from omnireduce.programs.expressions import Input
+from omnireduce.programs.layouts import Layout
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.placement import Sizes
+from omnireduce.protocol.operands import as_writable
+
+
+def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
+    """What must be alike, for `check_alike`: the program, sizes, numbers and Replicated tensors."""
+    inputs = [(each.name, _said(array)) for each, array in given if each.type.layout is Layout.REPLICATED]
+    return [("the program", pipeline.digest), *((each.name, str(size)) for each, size in sizes.items()), *inputs]
+
+
+def _said(array: Array) -> str:
+    """A number, or what tells one tensor from another."""
+    if not array.shape:
+        return str(array[()])
+    return f"{array.dtype}{list(array.shape)}, checksum {checksum(as_writable(array)).hex()}"
