@@ -246,7 +246,7 @@ def free_address(ports: int = 1) -> str:
 
 def here(line: str, port: str) -> str:
     """The line as a test can run it: at a port of its own, and until the aggregator is ready."""
-    line = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1):7400\b", rf"\1:{port}", line)
+    line = re.sub(r"(^|[\s=])((?:127\.0\.0\.1|localhost)?):7400\b", rf"\1\2:{port}", line)
     ready = r'\1 > ready & exec 3< ready; read -r said <&3; echo "$said"; [[ $said == ready* ]]'
     line = re.sub(r"^(omnireduce aggregator\b[^#&]*)&?\s*(#.*)?$", ready, line)
     return f"{STOPPED}; {line}" if line.startswith("omnireduce trace") else line  # a shard writes when a job has ended

@@ -291,7 +291,7 @@ cli.main()
     ("value", "status", "expected"),
     [
         ("nowhere", 2, '--set: metrics.listen: got "nowhere", expected "HOST:PORT"'),
-        ("192.0.2.1:9464", 1, "cannot listen on 192.0.2.1:9464 for metrics: "),
+        ("192.0.2.1:9464", 1, "metrics.listen: cannot listen on 192.0.2.1:9464: 192.0.2.1 is no address of this host"),
     ],
 )
 def test_an_address_that_cannot_be(value: str, status: int, expected: str) -> None:

@@ -136,7 +136,7 @@ def test_graces_own_order() -> None:
     assert torch.allclose(net.weight, torch.tensor([[0, -1.0]]))
     with pytest.raises(UsageError, match="combines gradients already"):
         hvd.DistributedOptimizer(optimizer, grc)
-    said = r"grace is a OfAnotherPackage; .* derives from omnireduce\.compression\.grace\.Communicator"
+    said = r"grace is an OfAnotherPackage; .* derives from omnireduce\.compression\.grace\.Communicator"
     with pytest.raises(UsageError, match=said):
         hvd.DistributedOptimizer(torch.optim.SGD(net.parameters()), OfAnotherPackage(), net.named_parameters())
 

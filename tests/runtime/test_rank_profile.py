@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
         Communicator(nobody, rank=0, size=1)
 
 
-@pytest.mark.parametrize(("value", "profile"), [("1", "1"), ("0", "0"), ("", ""), ("some/folder", "some/folder")])
+@pytest.mark.parametrize(("value", "profile"), [("1", "1"), ("0", "0"), ("", ""), ("/some/folder", "/some/folder")])
 def test_the_variable(value: str, profile: str) -> None:
     assert load_config(environ={"OMNIREDUCE_PROFILE": value}).trace.profile == profile
 

@@ -20,7 +20,6 @@ from local_cluster import WAIT_S, Daemon, Process, configured, eventually, run_j
 from tensors import sparse
 from transports import KINDS, MEMORY, over
 
-from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.shard_stream import ShardStream
@@ -31,6 +30,7 @@ from omnireduce.transport.base import Link
 from omnireduce.transport.inproc import InprocLink, pair
 
 BLOCK = 256
+QUOTA = "omnireduce.runtime.member.threads.quota"
 
 
 def links(count: int, local: int = 0) -> list[Link]:
@@ -67,14 +67,14 @@ def count_of(pool: Threads | None) -> int:
 def test_a_rank_has_its_share_of_the_processors(
     monkeypatch: pytest.MonkeyPatch, wanted: int, cores: int, shards: int, local: int, neighbours: int, threads: int
 ) -> None:
-    monkeypatch.setattr(processors, "LIMIT", Path("/nowhere"))
+    monkeypatch.setattr(QUOTA, lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert count_of(threads_for(wanted, links(shards, local), neighbours)) == threads
 
 
 def test_ranks_that_share_no_memory_are_known_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(processors, "LIMIT", Path("/nowhere"))
+    monkeypatch.setattr(QUOTA, lambda: None)
     found = []
     for here in ("4", "2", "nonsense"):
         for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": here}.items():
@@ -83,15 +83,13 @@ def test_ranks_that_share_no_memory_are_known_from_the_launcher(monkeypatch: pyt
     assert found == [2, 4, MOST_BY_ITSELF]
 
 
-def test_a_quota_is_a_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    monkeypatch.setattr(processors, "LIMIT", limit)
+@pytest.mark.parametrize(("quota", "expected"), [(None, MOST_BY_ITSELF), (4.5, 2), (0.5, 1)])
+def test_a_quota_is_a_share_of_the_processors(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
+) -> None:
+    monkeypatch.setattr(QUOTA, lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    found = []
-    for text in ("max 100000", "450000 100000", "50000 100000", "nonsense"):
-        limit.write_text(text)
-        found.append(count_of(threads_for(0, links(8), 1)))
-    assert found == [MOST_BY_ITSELF, 2, 1, MOST_BY_ITSELF]
+    assert count_of(threads_for(0, links(8), 1)) == expected
 
 
 @pytest.fixture
@@ -256,7 +254,7 @@ def test_no_room_for_threads(monkeypatch: pytest.MonkeyPatch, wanted: int, ends:
 
     monkeypatch.setattr(threading.Thread, "start", full)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(processors, "LIMIT", Path("/nowhere"))
+    monkeypatch.setattr(QUOTA, lambda: None)
     if ends:
         with pytest.raises(BlockingIOError, match=r"no room for 3 threads; set transport\.threads = 1"):
             threads_for(wanted, links(3), 1)
