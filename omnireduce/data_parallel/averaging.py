@@ -14,7 +14,7 @@ own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,16 +28,17 @@ from omnireduce.runtime.member.communicator import Communicator
 
 COPIED_BYTES = 3 << 18  # the largest gradient that is copied
 MEAN: Op = "mean"
+Terms = Callable[[], Sequence[tuple[str, str]]]
 GRADIENTS, WHICH, PARAMETERS = "gradients", "which gradients there are", "parameters of the optimizer"
 
 
 class Averaging:
-    """Means over all ranks of gradients like these `parts`, whose names appear in errors. `terms`: names and values of
-    what else all ranks must have alike."""
+    """Means over all ranks of gradients like these `parts`, whose names appear in errors. `terms`: gives names and
+    values of what else all ranks must have alike, when they exchange first in a job."""
 
-    def __init__(self, names: Sequence[str], parts: Sequence[Part], terms: Sequence[tuple[str, str]] = ()) -> None:
-        self._parts = parts
-        self._alike = [*terms, *((name, str(each)) for name, each in zip(names, parts, strict=True))]
+    def __init__(self, names: Sequence[str], parts: Sequence[Part], terms: Terms = tuple) -> None:
+        self._parts, self._terms = parts, terms
+        self._own_parts = [(name, str(each)) for name, each in zip(names, parts, strict=True)]
         self._formation: object = None  # of the job, in which ranks have agreed
         self._own: list[bool] = []  # which gradients this rank had when they did
         self._travelling = _Bundle(parts, [], 1)  # those that some rank had
@@ -55,7 +56,7 @@ class Averaging:
             return found
         has = [each is not None for each in own]
         if comm.formation is not self._formation:
-            check_alike(comm, self._alike, PARAMETERS)
+            check_alike(comm, [*self._terms(), *self._own_parts], PARAMETERS)
             self._agree(comm, has)
             self._formation = comm.formation
             self._travelling.exchange(comm, found)

@@ -18,6 +18,8 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
 OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
+# What optimizers call what all ranks must have alike
+NUMBERS = ("lr", "learning_rate", "rate", "momentum", "weight_decay", "beta1", "beta2", "betas", "eps")
 
 
 class DistributedOptimizer:
@@ -32,7 +34,8 @@ class DistributedOptimizer:
     Each parameter has its gradient in `grad`, an array of its shape, or None. Averages are written into the memory of
     the gradients. Where parameters are arrays, which have no such attribute, `step` takes the gradients, and hands
     their averages on to `opt.step`: in the same lists, tuples and dicts as the parameters. A gradient that is missing
-    on some ranks counts as zeros there; one that is missing on all stays missing.
+    on some ranks counts as zeros there; one that is missing on all stays missing. At the first step in a job ranks
+    compare their parameters, the kind of `opt` and its numbers, such as `lr`: all get a UsageError where they differ.
 
     Raises UsageError for an optimizer without `step` or without parameters.
     """
@@ -61,8 +64,7 @@ class DistributedOptimizer:
         self._names = [name for name, _ in self._named]
         values = [self._adapter.read(each) for _, each in self._named]
         self._parts = [Part(each.dtype, each.shape) for each in values]
-        terms = [("loader", "none" if loader is None else "given")]
-        self._averaging = Averaging(self._names, self._parts, terms)
+        self._averaging = Averaging(self._names, self._parts, self._terms)
 
     def __getattr__(self, name: str) -> Any:
         if name in OWN:  # not set yet: a copy is being made
@@ -74,6 +76,18 @@ class DistributedOptimizer:
             object.__setattr__(self, name, value)
         else:
             setattr(self.opt, name, value)
+
+    def _terms(self) -> list[tuple[str, str]]:
+        """What all ranks must have alike, beside parameters: with other numbers weights would drift apart."""
+        numbers, kinds = (
+            [(name, getattr(self.opt, name, None)) for name in NUMBERS],
+            (int, float, np.number, tuple, list),
+        )
+        return [
+            ("loader", "none" if self._loader is None else "given"),
+            ("optimizer", type(self.opt).__name__),
+            *((name, str(value) if isinstance(value, kinds) else "nothing") for name, value in numbers),
+        ]
 
     def step(self, *gradients: Any) -> Any:
         """Average the gradients, and let the optimizer take its step; return what it returns. All ranks call this

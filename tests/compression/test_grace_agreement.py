@@ -88,8 +88,8 @@ def test_a_rank_that_is_a_step_ahead(daemon: Daemon) -> None:
 class Negated(grace.Compressor):
     """Of the user's own. What ranks keep beside may differ."""
 
-    def __init__(self, kept: int) -> None:
-        super().__init__()
+    def __init__(self, kept: int, average: bool = True) -> None:
+        super().__init__(average)
         self.kept = kept
 
     def compress(self, tensor: Any, name: str) -> tuple[list[Any], None]:
@@ -110,6 +110,13 @@ def test_classes_of_the_users_own(daemon: Daemon) -> None:
         grace.Allgather(kind(0), grace.NoneMemory(), comm=comm).step(np.ones(4, np.float32), "w")
 
     expect_both(errors_of(daemon, BY_SHARDS, step), f"{__name__}.Negated", f"{__name__}.Plain")
+
+    def one_average(comm: Communicator) -> None:
+        """Each rank divides by itself."""
+        made = grace.Allgather(Plain(0, average=comm.rank == 0), grace.NoneMemory(), comm=comm)
+        made.step(np.ones(4, np.float32), "w")
+
+    expect_both(errors_of(daemon, BY_SHARDS, one_average), "Plain(average=True)", "Plain(average=False)")
 
     def run(comm: Communicator) -> list[float]:
         made = grace.Allgather(Negated(comm.rank), grace.NoneMemory(), comm=comm)

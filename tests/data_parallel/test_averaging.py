@@ -127,7 +127,7 @@ def test_ranks_with_other_parameters_or_terms_are_told_so(daemon: Daemon) -> Non
         others, told = [Part(np.dtype(np.float32), (3,)), Part(np.dtype(np.float32), (4 + comm.rank,))], []
         for parts, loader in ((others, "none"), (PARTS[:2], "none" if comm.rank else "given")):
             with pytest.raises(UsageError) as raised:
-                Averaging(["a", "b"], parts, [("loader", loader)]).average([None, None], comm)
+                Averaging(["a", "b"], parts, lambda loader=loader: [("loader", loader)]).average([None, None], comm)
             told.append(str(raised.value))
         return told
 

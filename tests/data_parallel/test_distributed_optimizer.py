@@ -178,6 +178,33 @@ def test_what_is_no_plain_data_of_a_state_stays(daemon: Daemon) -> None:
     assert on_ranks(daemon, run) == [(1, 1, [1, 1], {("a", 1): 1})] * SIZE
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rate": 0.25}, "'rate' differs between ranks: rank 0 has 0.5, rank 2 has 0.25; expected the same on all"),
+        ({"betas": (0.9, 0.99)}, "'betas' differs between ranks: rank 0 has nothing, rank 2 has (0.9, 0.99); expected"),
+    ],
+)
+def test_optimizers_with_other_numbers_are_told_before_weights_drift_apart(
+    daemon: Daemon, change: dict[str, Any], told: str
+) -> None:
+    """Their numbers count as they are at the first step. What else they hold may differ."""
+
+    def run(comm: Communicator) -> str:
+        opt = Descent([np.ones(3, np.float32)])
+        distributed = DistributedOptimizer(opt, comm=comm)
+        vars(opt).update({"seconds": float(comm.rank)}, **(change if comm.rank == 2 else {}))
+        with pytest.raises(UsageError) as raised:
+            distributed.step([np.ones(3, np.float32)])
+        assert opt.taken is None
+        vars(opt).pop("betas", None)
+        opt.rate = 0.5
+        distributed.step([np.ones(3, np.float32)])
+        return str(raised.value)
+
+    assert all(each.startswith(told) for each in on_ranks(daemon, run))
+
+
 def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[str]:
         found = []

@@ -61,9 +61,9 @@ class Compressor(ABC):
         return sum(tensors)
 
     def agreed(self, name: str) -> str:
-        """What all ranks must have alike to read each other's tensors of this gradient, in words: the class. Ranks that
-        differ get an error that has both."""
-        return f"{type(self).__module__}.{type(self).__qualname__}"
+        """What all ranks must have alike to make the same of each other's tensors of this gradient, in words: the
+        class, and whether there is an average. Ranks that differ get an error that has both."""
+        return f"{type(self).__module__}.{type(self).__qualname__}(average={self.average})"
 
     def take_back(self, name: str) -> None:  # noqa: B027  most keep nothing
         """What `compress` made last of this gradient was not sent: undo what it has changed here."""
