@@ -30,12 +30,17 @@ from omnireduce.torch.tensors import DEVICES
 from omnireduce.torch.work import NO_LIMIT, told_to_torch
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of torch that uses gloo."""
+def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of torch that uses gloo, which is reached at this address of this host. Empty: gloo chooses."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    if address:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(address)], timeout
+        gloo = dist.ProcessGroupGloo(store, rank, size, options)
+    else:
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
     for device in DEVICES:
         group._register_backend(torch.device(device), kind, gloo)
     return group

@@ -31,6 +31,7 @@ from omnireduce.torch.forms import (
     scatter_forms,
 )
 from omnireduce.torch.gloo import Movement, Movements, gloo_group
+from omnireduce.torch.interfaces import address_for_gloo, said_of_host
 from omnireduce.torch.job import Job
 from omnireduce.torch.meeting import meet
 from omnireduce.torch.messages import Messages
@@ -78,8 +79,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._description = rank, size, "", ""
         if rank == 0 and not dist.is_initialized() and is_torchs_own(store):
             keep(store)
-        met = meet(store, rank, size, "", timeout)
-        self._gloo = gloo_group(dist.PrefixStore(met.key, store), rank, size, timeout)
+        met = meet(store, rank, size, said_of_host(store), timeout)
+        self._gloo = gloo_group(dist.PrefixStore(met.key, store), rank, size, address_for_gloo(met.said), timeout)
         self._job = Job(self._gloo, timeout)
         self._completion = Completion()
         self._movements, self._messages = Movements(self._job, self._completion), Messages(self._gloo)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from omnireduce.addresses import ANYWHERE, connect, is_loopback, listen
+from omnireduce.addresses import ANYWHERE, Address, connect, host_of, is_loopback, listen, where_to_listen
 from omnireduce.blame import from_a_handler
 from omnireduce.logs import tagged
 from omnireduce.protocol.reminders import Reminders
@@ -88,7 +88,7 @@ class _Meeting:
 
     def _serve(self, size: int, timeout: timedelta) -> dist.TCPStore:
         store = dist.TCPStore(
-            self._place.address, self._port, size,
+            where_to_listen(self._place.address).host, self._port, size,
             is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
         keep(store)
@@ -107,9 +107,8 @@ class _Meeting:
                 log.warning("%s since %.0f s", what, waited_s, extra=tagged("waiting_for_ranks"))
             for port in self._place.ports:
                 there = _asked(self._place, port, wait_s)
-                if there:
-                    address = self._place.address
-                    return dist.TCPStore(address, there, None, is_master=False, timeout=timeout, wait_for_workers=False)
+                if there is not None:
+                    return dist.TCPStore(*there, None, is_master=False, timeout=timeout, wait_for_workers=False)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             time.sleep(PAUSE_S)
         raise dist.DistNetworkError(
@@ -141,19 +140,19 @@ def _tell(signpost: socket.socket, text: bytes) -> None:
             guest.sendall(text)
 
 
-def _asked(place: Place, port: int, wait_s: float) -> int:
-    """Where the signpost at this port says that the store is. 0 where there is none: what else listens may say
-    anything, or nothing."""
+def _asked(place: Place, port: int, wait_s: float) -> Address | None:
+    """Where the signpost at this port says that the store is, at the address of the host that has answered. None where
+    there is no signpost: what else listens may say anything, or nothing."""
     try:
         with connect(place.address, port, wait_s) as found, found.makefile("rb") as stream:
-            said = stream.readline(LONGEST)
+            said, host = stream.readline(LONGEST), host_of(found.getpeername())
     except OSError as error:
         if from_a_handler(error):
             raise
-        return 0
+        return None
     last = said.rpartition(b" ")[2].strip()
     there = int(last) if last.isdigit() and len(last) <= len("65535") else 0
-    return there if there < 1 << 16 and said == _text(place, there) else 0
+    return Address(host, there) if there < 1 << 16 and said == _text(place, there) else None
 
 
 _kept: dist.Store | None = None

@@ -26,6 +26,15 @@ with omni.init() as comm:
     words = [f"{total:g}", *comm.config.cluster.aggregators, os.environ.get("MASTER_ADDR", "")]
     os.write(1, (" ".join(words) + "\\n").encode())
 """
+TORCH = """
+import torch, torch.distributed as dist
+import omnireduce.torch
+dist.init_process_group("omnireduce")
+ranks = [torch.zeros(1) for _ in range(2)]
+dist.all_gather(ranks, torch.ones(1) * dist.get_rank())
+assert ranks == [0, 1]
+dist.destroy_process_group()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +79,8 @@ def told(text: str, ranks: int) -> tuple[str, str]:
 def test_ranks_of_one_host(hosts: list[Host], options: list[str]) -> None:
     if "torchrun" in options:
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
-    done = run("-np", "2", *options, *python(CODE), prefix=hosts[0].prefix, PATH=PATH)
+    code = TORCH + CODE if "torchrun" in options else CODE
+    done = run("-np", "2", *options, *python(code), prefix=hosts[0].prefix, PATH=PATH)
     assert done.returncode == 0, done.stderr
     aggregator = "localhost" if "--aggregators" in options else loopback_of(hosts[0])
     assert told(done.stdout, 2) == (aggregator, loopback_of(hosts[0]))
