@@ -55,6 +55,24 @@ def test_a_rank_that_ends_before_it_joins_a_group_is_named(daemon: Daemon) -> No
     assert found[0].startswith("rank 1 (")
 
 
+def test_ranks_that_name_other_ranks_are_told(daemon: Daemon) -> None:
+    """Each is a rank of a group of two, and they would meet."""
+
+    def run(comm: Communicator) -> str:
+        if comm.rank == 2:
+            return ""
+        with pytest.raises(UsageError) as told:
+            comm.create_group([0, 1] if comm.rank == 0 else [2, 1], name="pair")
+        with comm.create_group([0, 1], name="pair") as group:
+            assert group.allreduce(np.ones(3))[0] == 2
+        return str(told.value)
+
+    differ = (
+        "'ranks of the group' differs between ranks: rank 0 has [0, 1], rank 1 has [2, 1]; expected the same on all"
+    )
+    assert run_job(configured(daemon.addresses), 3, run) == [f"{differ} ranks"] * 2 + [""]
+
+
 def test_what_cannot_be(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         for ranks, told in (

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member import calls
-from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import reason_of, told
+
+if TYPE_CHECKING:
+    from omnireduce.runtime.member.communicator import Communicator
 
 T = TypeVar("T")
 DIGEST_BYTES = 8

@@ -21,6 +21,7 @@ from omnireduce.kernels.warm import Progress
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
+from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
 from omnireduce.runtime.member.compiling import make_kernels_ready, progress_of, say_trouble, tell_aggregators
@@ -186,7 +187,8 @@ class Communicator(FusedCollectives):
         has it. It ends with this one, and with `reform`. It knows nothing of `protocol.urgent_bytes` and `elastic`.
         `state_bytes` is its `protocol.state_bytes`.
 
-        Raises UsageError for ranks or a name that cannot be, or without this rank; otherwise what construction raises.
+        Raises UsageError for ranks or a name that cannot be, or without this rank, and on all ranks that meet where
+        they name other ranks; otherwise what construction raises.
         """
         ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
         check_group(ranks, self.rank, self.size, name, [each._name_in_parent for each in self._groups])
@@ -196,6 +198,11 @@ class Communicator(FusedCollectives):
         found._name_in_parent, found._on_shutdown = name, self._groups.discard
         self._groups.add(found)
         found._pictures.follow(self._pictures)
+        try:
+            check_alike(found, [("ranks of the group", str(list(ranks)))], "")
+        except BaseException:
+            found.shutdown()
+            raise
         return found
 
     def take_over(self) -> None:
