@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.carriers import SAID
+from benchmarks.cases import MEMORY
 from benchmarks.environments import ROOT
 from omnireduce.errors import UsageError
 from omnireduce.extras import install
@@ -151,6 +152,8 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
                 program = ["-m", "benchmarks.carriers", str(_file(run, folder))]
                 said, errors = _output([*start, *program, str(epochs), *run.words], run)
                 carriers[run].update(SAID.findall(errors))
+                if run.schedule == ON_SHARDS and carriers[run] == {MEMORY}:
+                    raise UsageError(f"{run.program}, {run.schedule}: memory carried all tensors, and nothing a shard")
                 for elements, stage, ms in parsed(said, run):
                     found.setdefault((run, elements, stage), []).append(ms)
     rows = [

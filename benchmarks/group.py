@@ -186,7 +186,7 @@ def mpi_group(name: str, size: int, folder: str, transport: str) -> Group:
         environ = MPICH_OVER_TCP if name == "mpich" else {}
     rank = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, name), "{}"]
     command = [str(python.parent / "mpirun"), *options, "-n", str(size), *rank]
-    return Group(name, size, [command], folder, environ)
+    return Group(name, size, [command], folder, environ, carrier="tcp" if transport == "tcp" else "")
 
 
 def gloo_group(size: int, folder: str, prefixes: Prefixes = (), interface: str = "lo") -> Group:
@@ -197,7 +197,7 @@ def gloo_group(size: int, folder: str, prefixes: Prefixes = (), interface: str =
         options = {"rank": rank, "size": size, "interface": interface, "store": f"file://{folder}/gloo-store"}
         command = [python, "-m", "benchmarks.rank", "gloo", socket_path(folder, "gloo"), json.dumps(options)]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
-    return Group("gloo", size, commands, folder)
+    return Group("gloo", size, commands, folder, carrier="tcp")
 
 
 def service_group(

@@ -51,4 +51,4 @@ def openmpi_between(of_ranks: Sequence[Host], folder: str, interface: str) -> Gr
     ]
     program = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, NAME), "{}"]
     mpirun = [str(python.parent / "mpirun"), *options, *program]
-    return Group(NAME, len(of_ranks), [[*first.prefix, *WITH_NAME, first.name, *mpirun]], folder)
+    return Group(NAME, len(of_ranks), [[*first.prefix, *WITH_NAME, first.name, *mpirun]], folder, carrier="tcp")

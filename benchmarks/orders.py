@@ -17,8 +17,8 @@ def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> No
     """Follow the controller at the Unix socket `path` until it closes the connection.
 
     `start` gets ready, and returns this process's rank and the orders that it takes, by name. Each answer also says
-    which bytes were carried meanwhile, by what. An exception, of `start` too, is told to the controller and then ends
-    the process.
+    which bytes were carried meanwhile, by what: those of omnireduce, unless the order says it itself. An exception, of
+    `start` too, is told to the controller and then ends the process.
     """
     with socket.socket(socket.AF_UNIX) as controller:
         controller.connect(path)
@@ -36,7 +36,7 @@ def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> No
             for line in lines:
                 order, before = json.loads(line), watch.carried()
                 answer = orders[order.pop("do")](**order)
-                say(**answer, carried=watch.carried() - before)
+                say(**{"carried": watch.carried() - before} | answer)
         except Exception as error:
             say(error=f"{type(error).__name__}: {error}")
             raise

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.cases import Case
-from benchmarks.contest import OURS, Measured, Result
+from benchmarks.contest import OURS, SCAN, Measured, Result
 from benchmarks.memory import Memory
 from benchmarks.targets import Verdict, memory_verdicts, verdicts
 from omnireduce.files.output import write_json
@@ -99,7 +99,7 @@ def _row(measured: Measured, result: Result) -> Row:
         "shard_bytes": result.shard_bytes or None,
         "cpu_s_per_gb": float(np.median(result.cpu_s)) / (nbytes / 1e9),
         "peak_mib": result.peak_mib,
-        "carried_by": carriers_text(result.carried) if result.up else None,
+        "carried_by": carriers_text(result.carried) if result.label != SCAN else None,
         "wrong": result.wrong,
     }
 

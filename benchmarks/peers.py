@@ -30,6 +30,7 @@ class Peer(ABC):
     size: int
     dense: dict[str, Dense]
     rows: dict[str, Rows]
+    counted: tuple[str, ...] = ()  # the methods of which it counts itself what carries their bytes
 
     @abstractmethod
     def barrier(self) -> None:
@@ -43,6 +44,8 @@ class Peer(ABC):
 class Service(Peer):
     """omnireduce, and two bounds. `scan` only reads the tensor, block by block: what no sparse exchange can save.
     `carry` only takes it up and down again over TCP: see `benchmarks.loopback`."""
+
+    counted = ("allreduce", "scan")
 
     def __init__(self, options: dict[str, Any]) -> None:
         import omnireduce as omni

@@ -88,6 +88,7 @@ def show_plans(console: Console, found: Sequence[Compared]) -> None:
     """A table of both, and which are near enough."""
     table = Table(box=None)
     table.add_column("between shaped links")
+    table.add_column("carried by")
     for title in ("ms", "predicted", "ratio", "processor ms", "predicted", "ratio"):
         table.add_column(title, justify="right")
     for each in found:
@@ -96,6 +97,6 @@ def show_plans(console: Console, found: Sequence[Compared]) -> None:
             (each.processor_ms, each.prediction.processor_s * 1e3),
         ]
         cells = [(f"{measured:.4g}", f"{guess:.4g}", f"{guess / measured:.2f}") for measured, guess in pairs]
-        table.add_row(each.name, *cells[0], *cells[1])
+        table.add_row(each.name, each.row.get("carried_by", ""), *cells[0], *cells[1])
     console.print(table, "")
     show_verdicts(console, [each.verdict for each in found])

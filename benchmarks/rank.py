@@ -3,7 +3,8 @@
     python -m benchmarks.rank PEER SOCKET OPTIONS
 
 The controller says `case` (which data) or `round` (fill, barrier, exchange, check). The answer to a round is what it
-took on this rank: seconds of each exchange, processor seconds and bytes of one, wrong elements.
+took on this rank: seconds of each exchange, processor seconds and bytes of one, wrong elements. Of what does not count
+its bytes, such as MPI, it also says what the sockets have received.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.carriers import NO_SOCKET, tcp_bytes
 from benchmarks.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.peers import FACTORIES, Peer
@@ -56,6 +58,7 @@ class Rank:
         before_mib = memory_mib("VmRSS")
         peer.barrier()
         before, processor_s, seconds = peer.wire_bytes(), 0.0, list[float]()
+        received = tcp_bytes()
         for _ in range(repeats):
             if repeats > 1:
                 self._tensor[:] = again
@@ -64,7 +67,9 @@ class Rank:
             seconds.append(time.perf_counter() - start)
             processor_s += time.process_time() - processor
         wire_bytes, peak_mib = peer.wire_bytes() - before, memory_mib("VmHWM")
-        return {
+        received = tcp_bytes() - received
+        others = {} if method in peer.counted else {"carried": {"tcp": received} if received else {NO_SOCKET: 1}}
+        return others | {
             "seconds": seconds,
             "cpu": processor_s / repeats,
             "wire_bytes": (wire_bytes // repeats).tolist(),

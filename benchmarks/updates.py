@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import omnireduce as omni
+from benchmarks.carriers import wrong_carrier
+from benchmarks.cases import MEMORY
 from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.orders import Order, serve
 from benchmarks.outcomes import show_verdicts
@@ -49,6 +51,7 @@ LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 DENSE_TARGET, SPARSE_TARGET, EMBEDDING_TARGET = 1.15, 3.0, 2.0
 SHARDED, DDP = "row-wise Adagrad on the shards", "DDP over gloo, SparseAdam"
 WORDS, WIDTH, LOOKED_UP = 200_000, 64, 16384
+CARRIERS = {FUSED: "shm", CLIPPED: "shm", SHARDED: "shm"} | dict.fromkeys(OTHERS, MEMORY)
 TOLERANCE = 1e-4  # of weights after some steps of 1e-3
 
 
@@ -226,7 +229,7 @@ def measure(console: Console, turns: int) -> bool:
 
 def _medians(group: Group, ways: tuple[str, ...], turns: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Of each way what the slowest rank said, the median of all turns, where the first two warm up; and what carried
-    its bytes."""
+    its bytes. Raises PeerError where that is not what should."""
     carried = {way: Counter[str]() for way in ways}
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(turns + 2):
@@ -236,7 +239,11 @@ def _medians(group: Group, ways: tuple[str, ...], turns: int) -> tuple[dict[str,
     medians = {
         way: {key: float(np.median([row[key] for row in found[2:]])) for key in found[0]} for way, found in rows.items()
     }
-    return medians, {way: carriers_text(each) for way, each in carried.items()}
+    carriers = {way: carriers_text(each) for way, each in carried.items()}
+    for way, found in carriers.items():
+        if way in CARRIERS and (wrong := wrong_carrier(CARRIERS[way], found)):
+            raise PeerError("updates", f"failed: {way}: {wrong}")
+    return medians, carriers
 
 
 def _adam(console: Console, ranks: int, density: float, target: float, turns: int) -> list[Verdict]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from omnireduce import Communicator
 from omnireduce.errors import TransportError
 from omnireduce.runtime.member import ending
 
@@ -42,11 +43,13 @@ def over(way: str) -> tuple[str, ...]:
 
 
 def meant_by(overrides: Sequence[str]) -> str:
-    """The way that settings name, or that all go "by shards"; empty where they name none."""
+    """The way that settings name, or that all go "by shards"; empty where they name none. TLS goes over TCP."""
     named = dict(each.split("=", 1) for each in overrides if "=" in each)
     kind, exchange = named.get("transport.kind", "auto"), named.get(HOST_EXCHANGE)
     if exchange == "auto":
         return MEMORY
+    if kind == "auto" and "security.tls_ca" in named:
+        return "tcp"
     return kind if kind in KINDS else "by shards" if exchange == "off" else ""
 
 
@@ -54,6 +57,12 @@ def missing(meant: str, carried: Counter[str]) -> bool:
     """Whether something was carried, and nothing of it in the way that is meant."""
     own = carried.total() - carried[MEMORY] if meant == "by shards" else carried[meant]
     return bool(meant) and carried.total() > 0 and not own
+
+
+def check_carried(comm: Communicator, overrides: Sequence[str]) -> None:
+    """For a rank in a process of its own: fail where something was carried, and nothing in the way that is meant."""
+    carried = Counter(comm.statistics().carried)
+    assert not missing(meant_by(overrides), carried), f"{dict(carried)} carried the tensors"
 
 
 class Carriers:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from local_cluster import ROOT, Daemon
+from local_cluster import MPIRUN, ROOT, Daemon
 from transports import MEMORY, over
 
-from benchmarks.carriers import SAID, wrong_carrier
-from benchmarks.group import PeerError, service_group
+import benchmarks.group
+from benchmarks.carriers import NO_SOCKET, SAID, tcp_bytes, wrong_carrier
+from benchmarks.group import PeerError, mpi_group, service_group
 from omnireduce.printing import carriers_text
 
 CASE = {"elements": 4096, "density": 1.0, "overlap": "random", "distribution": "uniform", "block_size": 256, "seed": 1}
@@ -94,3 +97,33 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, ranks: str, e
     said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (done.stdout, done.stderr))
     assert said == ["a b"] * int(ranks)
     assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), done.stderr
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+@pytest.mark.parametrize(("transport", "carrier"), [("tcp", "tcp"), ("shm", NO_SOCKET)])
+def test_the_sockets_of_a_competitor_are_counted(tmp_path: Path, transport: str, carrier: str) -> None:
+    with mpi_group("mpich", 2, str(tmp_path), transport) as group:
+        group.tell(do="case", **CASE)
+        group.tell(do="round", number=0, **ROUND | {"method": "in place"})
+        assert group.carrier == carrier
+        assert carrier == NO_SOCKET or group.carried["tcp"] >= 2 * 4096 * 4 // 2  # half of a tensor comes to each rank
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+def test_a_competitor_that_shares_memory_instead_of_tcp_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks.group, "MPICH_OVER_TCP", {})
+    with mpi_group("mpich", 2, str(tmp_path), "tcp") as group:
+        group.tell(do="case", **CASE)
+        with pytest.raises(PeerError, match="mpich failed: no socket carried the tensors, and not tcp"):
+            group.tell(do="round", number=0, **ROUND | {"method": "in place"})
+
+
+def test_the_kernel_counts_what_this_process_has_received() -> None:
+    """And what looks at that keeps nothing open."""
+    before, listener = tcp_bytes(), socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as far, listener.accept()[0] as near:
+        far.sendall(bytes(1000))
+        assert len(near.recv(1000, socket.MSG_WAITALL)) == 1000
+        descriptors = os.listdir("/proc/self/fd")
+        assert tcp_bytes() == before + 1000
+        assert os.listdir("/proc/self/fd") == descriptors

@@ -10,14 +10,18 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 import omnireduce as omni
 from omnireduce.dtypes import ELEMENT_TYPES
 
-BY_SHARDS = "transport.host_exchange=off"
-WAYS = (("transport.kind=shm", BY_SHARDS), ("transport.kind=tcp", BY_SHARDS), ())
+sys.path.append(str(Path(__file__).parent.parent))
+from transports import MEMORY, check_carried, over
+
+WAYS = over("shm"), over("tcp"), over(MEMORY)
 
 
 def collectives(comm: omni.Communicator, same: random.Random) -> None:
@@ -32,12 +36,14 @@ def collectives(comm: omni.Communicator, same: random.Random) -> None:
     assert comm.allgather(np.array(comm.rank)).tolist() == list(range(comm.size))
 
 
-def outcome(config: omni.Config, number: int) -> str:
+def outcome(overrides: Sequence[str], number: int) -> str:
+    config = omni.load_config(overrides=overrides)
     try:
         with omni.connect(config, job="one-name-for-all") as comm:
             if number % 5 == 0 and comm.rank == comm.size - 1:
                 raise ZeroDivisionError
             collectives(comm, random.Random(number))
+            check_carried(comm, overrides)
     except (omni.AbortedError, ZeroDivisionError) as error:
         return type(error).__name__
     return "done"
@@ -50,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     addresses = f"cluster.aggregators={json.dumps(options.aggregators.split(','))}"
     for number in range(*options.jobs):
-        found = outcome(omni.load_config(overrides=[addresses, *WAYS[number // 5 % len(WAYS)]]), number)
+        found = outcome([addresses, *WAYS[number // 5 % len(WAYS)]], number)
         sys.stdout.write(json.dumps({"job": number, "outcome": found}) + "\n")
         sys.stdout.flush()
 

@@ -11,6 +11,7 @@ import pytest
 from certificates import certificates, needs_openssl
 from local_cluster import READY_S, ROOT, Daemon, Process, eventually, unique_job
 from separate_hosts import separate_hosts
+from transports import BY_SHARDS
 
 from benchmarks.testbed import Host
 from omnireduce.addresses import Address, parse_address
@@ -23,9 +24,10 @@ rank, size, job, *sets = sys.argv[1:]
 from omnireduce.config import load_config
 config = load_config(overrides=sets)
 with omni.init(config, rank=int(rank), size=int(size), job=job) as comm:
-    os.write(1, f"{omni.allreduce(np.full(50_000, comm.rank + 1.0))[0]:g}\\n".encode())
+    total = omni.allreduce(np.full(50_000, comm.rank + 1.0))[0]
+    os.write(1, f"{total:g} by {'+'.join(comm.statistics().carried)}\\n".encode())
 """
-OPEN, TCP = "security.allow_no_secret=true", "transport.kind=tcp"
+OPEN = "security.allow_no_secret=true"
 
 
 only_ipv6 = pytest.mark.parametrize("hosts", ["ipv6"], indirect=True)
@@ -38,12 +40,13 @@ def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def sums(ranks: Sequence[tuple[Host, Sequence[str]]], *sets: str) -> list[str]:
-    """What each rank gets that runs on this host, with these aggregators."""
+    """What each rank gets that runs on this host, with these aggregators, and what has carried it. Hosts of tests could
+    share memory."""
     job = unique_job("apart")
     with ExitStack() as stack:
         processes = []
         for rank, (host, addresses) in enumerate(ranks):
-            words = [str(rank), str(len(ranks)), job, f"cluster.aggregators={','.join(addresses)}", *sets]
+            words = [str(rank), str(len(ranks)), job, f"cluster.aggregators={','.join(addresses)}", BY_SHARDS, *sets]
             process = Process(*host.prefix, sys.executable, "-c", CODE, *words)
             processes.append(stack.enter_context(process))
         found = [process.line(READY_S) for process in processes]
@@ -71,13 +74,13 @@ def test_a_daemon_serves_hosts_without_ipv4(hosts: list[Host]) -> None:
         assert all(each.startswith("[::]:") for each in daemon.addresses)
         addresses = at(here, daemon)
         by_name = [each.replace(f"[{here.address}]", here.name) for each in addresses]
-        assert sums([(there, addresses), (there, by_name), (here, by_name)]) == ["6"] * 3
+        assert sums([(there, addresses), (there, by_name), (here, by_name)]) == ["6 by tcp", "6 by tcp", "6 by shm"]
         assert f"{addresses[0]} " in omnireduce(there, "status", "--once", *addresses)
         told = "--set", f"cluster.aggregators={by_name[0]}"
         assert "answers by tcp, from fd77::2" in omnireduce(there, "doctor", *told)
         assert "answers by shm" in omnireduce(here, "doctor", *told)
         with Daemon(2, OPEN, f"aggregator.upstream={','.join(addresses)}", listen=":0", prefix=there.prefix) as relay:
-            assert sums([(there, at(there, relay)), (here, addresses)]) == ["3"] * 2
+            assert sums([(there, at(there, relay)), (here, addresses)]) == ["3 by shm"] * 2
         port = daemon.log.partition("metrics at http://[::]:")[2].partition("/")[0]
         read = f"import urllib.request as u; print(u.urlopen('http://[{here.address}]:{port}/metrics').read().decode())"
         done = subprocess.run([*there.prefix, sys.executable, "-c", read], capture_output=True, text=True, check=True)
@@ -91,7 +94,7 @@ def test_tls_to_an_ipv6_address(hosts: list[Host]) -> None:
     files = certificates()
     with Daemon(1, OPEN, *files.holder("aggregator"), listen=f"[{here.address}]:0", prefix=here.prefix) as daemon:
         assert daemon.addresses[0].startswith("[fd77::1]:")
-        assert sums([(there, daemon.addresses)] * 2, files.trust(), TCP) == ["3"] * 2
+        assert sums([(there, daemon.addresses)] * 2, files.trust()) == ["3 by tcp"] * 2
 
 
 @only_ipv6
@@ -100,7 +103,7 @@ def test_a_daemon_without_configuration(hosts: list[Host]) -> None:
     with Daemon(1, listen="localhost:7400", prefix=hosts[1].prefix) as daemon:
         assert daemon.addresses == ["localhost:7400"]
         assert "localhost:7400 " in omnireduce(hosts[1], "status", "--once")
-        assert sums([(hosts[1], ["[::1]:7400"])] * 2, TCP) == ["3"] * 2
+        assert sums([(hosts[1], ["[::1]:7400"])] * 2, "transport.kind=tcp") == ["3 by tcp"] * 2
 
 
 @pytest.mark.parametrize("hosts", ["ipv4", "ipv6"], indirect=True)
@@ -110,7 +113,7 @@ def test_a_host_may_call_itself_127_0_1_1(hosts: list[Host]) -> None:
     here, there = hosts
     with Daemon(1, OPEN, listen=str(Address(here.address, 0)), prefix=here.prefix) as daemon:
         name = str(Address(here.name, parse_address(daemon.addresses[0]).port))
-        assert sums([(here, [name]), (there, [name])], TCP) == ["3"] * 2
+        assert sums([(here, [name]), (there, [name])]) == ["3 by shm", "3 by tcp"]
         assert "answers by shm" in omnireduce(here, "doctor", "--set", f"cluster.aggregators={name}")
     with Daemon(1, listen=f"{here.name}:0", prefix=here.prefix) as daemon:
         own = "127.0.1.1" if "." in here.address else "::1"

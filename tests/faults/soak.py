@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, open_files
-from transports import MEMORY, over
+from transports import MEMORY, check_carried, over
 
 from omnireduce import AbortedError, Communicator
 
@@ -77,6 +77,7 @@ def _run_job(aggregators: Sequence[str], number: int, rank: int) -> None:
                 x = np.full(draw.choice((1, 1000, 200_000)), rank + 1, np.float32)
                 total = (comm.allreduce_async(x).wait if draw.random() < 0.3 else lambda x=x: comm.allreduce(x))()
                 assert (total == sum(range(RANKS + 1))).all(), f"job {number}: wrong sum"
+            check_carried(comm, over(kind))
             if fails and rank == RANKS - 1:
                 raise ZeroDivisionError
             comm.barrier()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from local_cluster import configured
+from transports import check_carried
 
 from omnireduce import Communicator, OmniReduceError
 from omnireduce.dtypes import Array
@@ -102,6 +103,8 @@ def _run(comm: Communicator, collectives: Round, order: Order, pipe: Connection)
     done, finishing = 0, False
     while order.rounds is None or done < order.rounds:
         collectives(comm)
+        if not done:
+            check_carried(comm, order.overrides)
         done += 1
         pipe.poll(order.idle_s)
         while pipe.poll():

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from faults.worker import FINISH, report
 from local_cluster import configured
+from transports import check_carried
 
 from omnireduce import Communicator, OmniReduceError
 
@@ -37,6 +38,7 @@ def serve(pipe: Connection, address: str, job: str, rank: int, size: int, overri
             with Communicator(configured([address], *overrides), rank=rank, size=size, job=job) as comm:
                 pipe.send(report("joined", text=comm.transport))
                 _run(pipe, comm)
+                check_carried(comm, overrides)
             pipe.send(report("left"))
         except AssertionError as error:
             pipe.send(report("wrong", text=str(error)))

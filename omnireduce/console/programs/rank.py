@@ -16,7 +16,7 @@ from omnireduce.console.programs.trial import CLOSE, NOT_EXACT, Outcome, Wanted,
 from omnireduce.dtypes import Array
 from omnireduce.launching.messages import RESULT_FD
 from omnireduce.logs import start_logs
-from omnireduce.printing import make_console, short_count, short_time
+from omnireduce.printing import carriers_text, make_console, short_count, short_time
 from omnireduce.programs import Pipeline
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -30,8 +30,8 @@ def main() -> None:
         config = load_config(wanted.config_file, overrides=wanted.overrides)
         start_logs(config.log)
         with omni.connect(config) as comm:
-            size, transport = comm.size, comm.transport
             outcomes = {name: _on_all_ranks(wanted, each, comm) for name, each in wanted.pipelines().items()}
+            size, transport = comm.size, carriers_text(comm.statistics().carried)
         with open(pipe, "wb") as file:
             is_right = comm.rank > 0 or _report(wanted, outcomes, size, transport)
             file.write(msgspec.json.encode(is_right))
