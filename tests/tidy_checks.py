@@ -73,6 +73,7 @@ BASE = {
     "secret",
     "status",
     "teams",
+    "torch_backend",
     "version",
     "wire",
 }

@@ -13,8 +13,6 @@ from omnireduce.extras import need
 
 need("torch", "omnireduce.torch", "torch")  # before what fails without it
 
-import torch.distributed as dist
-
 from omnireduce.data_parallel.built import (
     ccl_built,
     check_extension,
@@ -69,7 +67,7 @@ from omnireduce.torch.moves import (
 )
 from omnireduce.torch.objects import let_tensors_travel
 from omnireduce.torch.optimizer import DistributedOptimizer
-from omnireduce.torch.process_group import BACKEND, ProcessGroup
+from omnireduce.torch.process_group import ProcessGroup
 from omnireduce.torch.reductions import (
     allreduce,
     allreduce_,
@@ -95,14 +93,13 @@ from omnireduce.torch.states import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from omnireduce.torch.tensors import DEVICES
+from omnireduce.torch_backend import register
 
 _place = tell_torch()
 if _place is not None:
     meet_at(_place)
 let_tensors_travel()
-if BACKEND not in dist.Backend.backend_list:
-    dist.Backend.register_backend(BACKEND, ProcessGroup, devices=DEVICES)
+register()
 
 __all__ = [
     "Adasum",

@@ -26,8 +26,8 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.torch.agreement import Sizes, check_agreement, statement
 from omnireduce.torch.completion import Completion, Pending
 from omnireduce.torch.job import Job
-from omnireduce.torch.tensors import DEVICES
 from omnireduce.torch.work import NO_LIMIT, told_to_torch
+from omnireduce.torch_backend import DEVICES
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -147,8 +147,8 @@ class _Turn:
 
 
 def said_by_gloo(error: Exception) -> str:
-    """Without the file and line of gloo's source."""
-    return re.sub(r"^\[\S+\] ", "", str(error))
+    """Without the file and line of gloo's source, and what gloo saw first."""
+    return re.sub(r"^\[/\S+\] ", "", str(error).partition("\n Original exception")[0])
 
 
 class GlooWork(dist._Work):

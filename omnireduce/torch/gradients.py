@@ -18,6 +18,7 @@ from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.torch.compression import NoneCompressor
 from omnireduce.torch.handles import Handle, handle_of, synchronize
 from omnireduce.torch.reductions import start_reduction, start_sum_of_rows
+from omnireduce.torch.tensors import array_of
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -229,7 +230,7 @@ class Gradients(StepGradients):
             each.version = cast(Tensor, each.parameter.grad)._version
         is_alone = self._is_plain and len(entries) == 1 and gradient is not None
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
-            array, own = gradient.detach().numpy(), queue(self._way.process_set)
+            array, own = array_of(gradient.detach()), queue(self._way.process_set)
             task = own.allreduce_async(array, name=name, op=op, prescale=before, postscale=after)
             entries[0].handle = handle_of(task, _nothing)
             return

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.refusals import told_to_others
-from omnireduce.torch.process_group import BACKEND, ProcessGroup
+from omnireduce.torch.process_group import ProcessGroup
+from omnireduce.torch_backend import BACKEND
 
 BLOCK = 256  # elements
 

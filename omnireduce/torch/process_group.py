@@ -30,7 +30,7 @@ from omnireduce.torch.forms import (
     reduce_scatter_forms,
     scatter_forms,
 )
-from omnireduce.torch.gloo import Movement, Movements, gloo_group
+from omnireduce.torch.gloo import Movement, Movements, gloo_group, said_by_gloo
 from omnireduce.torch.interfaces import address_for_gloo, said_of_host
 from omnireduce.torch.job import Job
 from omnireduce.torch.meeting import meet
@@ -38,10 +38,10 @@ from omnireduce.torch.messages import Messages
 from omnireduce.torch.reduce_ops import Reduction, reduction_of
 from omnireduce.torch.rendezvous import is_torchs_own, keep
 from omnireduce.torch.rows import replace, rows_of, stream_of
-from omnireduce.torch.tensors import array_of, bytes_of, copied, gpus_of, put_back, staged
+from omnireduce.torch.tensors import array_of, bytes_of, copied, put_back, staged
 from omnireduce.torch.work import NO_LIMIT, FinishedWork, Outcome, OutcomeWork, told_to_torch
+from omnireduce.torch_backend import BACKEND, DEVICES
 
-BACKEND = "omnireduce"
 COMPILER = "torch._dynamo"  # the module, once torch has loaded it
 
 
@@ -76,6 +76,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        for device in DEVICES[: 2 if torch.cuda.is_available() else 1]:  # whose tensors it takes: some programs ask
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, None)
         self._rank, self._size, self._name, self._description = rank, size, "", ""
         if rank == 0 and not dist.is_initialized() and is_torchs_own(store):
             keep(store)
@@ -157,7 +159,8 @@ class ProcessGroup(dist.ProcessGroup):
         if how.op is None:
             return self._combine(copies, how, opts, results, targets)
         request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": how.op})
-        return self._start(request, targets, opts, self._finish(how, results, targets))
+        finish = self._finish(how, results, targets)
+        return self._start(request, tensors, opts, lambda done: finish(done) or tensors)
 
     @reduce_scatter_forms
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> dist._Work:
@@ -168,8 +171,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"tensors of {shapes} came for a result of {list(out.shape)}; expected one for each of the "
                 f"{self._size} ranks, and that of this rank of the shape of the result"
             )
+        how = reduction_of(opts.reduceOp, [out, *given])
         copies = [copied(each) for each in given]
-        how = reduction_of(opts.reduceOp, [out, *copies])
         return self._combine(copies, how, opts, [copies[self._rank]], outs)
 
     @reduce_scatter_forms
@@ -180,9 +183,10 @@ class ProcessGroup(dist.ProcessGroup):
                     f"a tensor of {list(tensor.shape)} came for a result of {list(out.shape)}; expected {self._size} "
                     "times as many elements"
                 )
+        how = reduction_of(opts.reduceOp, [*outs, *tensors])
         copies = [copied(each) for each in tensors]
         own = [copy.view(self._size, *out.shape)[self._rank] for copy, out in zip(copies, outs, strict=True)]
-        return self._combine(copies, reduction_of(opts.reduceOp, [*outs, *copies]), opts, own, outs)
+        return self._combine(copies, how, opts, own, outs)
 
     def _combine(
         self, copies: list[Tensor], how: Reduction, opts: Any, results: list[Tensor], targets: list[Tensor]
@@ -269,8 +273,14 @@ class ProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist._Work:
         return self._messages.receive_from_any(tensors, tag)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self._gloo.monitored_barrier(timeout, wait_all_ranks)
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """Raises RuntimeError on rank 0, which says who has not come, and on ranks that wait for it. What goes through
+        gloo does not work in this group after that."""
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        try:
+            self._gloo.monitored_barrier(limit, wait_all_ranks)
+        except RuntimeError as error:
+            raise dist.DistBackendError(f"omnireduce: {said_by_gloo(error)}") from error
 
     def _move(self, movement: Movement, opts: Any) -> dist._Work:
         return self._movements.start(movement, opts)
@@ -287,7 +297,7 @@ class ProcessGroup(dist.ProcessGroup):
         def begin(communicator: Communicator) -> OutcomeWork:
             handle = request.begin(communicator, *request.args, **request.options)
             limit = opts.timeout if has_limit else NO_LIMIT
-            return OutcomeWork(Outcome(handle, finish), self._completion, limit, gpus_of(tensors))
+            return OutcomeWork(Outcome(handle, finish), self._completion, limit, tensors)
 
         work = self._job.start(begin)  # also the completion: in the same order as they are started
         if not opts.asyncOp:

@@ -23,7 +23,7 @@ def rows_of(tensor: Tensor) -> tuple[Array, Array, int]:
     one zero.
     """
     shape = tuple(tensor.shape[: tensor.sparse_dim()])
-    indices, values = staged(tensor._indices()).numpy(), staged(tensor._values())
+    indices, values = array_of(staged(tensor._indices())), staged(tensor._values())
     numbers = np.ravel_multi_index(tuple(indices), shape) if indices.size else np.zeros(0, np.int64)
     rows = array_of(values)
     rows = rows.reshape(len(numbers), width_of(tensor)) if width_of(tensor) else np.zeros((len(numbers), 1), rows.dtype)

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
+from omnireduce.torch_backend import DEVICES
 
-DEVICES = ["cpu", "cuda"]
+_KINDS = {
+    torch.float16: "<f2", torch.float32: "<f4", torch.float64: "<f8", torch.bfloat16: "<u2", torch.bool: "|b1",
+    torch.int8: "|i1", torch.int16: "<i2", torch.int32: "<i4", torch.int64: "<i8",
+    torch.uint8: "|u1", torch.uint16: "<u2", torch.uint32: "<u4", torch.uint64: "<u8",
+}  # fmt: skip
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -105,17 +110,37 @@ def settle(tensors: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+class _Memory:
+    """The memory of a tensor, as NumPy asks for it. An array of it keeps this object, and so the tensor, alive.
+
+    Not `Tensor.numpy`: no tensor that shares the memory can be resized after that, and programs of torch do that.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor, kind: str) -> None:
+        place = tensor.data_ptr(), False
+        self.__array_interface__ = {"version": 3, "shape": tuple(tensor.shape), "typestr": kind, "data": place}
+        self._tensor = tensor
+
+
 def array_of(tensor: Tensor) -> Array:
-    """The memory of a staged tensor as an array of its numbers. Complex ones are pairs, in one more dimension."""
+    """The memory of a staged tensor as an array of its numbers. Complex ones are pairs, in one more dimension.
+
+    Raises UsageError for an element type that NumPy does not have.
+    """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if plain.dtype == torch.bfloat16:
-        plain = plain.view(torch.uint16)
-    found: Array = plain.numpy()
+    kind = _KINDS.get(plain.dtype)
+    if kind is None:
+        raise UsageError(f"a tensor of {described(tensor)} came; cast it to a type that NumPy has, too")
+    found = np.asarray(_Memory(plain, kind)) if plain.numel() else np.empty(tuple(plain.shape), kind)
     return found.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else found
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
     """The reverse of `array_of`, for a tensor of `dtype`."""
+    if not array.size:  # NumPy says strides of 0, which are no pairs for torch
+        return torch.empty(array.shape[:-1] if dtype.is_complex else array.shape, dtype=dtype)
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(dtype)
     found = torch.from_numpy(array)
@@ -129,5 +154,4 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Array:
     """The same as an array."""
-    found: Array = flat_bytes(tensor).numpy()
-    return found
+    return array_of(flat_bytes(tensor))

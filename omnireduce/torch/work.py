@@ -17,6 +17,7 @@ from omnireduce.runtime.member.calls import once
 from omnireduce.runtime.member.handle import Handle
 from omnireduce.torch.completion import Completion, Pending
 from omnireduce.torch.tensors import gpus_of
+from omnireduce.torch.typed_futures import typed_future
 
 NO_LIMIT = timedelta(0)
 
@@ -80,12 +81,12 @@ class FinishedWork(dist._Work):
     def get_future(self) -> Future[list[Tensor]]:
         future: Future[list[Tensor]] = Future(devices=gpus_of(self._tensors))
         future.set_result(self._tensors)
-        return future
+        return _for_hooks(future, self._tensors)
 
 
 class OutcomeWork(dist._Work):
     """A collective that is over when its result is in the tensors of the user. Who waits for it without a limit has
-    `limit` (0: none). `devices`: the GPUs of the tensors. Torch wants futures to know them: it makes streams wait.
+    `limit` (0: none). `tensors`: those of the user. Torch wants futures to know their GPUs: it makes streams wait.
 
     A thread of `completion` goes on with it until then. Nothing here refers back to this object: the tensors are free
     as soon as nobody refers to it.
@@ -96,11 +97,11 @@ class OutcomeWork(dist._Work):
         outcome: Outcome,
         completion: Completion,
         limit: timedelta = NO_LIMIT,
-        devices: Sequence[torch.device] = (),
+        tensors: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        self._outcome, self._limit = outcome, limit
-        self._over: Future[None] = Future(devices=list(devices))
+        self._outcome, self._limit, self._tensors = outcome, limit, tensors
+        self._over: Future[None] = Future(devices=gpus_of(tensors))
         completion.add(Pending(outcome.wait, partial(self._over.set_result, None)))
 
     def is_completed(self) -> bool:
@@ -130,4 +131,13 @@ class OutcomeWork(dist._Work):
     def get_future(self) -> Future[list[Tensor]]:
         outcome = self._outcome
         # A callback that raises, not `set_exception`: that ends the process in the backward pass of torch 2.13.
-        return self._over.then(lambda _: outcome.wait())
+        return _for_hooks(self._over.then(lambda _: outcome.wait()), self._tensors)
+
+
+def _for_hooks(future: Future[list[Tensor]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """A future with these tensors that torch's built-in hook for float16 understands, too. On a GPU it does not: a
+    future of TorchScript knows no devices."""
+    if tensors and all(each.is_cpu and each.dtype == torch.float16 for each in tensors):
+        found: Future[list[Tensor]] = typed_future(future, list(tensors))
+        return found
+    return future

@@ -56,7 +56,7 @@ def test_models_are_the_same_on_all_ranks_and_as_with_gloo(tmp_path: Path, size:
         first, *others = [[json.loads(line) for line in lines(rank)] for rank in ranks]
         assert [rank.wait() for rank in ranks] == [0] * size, ranks[0].log
     assert first.pop() == {"way": "left"}
-    assert len(first) == 19
+    assert len(first) == 20
     for way in first:
         assert len(way["omnireduce"]) == 16, way
         assert size > 2 or way["omnireduce"] == way["gloo"], way

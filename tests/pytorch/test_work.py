@@ -41,12 +41,13 @@ def test_many_under_way_are_waited_for_last_to_first() -> None:
     assert run_group(2, run) == [[2.0 * n for n in range(60)]] * 2
 
 
-def test_a_future_has_the_tensors() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_future_has_the_tensors(dtype: torch.dtype) -> None:
     def run(group: ProcessGroup, rank: int) -> bool:
-        x = torch.ones(8, 3).t()  # not contiguous: the result is copied back
+        x = torch.ones(8, 3, dtype=dtype).t()  # not contiguous: the result is copied back
         work = allreduce(group, x)
         [found] = work.get_future().then(lambda future: future.value()).wait()
-        return found is not None and torch.equal(found, torch.full((3, 8), 2.0)) and torch.equal(x, found)
+        return found is not None and torch.equal(found, torch.full((3, 8), 2.0, dtype=dtype)) and torch.equal(x, found)
 
     assert run_group(2, run) == [True, True]
 
@@ -246,7 +247,8 @@ def test_what_one_rank_refuses_is_told(call: str, is_async: bool) -> None:
     assert "refused collective 1, which rank 0 called as" in found
 
 
-def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # futures of float16 are for torch's C++, too
+def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon, dtype: torch.dtype) -> None:
     """After the time limit of the group."""
     both = threading.Barrier(2)
 
@@ -254,7 +256,7 @@ def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon) -> None
         if rank == 1:
             both.wait(WAIT_S)
             return ""
-        future = allreduce(group, torch.ones(3)).get_future()
+        future = allreduce(group, torch.ones(3, dtype=dtype)).get_future()
         with pytest.raises(RuntimeError) as caught:
             future.then(lambda found: found.value()).wait()
         both.wait(WAIT_S)

@@ -137,6 +137,15 @@ def half_hook(group: Group) -> nn.Module:
     return train(model, numbers)
 
 
+def built_in_hook(group: Group) -> nn.Module:
+    """Torch's C++ has it. On a GPU it fails."""
+    model = DistributedDataParallel(dense(), process_group=group)
+    half = torch.get_default_device().type == "cpu"
+    hooks = dist.BuiltinCommHookType
+    model._register_builtin_comm_hook(hooks.FP16_COMPRESS if half else hooks.ALLREDUCE)
+    return train(model, numbers)
+
+
 def low_rank_hook(group: Group) -> nn.Module:
     model = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
     state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -225,8 +234,8 @@ def saved(group: Group) -> nn.Module:
 
 
 WAYS = (
-    plain, views, static, unused, accumulated, uneven, uneven_unused, mixed, half_hook, low_rank_hook, own_hook,
-    top_blocks_hook, overflow_hook, embedding, bag, sharded_optimizer, compiled, sharded_model, saved,
+    plain, views, static, unused, accumulated, uneven, uneven_unused, mixed, half_hook, built_in_hook, low_rank_hook,
+    own_hook, top_blocks_hook, overflow_hook, embedding, bag, sharded_optimizer, compiled, sharded_model, saved,
 )  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""What `import torch` learns of omnireduce: the name of the backend. So programs and frameworks need no other import.
+
+Torch calls `register`, the entry point of the group `torch.backends`, at the end of its own import. Nothing else of
+omnireduce is loaded then; the first process group loads it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns that off.
+
+Where torch has no place for what a backend brings, functions of torch are wrapped. They do what they did for all other
+backends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+BACKEND = "omnireduce"
+DEVICES = ["cpu", "cuda"]
+PACKAGE, GROUPS = "omnireduce.torch", "omnireduce.torch.process_group"
+
+
+def register() -> None:
+    """Let `torch.distributed.init_process_group` know the name "omnireduce"."""
+    import torch.distributed as dist
+
+    if dist.is_available() and BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _process_group, devices=DEVICES)
+        _let_barriers_be_monitored()
+        _let_ranks_meet()
+
+
+def _process_group(*args: Any) -> Any:
+    return import_module(GROUPS).ProcessGroup(*args)
+
+
+def _let_barriers_be_monitored() -> None:
+    """`dist.monitored_barrier` asks for the name "gloo" and no other. Let groups of omnireduce do it, too."""
+    import torch.distributed as dist
+
+    of_gloo = dist.monitored_barrier
+
+    @wraps(of_gloo)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        asked = dist.group.WORLD if group is None else group
+        if GROUPS in sys.modules and isinstance(asked, sys.modules[GROUPS].ProcessGroup):
+            return asked.monitored_barrier(timeout, wait_all_ranks)
+        return of_gloo(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _let_ranks_meet() -> None:
+    """Where `init_process_group` would miss RANK, and under `omnireduce run`, load what knows the other launchers."""
+    from torch.distributed.rendezvous import _rendezvous_handlers
+
+    way_of_torch = _rendezvous_handlers["env"]
+
+    def handler(url: str, **options: Any) -> Any:
+        is_told = "?" in url or "RANK" in os.environ or "WORLD_SIZE" in os.environ
+        if PACKAGE in sys.modules or (is_told and "OMNIRUN_JOB" not in os.environ):
+            return way_of_torch(url, **options)
+        import_module(PACKAGE)  # may put another way before this one
+        return _rendezvous_handlers["env"](url, **options)
+
+    _rendezvous_handlers["env"] = handler
