@@ -19,11 +19,17 @@ SMALLEST = np.finfo(F).tiny
 TOO_SMALL = SMALLEST if platform.machine() == "aarch64" else SMALLEST * (1 - 2.0**-25)
 
 
-def rounded(exact: Array) -> Array:
-    """float64 to float32; what is smaller than a normal number is zero. Of one operation on two numbers of float32,
-    float64 has enough digits for that."""
+def dropped(exact: Array) -> Array:
+    """float64 to float32; what is smaller than a normal number is zero. Sums and scalars of a program are so before it
+    begins, on every processor."""
     found = exact.astype(F)
-    return np.where(np.abs(exact) < TOO_SMALL, np.copysign(F(0), found), found) if FLUSHES_HERE else found
+    return np.where(np.abs(exact) < TOO_SMALL, np.copysign(F(0), found), found)
+
+
+def rounded(exact: Array) -> Array:
+    """float64 to float32, as the instructions of a program have it: where the processor can, they make zero of what is
+    smaller than a normal number. Of one operation on two numbers of float32, float64 has enough digits for that."""
+    return dropped(exact) if FLUSHES_HERE else exact.astype(F)
 
 
 def wide(*numbers: Array | np.float32) -> Iterator[Array]:
@@ -103,7 +109,7 @@ class Oracle:
     def _run_on(self, program: BlockProgram, block_sum: Array, block: int, totals: Array) -> Array:
         """One block. Registers that were not set hold anything: programs of tests do not read them."""
         operands = {
-            0: rounded(block_sum.astype(np.float64)),
+            0: dropped(block_sum.astype(np.float64)),
             **{number: np.zeros(self.block_size, F) for number in range(1, REGISTERS)},
         }
         operands |= {FIRST_COLUMN + at: self.columns[at, block].copy() for at in range(len(self.columns))}
@@ -111,7 +117,7 @@ class Oracle:
         for at in range(0, len(program.code), INSTRUCTION_BYTES):
             number, d, a, third = program.code[at : at + INSTRUCTION_BYTES]
             operation = Operation(number)
-            numbers = rounded(np.array([*program.numbers, 0]))
+            numbers = dropped(np.array([*program.numbers, 0]))
             s, t, u, v = (numbers[min(third + each, len(program.numbers))] for each in range(4))
             if operation in (Operation.MOMENTS, Operation.ROOT_STEP):
                 _run_on_pair(operation, operands, d, a, (s, t, u, v))

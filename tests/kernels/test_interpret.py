@@ -79,7 +79,7 @@ def some_blocks(seed: int) -> Array:
     return found.astype(np.float32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(each=st.lists(programs(), min_size=1, max_size=3), seed=st.integers(0, 2**32 - 1))
 def test_programs_do_what_their_instructions_say(each: list[BlockProgram], seed: int) -> None:
     """Bit for bit, one program after the other on the same state."""
@@ -105,7 +105,7 @@ def bits_of(numbers: Array) -> Array:
     return np.where(np.isnan(numbers), np.float32(np.nan), numbers).view(np.int32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(program=programs(), seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.5, 0.75, 1.0, 1e-39, 1e20]))
 def test_denormal_numbers_are_zero(program: BlockProgram, seed: int, scale: float) -> None:
     """Bit for bit, and nothing smaller than a normal number comes out or is kept."""

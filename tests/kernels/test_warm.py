@@ -11,80 +11,27 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from local_cluster import ROOT, WAIT_S, configured
+from local_cluster import ROOT, WAIT_S, Daemon
 from numba.core import event
 
-from omnireduce.config import Config
 from omnireduce.kernels import warm
 from omnireduce.kernels.cache import KernelFiles
 from omnireduce.logs import BoundLog
 from omnireduce.runtime.member import compiling
 
-PROGRAM = """
-import numpy as np
-from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.descriptor import describe
-from omnireduce.kernels import checksum, exchange, pack, scatter
-from omnireduce.kernels.merge import admit_marked
-from omnireduce.kernels.warm import warm_up_worker
-from omnireduce.layout import Layout
-from omnireduce.protocol.collective import Collective
-from omnireduce.protocol.exchange import HostExchange, region_bytes
-from omnireduce.protocol.operands import DenseTensor, as_writable
-from omnireduce.protocol.rows import RowSet, RowsInto
-from omnireduce.runtime.member.pool import Pool
-from omnireduce.runtime.member.arguments import combine_duplicates
 
-KERNELS = [
-    pack._pack_run, pack.pack_blocks, pack.deal_rows, pack.pack_rows, scatter.scatter_blocks, scatter.add_rows,
-    admit_marked, checksum.mix_words,
-    exchange.run, exchange.run_with_rows,
-]
-host = HostExchange(np.zeros((1, region_bytes(2, 4096)), np.uint8), 0, ["rank 0"], 2, 4096)
-
-def exchanged(descriptor, operand):
-    host.submit(Collective(0, descriptor, operand, 1), 0.0)
-    while host.is_busy:
-        list(host.advance(0.0))
-
-def compiled():
-    return {kernel.__name__: len(kernel.signatures) for kernel in KERNELS}
-
-warm_up_worker()
-before = compiled()
-for element in ELEMENT_TYPES.values():
-    for is_read_only in (False, True):
-        x = np.ones(64, element.dtype)
-        values = np.ones((3, 8), element.dtype)
-        x.flags.writeable = values.flags.writeable = not is_read_only
-        checksum.checksum(as_writable(x))
-        layout = Layout(64, 8, 1, 1)
-        size = 8 * element.dtype.itemsize
-        for target in [np.ones(64, element.dtype), *([] if is_read_only else [x])]:
-            operand = DenseTensor(x, target, layout, element.zero_mask)
-            rows = np.zeros((8, size // 8), np.uint64)
-            operand.pack(0, 0, 64, rows, np.zeros(8, np.int64))
-            operand.put(rows, np.arange(8), np.zeros(8, np.bool_), True)
-            exchanged(describe("allreduce", "", element.name, (64,)), operand)
-        for numbers in (np.arange(3), np.array([2, 0, 2])):
-            own = combine_duplicates(numbers, np.ascontiguousarray(values), element)
-            rows = RowSet(*own, layout, Pool().take)
-            rows.pack(0, 0, 64, np.zeros((8, size), np.uint8), np.zeros(8, np.int64))
-            exchanged(describe("allreduce_rows", "", element.name, (8, 8)), rows)
-            into = RowsInto(*own, layout, Pool().take, out=np.ones((8, 8), element.dtype))
-            into.start(0)
-            into.put(np.zeros((3, size), np.uint8), np.arange(3), np.zeros(3, np.bool_), False)
-assert compiled() == before, (before, compiled())
-"""
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_no_collective_needs_a_kernel_that_was_not_made_ready(daemon: Daemon) -> None:
+    """A kernel that compiles in a turn of a shard stops all of its jobs, longer than its watchdog waits. In a process
+    of its own: in this one other tests have compiled whatever they needed."""
+    program = str(ROOT / "tests" / "kernels" / "all_collectives.py")
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, program, *daemon.addresses]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
-def test_no_collective_compiles_anything() -> None:
-    """In a process of its own: in this one other tests have compiled whatever they needed."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
 def test_all_processes_name_the_same_kernels_alike() -> None:
     """So that each knows what the others have compiled."""
     program = """
@@ -97,31 +44,6 @@ print([claims._mark_of(list(kernels())) for kernels in (warm._of_worker, warm._o
         for each in environs
     }
     assert len(said) == 1
-
-
-@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
-def test_simulated_clusters_compile_nothing_once_all_is_warm() -> None:
-    """A kernel that compiles in a turn of a shard stops all of its jobs, longer than its watchdog waits."""
-    program = (
-        "import importlib, pkgutil\n"
-        "import omnireduce.kernels\n"
-        "from omnireduce.kernels.warm import warm_up_all\n"
-        "from tests.simulator import draw\n"
-        "from tests.simulator.campaign import Task, run_task\n"
-        "names = [each.name for each in pkgutil.walk_packages(omnireduce.kernels.__path__, 'omnireduce.kernels.')]\n"
-        "modules = [importlib.import_module(name) for name in names]\n"
-        "def compiled():\n"
-        "    kernels = [each for module in modules for each in vars(module).values() if hasattr(each, 'signatures')]\n"
-        "    return {f'{each.__name__}{types}' for each in kernels for types in each.signatures}\n"
-        "warm_up_all()\n"
-        "before = compiled()\n"
-        "for first in (0, draw.FIRST_OF_HOSTS, draw.FIRST_OF_PROGRAMS, draw.FIRST_OF_RELAYS, draw.FIRST_OF_SEVERAL):\n"
-        "    for seed in range(first, first + 4):\n"
-        "        assert not run_task(Task(seed)).found\n"
-        "print(*sorted(compiled() - before), sep='\\n')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 class AtEachCheck:
@@ -188,18 +110,14 @@ def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
     """By the first rank of a host."""
     files = KernelFiles("tag", [])
     monkeypatch.setattr(warm, "kernel_files", lambda: files)
-    monkeypatch.setattr(compiling, "warm_up_worker", lambda progress, in_memory: files.save("one", b""))
+    files.save("one", b"")
     log = BoundLog(logging.getLogger("omnireduce"))
-    for is_first, count in ((False, 0), (True, 1)):
-        compiling.make_kernels_ready(Config(), lambda ready, total: None, log, is_first=is_first)
-        assert (
-            caplog.text.count("every start compiles them again (this user has no home): set OMNIREDUCE_CACHE") == count
-        )
-    files.trouble = ""
-    compiling.make_kernels_ready(
-        configured([], "transport.host_exchange=off"), lambda ready, total: None, log, is_first=False
-    )
-    assert warm.take_trouble() == ""
+    compiling.say_trouble(log, is_first=False)
+    assert not caplog.records
+    files.save("one", b"")
+    for _ in range(2):
+        compiling.say_trouble(log, is_first=True)
+    assert caplog.text.count("every start compiles them again (this user has no home): set OMNIREDUCE_CACHE") == 1
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")

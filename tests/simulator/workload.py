@@ -19,7 +19,7 @@ from omnireduce.protocol.programmed import ProgrammedTensor, Totals
 from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 from tests.oracle import is_number, reduce_by_tree
-from tests.program_oracle import add, rounded
+from tests.program_oracle import add, dropped
 from tests.samples import sparse_tensor
 
 Tree = Any  # a rank, or a tuple of trees that are summed in order
@@ -148,7 +148,7 @@ def expected(what: Collective, ranks: int, sums: Tree = ()) -> Array:
     found = reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
     with np.errstate(all="ignore"):
         if what.program:
-            found = rounded(found.astype(np.float64))  # what a program works on
+            found = dropped(found.astype(np.float64))  # what a program works on
         return add(found, found) if what.program else found
 
 
