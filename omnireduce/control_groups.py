@@ -6,6 +6,8 @@ mounted here. Sources: cgroups(7); the kernel's documentation of memory.events a
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,18 +26,23 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
             paths |= dict.fromkeys(["unified"] if number == "0" else names.split(","), path)
         for line in (proc / "self/mountinfo").read_text().splitlines():
             left, _, right = line.partition(" - ")
-            root, place = left.split()[3:5]
+            root, place = map(_unescaped, left.split()[3:5])
             kind, _, options = right.split(maxsplit=2)
             name = {"cgroup2": "unified", "cgroup": controller}.get(kind, "")
             if name in paths and (kind == "cgroup2" or controller in options.split(",")):
                 yield from _up(Path(place), paths[name], root)
 
 
+def _unescaped(text: str) -> str:
+    """Blanks stand as numbers in mountinfo."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
 def _up(place: Path, path: str, root: str) -> Iterator[Path]:
-    """The folder of group `path` where group `root` is mounted at `place`, and those above it."""
-    inside = path.removeprefix(root if root != "/" else "").lstrip("/") if path.startswith(root) else ""
-    folder = place / inside
-    if ".." in folder.parts or not folder.is_dir():
+    """The folder of group `path` where group `root` is mounted at `place`, and those above it. In a container only a
+    part is mounted, of which the group may not be one."""
+    folder = place / os.path.relpath(path, root)
+    if ".." in (*Path(path).parts, *folder.parts) or not folder.is_dir():
         folder = place
     yield folder
     while folder != place:

@@ -23,9 +23,9 @@ def tree(folder: Path, cgroup: str, *, version: int, root: str = "/", files: dic
     shown = str(top).replace(" ", "\\040")
     kind, options = ("cgroup", "rw,cpu,cpuacct") if version == 1 else ("cgroup2", "rw,nsdelegate")
     proc = folder / "proc"
-    proc.mkdir()
-    (proc / "cgroup").write_text((V1 if version == 1 else V2).format(cgroup))
-    (proc / "mountinfo").write_text(
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text((V1 if version == 1 else V2).format(cgroup))
+    (proc / "self/mountinfo").write_text(
         "22 1 0:20 / /proc rw,relatime shared:1 - proc proc rw\n"
         f"30 1 0:26 {root} {shown} rw,relatime shared:9 master:1 - {kind} cgroup {options}\n"
         "31 1 0:27 / /elsewhere rw - cgroup cgroup rw,memory\n"
@@ -51,6 +51,7 @@ def v1(quota: int, period: int = 100_000, at: str = "") -> dict[str, str]:
         ("/a/b", 1, "/", v1(-1) | v1(-1, at="a/") | v1(-1, at="a/b/"), None),
         ("/docker/x/job", 1, "/docker/x", v1(300_000) | v1(200_000, at="job/"), 2.0),  # a part is mounted
         ("/docker/x", 2, "/docker/x", {"cpu.max": "75000 50000"}, 1.5),
+        ("/docker/xy", 2, "/docker/x", {"cpu.max": "75000 50000"}, 1.5),
         ("/elsewhere", 2, "/docker/x", {"cpu.max": "75000 50000"}, 1.5),  # not in that part
         ("/../../a", 2, "/", {"cpu.max": "75000 50000"}, 1.5),  # outside of the namespace of groups
         ("/a", 2, "/", {"a/cpu.max": "no numbers"}, None),
@@ -64,8 +65,9 @@ def test_the_least_quota_on_the_way_up_counts(
 
 def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
     assert processors.quota(tmp_path) is None
-    (tmp_path / "cgroup").write_text("")
-    (tmp_path / "mountinfo").write_text("")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("")
+    (tmp_path / "self/mountinfo").write_text("")
     assert processors.quota(tmp_path) is None
 
 
