@@ -27,6 +27,7 @@ from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon
 import omnireduce
 from omnireduce import Communicator
 from omnireduce.config import load_config
+from omnireduce.files.cache import cache_folders
 from omnireduce.kernels.warm import warm_up_worker
 from omnireduce.runtime.member.collectives import Collectives
 from omnireduce.wire.control import PROTOCOL_VERSION
@@ -214,12 +215,15 @@ def test_what_cannot_run_is_there_and_says_why() -> None:
 
 
 def run_script(lines: list[str], folder: Path, **environ: str) -> str:
-    """Run these lines in bash until one fails, and stop the aggregator that they started; what they print."""
+    """Run these lines in bash until one fails, and stop the aggregator that they started; what they print.
+
+    Their home is the folder. They keep what they measure there, but find the kernels that are compiled."""
+    caches = {"OMNIREDUCE_CACHE": str(folder), "XDG_CACHE_HOME": str(cache_folders()[-1].parent)}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     script = ["set -e", f"trap 'status=$?; {STOPPED}; exit $status' EXIT", *lines]
     with subprocess.Popen(
         ["bash", "-c", "\n".join(script)],
-        cwd=folder, env=os.environ | {"PATH": path, "HOME": str(folder)} | environ,
+        cwd=folder, env=os.environ | {"PATH": path, "HOME": str(folder)} | caches | environ,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
