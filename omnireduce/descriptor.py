@@ -176,8 +176,8 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     @property
     def summed_by_host(self) -> bool:
         """Whether each of several hosts sends one sum of it. In float16 that could be infinite where the result is
-        not."""
-        return self.element.name != "float16"
+        not. A refusal is each rank's own."""
+        return self.element.name != "float16" and not self.refused
 
     @property
     def has_rows(self) -> bool:

@@ -33,12 +33,11 @@ class MismatchError(ProtocolError):
 def check_refusals(one: Begun, other: Begun) -> None:
     """Raises MismatchError for two ranks that have begun what is not the same, unless both have refused their call."""
     first, second = sorted((one, other))
-    if first.number == second.number:
-        if first.descriptor.refused and second.descriptor.refused:
-            return
-        for refusing, calling in ((first, second), (second, first)):
-            if refusing.descriptor.refused:
-                raise MismatchError(_refused(refusing, calling))
+    if first.number == second.number and first.descriptor.refused and second.descriptor.refused:
+        return
+    for refusing, calling in ((first, second), (second, first)):
+        if refusing.descriptor.refused and refusing.number <= calling.number:
+            raise MismatchError(_refused(refusing, calling))
     words = told_apart(first.descriptor, second.descriptor)
     place = "" if first.number == second.number else " as number {}"
     said = "; ".join(
@@ -50,9 +49,10 @@ def check_refusals(one: Begun, other: Begun) -> None:
 
 
 def _refused(refusing: Begun, calling: Begun) -> Cause:
-    """Why the job ends where one rank refuses its call and another one does not."""
-    reason = (
-        f"refused collective {refusing.number}, which rank {calling.rank} called as {calling.descriptor}: "
-        f"{refusing.descriptor.refused}"
-    )
+    """Why the job ends where one rank refuses its call and another one does not. The other one may be further: its call
+    took no part of this shard."""
+    called = f", which rank {calling.rank} called"
+    if refusing.number == calling.number:
+        called += f" as {calling.descriptor}"
+    reason = f"refused collective {refusing.number}{called}: {refusing.descriptor.refused}"
     return Cause(refusing.name, reason, mismatch=True)

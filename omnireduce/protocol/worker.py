@@ -131,10 +131,11 @@ class WorkerMachine:
         return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
 
     def _taking_part(self, collective: Collective) -> list[ShardStream]:
-        """The shards that this rank sends blocks to."""
+        """The shards that this rank sends blocks to. All shards hear of a refusal, so that each knows the reason."""
         if self.host is not None and self._neighbours.hosts == 1:
             return []
-        streams = [each for each in self._streams if collective.operand.layout.takes_part(each.shard)]
+        layout, refused = collective.operand.layout, collective.descriptor.refused
+        streams = [each for each in self._streams if refused or layout.takes_part(each.shard)]
         sums, delegate = collective.host_sum is not None, self._neighbours.delegate
         return [each for each in streams if delegate(each.shard) == self.rank] if sums else streams
 
