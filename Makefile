@@ -37,7 +37,7 @@ site: $(READY) ## build the documents as a site in site/; a warning is an error
 
 check: lint types test ## lint, types and tests: what CI runs
 
-package: ## build wheel and sdist, and try them in fresh environments with each Python at hand; ten minutes
+package: ## build wheel and sdist, and try them in fresh environments with each Python at hand; a minute for each, and two to compile. ARGS=python3.12
 	@tools/test_package.sh $(ARGS)
 
 simulate: $(READY) ## run simulated clusters with faults from seeds, and from new ones; minutes. ARGS="--seeds 0:100000"

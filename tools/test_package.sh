@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Builds the wheel and the sdist, and tries them in fresh environments outside of the repository, with each Python at hand: the
-# quickstart of the README, the doctor, the programs, some tests, and that nothing is left after pip uninstall.
+# quickstart of the README, the doctor, the programs, some tests, and that nothing is left after pip uninstall. Kernels are kept
+# in this user's cache, as ever.
 #
 #   tools/test_package.sh [PYTHON]...     without arguments: the newest of each version from 3.11 on, on PATH or of pyenv
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
-TESTS=(tests/test_config.py tests/test_wire.py tests/test_processors.py tests/protocol/test_machines.py
-    tests/kernels/test_interpret.py tests/kernels/test_merge_kernels.py tests/cluster/test_mpirun.py tests/runtime/test_fused.py)
+TESTS=(tests/test_config.py tests/test_wire.py tests/test_extras.py tests/kernels/test_merge_kernels.py
+    tests/cluster/test_mpirun.py tests/runtime/test_fused.py)
 
 say() { echo "package: $*"; }
 fail() { echo "package: $*" >&2; exit 1; }
@@ -19,9 +20,10 @@ pythons() {
         for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python; do
             if "$candidate" -c "import venv, ensurepip, sys; sys.exit(sys.version_info[:2] != (3, $minor))" 2>/dev/null; then
                 echo "$candidate"
-                break
+                continue 2
             fi
         done
+        say "NOT TRIED with Python 3.$minor: it is not on this machine" >&2
     done
 }
 
@@ -29,7 +31,7 @@ if (($#)); then found=("$@"); else mapfile -t found < <(pythons); fi
 ((${#found[@]})) || fail 'no Python from 3.11 on with its venv module was found'
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONSAFEPATH=1 XDG_CACHE_HOME=$work/cache
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONSAFEPATH=1
 unset PYTHONPATH
 
 say "building with $("${found[0]}" --version)"
@@ -51,11 +53,11 @@ print(re.search(r"```python\n(.*?)```", quickstart, re.S)[1])
 PY
 mkdir "$work/tests" && cp -r tests configs pyproject.toml "$work/tests"
 
-try() { # PYTHON, what to install
-    local env=$work/env start=$SECONDS site
-    say "$("$1" --version), from $(basename "$2")"
+try() { # PYTHON
+    local env=$work/env start=$SECONDS
+    say "$("$1" --version)"
     rm -rf "$env" && "$1" -m venv "$env"
-    "$env/bin/pip" install -q "$2[mpi]" 'pytest>=8' 'hypothesis>=6.100'
+    "$env/bin/pip" install -q "$wheel[mpi]" 'pytest>=8' 'hypothesis>=6.100'
     cd "$work" # where no checkout can be imported
     PATH=$env/bin:$PATH
     [[ $("$env/bin/mpirun" -n 4 "$env/bin/python" train.py 2>train.log) == '4 workers: weights[0, 0] is 0.875' ]] || { cat train.log; fail 'the quickstart'; }
@@ -63,13 +65,32 @@ try() { # PYTHON, what to install
     for program in omnireduce omnireduce.aggregator omnireduce.worker; do
         "$env/bin/python" -m "$program" --help >/dev/null || fail "python -m $program"
     done
+    "$env/bin/python" -c 'import omnireduce.torch' 2>torch.log && fail 'torch should not be here'
+    [[ $(tail -n 1 torch.log) == *"pip install 'torch>="* ]] || { cat torch.log; fail 'the advice for an extra'; }
     (unset PYTHONSAFEPATH && cd tests && "$env/bin/python" -m pytest -q -p no:cacheprovider "${TESTS[@]}") || fail 'the tests'
-    site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$env/bin/pip" uninstall -qy omnireduce
-    [[ ! -e $site/omnireduce ]] || { find "$site/omnireduce" | head; fail 'pip uninstall leaves files'; }
-    ! "$env/bin/python" -c 'import omnireduce' 2>/dev/null || fail 'it can still be imported'
+    files >"$work/files"
+    uninstall
     cd "$root"
     say "$("$1" --version): passed in $((SECONDS - start)) s"
+}
+
+site() { "$work/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+files() { (cd "$(site)" && find omnireduce -name '*.pyc' -prune -o -type f -print0 | sort -z | xargs -0 sha256sum); }
+
+uninstall() {
+    "$work/env/bin/pip" uninstall -qy omnireduce
+    [[ ! -e $(site)/omnireduce ]] || { find "$(site)/omnireduce" | head; fail 'pip uninstall leaves files'; }
+    ! "$work/env/bin/python" -c 'import omnireduce' 2>/dev/null || fail 'it can still be imported'
+}
+
+# The sdist installs the same files as the wheel. PYTHON
+try_sdist() {
+    say "$("$1" --version), from the sdist"
+    cd "$work"
+    "$work/env/bin/pip" install -q --no-deps "$sdist"
+    files | diff "$work/files" - || fail 'the sdist installs other files than the wheel'
+    uninstall
+    cd "$root"
 }
 
 # A clone beside a script does not hide what is installed from it.
@@ -82,5 +103,6 @@ beside() {
 }
 
 beside
-try "${found[0]}" "$sdist"
-for python in "${found[@]}"; do try "$python" "$wheel"; done
+for python in "${found[@]}"; do try "$python"; done
+try_sdist "${found[-1]}"
+say "passed: $(basename "$wheel"), $(basename "$sdist")"
