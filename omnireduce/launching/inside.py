@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.launcher import Launch, detect_launch, number_in
+from omnireduce.runtime.member.launcher import Launch, number_in, own_launch
 
 
 def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
@@ -28,7 +28,7 @@ def main() -> None:
     """Become the command in the arguments."""
     words = sys.argv[1:]
     try:
-        environ = os.environ | variables(detect_launch(), os.environ)
+        environ = os.environ | variables(own_launch(), os.environ)
     except UsageError as error:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(2)

@@ -25,7 +25,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.launcher import detect_launch
+from omnireduce.runtime.member.launcher import own_launch
 from omnireduce.runtime.member.refusals import told_to_others
 from omnireduce.runtime.member.world import connect
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
@@ -322,7 +322,7 @@ def _opened(settings: Settings, rank: int | None, size: int | None) -> tuple[Com
         exchange: Exchange = OverTheService(comm)
         starter: Starter = comm
     else:
-        launch = detect_launch(rank=rank, size=size)
+        launch = own_launch(rank=rank, size=size)
         comm, threads = DummyCommunicator(config, launch.rank, launch.size), config.transport.threads or DUMMY_THREADS
         exchange = DummyExchange(comm.size, way.dummy, threads)
         if comm.rank == 0:

@@ -147,6 +147,13 @@ def test_what_a_launcher_says_wrongly_is_named_in_a_line(more: dict[str, str]) -
     assert len(line) < 200
 
 
+def test_ranks_of_a_launcher_that_nobody_knows_are_not_told_that_each_is_alone() -> None:
+    environ = {"PMIX_RANK": "1"}
+    done = subprocess.run(wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: PMIx (PMIX_RANK) speaks of 2 processes or more, but does not say which rank")
+
+
 OWN = {
     "OMNIRUN_RANK": "1", "OMNIRUN_SIZE": "4", "OMNIRUN_LOCAL_RANK": "1", "OMNIRUN_LOCAL_SIZE": "2",
     "OMNIRUN_CROSS_RANK": "0", "OMNIRUN_CROSS_SIZE": "2", "OMNIRUN_JOB": "run-1", "RANK": "1", "WORLD_SIZE": "4",

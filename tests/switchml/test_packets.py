@@ -142,6 +142,12 @@ def test_the_dummy_backend_needs_no_other_rank(tmp_path: Path, caplog: pytest.Lo
     assert any("backend = dummy: nothing is exchanged" in each.getMessage() for each in caplog.records)
 
 
+def test_a_worker_of_the_dummy_backend_is_not_alone_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_RANK", "1")
+    with pytest.raises(UsageError, match="does not say which rank of how many this one is"):
+        Context().start(written(tmp_path, "backend = dummy", *NO_LIMIT))
+
+
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
