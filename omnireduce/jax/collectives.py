@@ -61,8 +61,9 @@ def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
 
     if weights is None:
         return _through_host(combined, tree)
-    if op != "mean":
-        raise UsageError(f"weights with op {op!r}: expected op='mean'")
+    with told_to_others(communicator()):
+        if op != "mean":
+            raise UsageError(f"weights with op {op!r}: expected op='mean'")
     return _through_host(weighed, (tree, weights))[0]
 
 

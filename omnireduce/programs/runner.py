@@ -44,10 +44,10 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     Raises UsageError for values that do not fit, on all ranks for those that differ and should not, and for a job that
     cannot be divided so; otherwise what the collectives raise.
     """
-    size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
     meeting = meeting_of(comm)
-    own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
     with told_to_others(comm if pipeline.groups == 1 else meeting):
+        size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
+        own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
         execution, arrays = _begun(pipeline, comm, own, size, values)
         comparison = None
         if compare and size > 1:

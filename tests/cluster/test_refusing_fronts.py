@@ -16,6 +16,7 @@ from omnireduce.compression.grace import grace_from_params
 from omnireduce.optimizers import Sgd
 from omnireduce.programs import (
     AllReduce,
+    Broadcast,
     Float32,
     Int32,
     Local,
@@ -69,6 +70,12 @@ def pipeline(comm: Communicator) -> Use:
     return lambda fits: own.run(comm, {"g": ones(8), "w": ones(8), "lr": 0.5 if fits else "x"})
 
 
+def pipeline_for_more_ranks(comm: Communicator) -> Use:
+    g = Tensor(Float32, Variable(Int32, "N"), Local, "g")
+    fits, wrong = (Pipeline("p", [g], [each]) for each in (Broadcast(g, root=1), Broadcast(g, root=2)))
+    return lambda is_right: (fits if is_right else wrong).run(comm, {"g": ones(8)})
+
+
 def pipeline_on_shards(comm: Communicator) -> Use:
     fused = next(each for each in schedules("sgd").values() if runs_on_shards(each))
     own = fused.on_shards(comm, {"w": ones(9)})
@@ -94,6 +101,7 @@ CASES = {
     "GRACE": grace,
     "an optimizer on the shards": optimizer_on_shards,
     "a program": pipeline,
+    "a program for more ranks": pipeline_for_more_ranks,
     "a program on shards": pipeline_on_shards,
     "an optimizer of any framework": distributed_optimizer,
     "parameters": lambda comm: lambda fits: data_parallel.broadcast_parameters([ones(9)] if fits else 7, comm=comm),
