@@ -1,49 +1,107 @@
 """Ranks whose kernels compile: they have said who they are, and will come later.
 
-Others wait for them meanwhile, and that does not count as time to join.
+Others wait for them meanwhile, and that does not count as time to join. It has an end: nobody waits for a rank that is
+here, and no job waits for longer than COMPILING_S in all.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
+from itertools import takewhile
+from typing import NamedTuple
 
-from omnireduce.protocol.gathering import Place
+from omnireduce.config.security import Terms
+from omnireduce.protocol.gathering import Gathering, Place
+from omnireduce.protocol.hello_checks import difference, taken
+from omnireduce.protocol.limits import Limits
 from omnireduce.status import LISTED
 from omnireduce.wire.control import Hello
 
 COMPILING_S = 1800.0  # longer than that nobody waits: a process that has been stopped says no more that it is
+TOO_LONG = f"the kernels were not ready after {COMPILING_S:g} s"
+
+
+class _Compiler(NamedTuple):
+    place: Place
+    rank: int
+    until: float
 
 
 class Compilers:
-    """They are known by their connections, which last until they are ready."""
+    """They are known by their connections, which last until they are ready. Each counts as one of the ranks that a
+    shard, or a team, may have."""
 
-    def __init__(self) -> None:
-        self._until: dict[Place, dict[Hashable, tuple[int, float]]] = {}  # of each connection its rank, and how long
-        self._places: dict[Hashable, Place] = {}
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._all: dict[Hashable, _Compiler] = {}  # by connection, the oldest first
+        self._waited_for: dict[Place, dict[int, Hashable]] = {}  # of each rank the last connection, the oldest first
+        self._of_team = Counter[str]()
 
     @property
     def keys(self) -> list[Hashable]:
         """Their connections."""
-        return list(self._places)
+        return list(self._all)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the oldest of them has had its time."""
+        return next((each.until for each in self._all.values()), None)
+
+    def over(self, now: float) -> list[Hashable]:
+        """The connections of those that have had their time."""
+        return [key for key, _ in takewhile(lambda item: item[1].until <= now, self._all.items())]
+
+    def objection(self, hello: Hello, terms: Terms, here: Gathering | None) -> str:
+        """Why nobody is to wait for the worker of `hello`, beside those who are `here` for its meeting; empty where
+        they are."""
+        wrong = ""
+        if here is not None and here.place == Place.of(hello) and not hello.smallest:
+            wrong = taken(hello) if hello.rank in here.attendees else difference(here.spec, hello)
+        team = self._of_team[hello.team]
+        if not wrong and len(self._all) >= self._limits.max_ranks:
+            wrong = f"{len(self._all)} ranks compile already, which is aggregator.max_ranks: raise it, or wait"
+        if not wrong and hello.team and team >= terms.max_ranks:
+            where = f"max_ranks in {hello.team}.toml on the aggregator: raise it, or wait"
+            wrong = f"{team} ranks of team '{hello.team}' compile already, which is {where}"
+        return wrong
 
     def add(self, key: Hashable, hello: Hello, now: float) -> None:
         """A worker compiles its kernels."""
-        place = self._places[key] = Place.of(hello)
-        self._until.setdefault(place, {})[key] = hello.rank, now + COMPILING_S
+        place = Place.of(hello)
+        self._all[key] = _Compiler(place, hello.rank, now + COMPILING_S)
+        self._of_team[hello.team] += 1
+        ranks = self._waited_for.setdefault(place, {})
+        ranks.pop(hello.rank, None)
+        ranks[hello.rank] = key
 
     def remove(self, key: Hashable) -> Place | None:
         """Its connection is over; where it would have come, if it was one of them."""
-        place = self._places.pop(key, None)
-        if place is not None:
-            del self._until[place][key]
-            if not self._until[place]:
-                del self._until[place]
-        return place
+        known = self._all.pop(key, None)
+        if known is None:
+            return None
+        self._of_team[known.place.team] -= 1
+        if not self._of_team[known.place.team]:
+            del self._of_team[known.place.team]
+        if self._waited_for.get(known.place, {}).get(known.rank) == key:
+            self._forget(known.place, known.rank)
+        return known.place
+
+    def came(self, hello: Hello) -> None:
+        """The worker of `hello` is here: it compiles no more."""
+        if hello.rank in self._waited_for.get(Place.of(hello), {}):
+            self._forget(Place.of(hello), hello.rank)
+
+    def _forget(self, place: Place, rank: int) -> None:
+        del self._waited_for[place][rank]
+        if not self._waited_for[place]:
+            del self._waited_for[place]
 
     def until(self, place: Place) -> float:
         """How long those who wait there may have to wait for them."""
-        return max((until for _, until in self._until.get(place, {}).values()), default=0.0)
+        last = next(reversed(self._waited_for.get(place, {}).values()), None)
+        return 0.0 if last is None else self._all[last].until
 
-    def ranks(self, place: Place, now: float) -> list[int]:
+    def ranks(self, place: Place) -> list[int]:
         """The first of them, in order."""
-        return sorted({rank for rank, until in self._until.get(place, {}).values() if until > now})[:LISTED]
+        return sorted(self._waited_for.get(place, ()))[:LISTED]

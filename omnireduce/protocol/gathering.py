@@ -87,7 +87,8 @@ class Gathering:
 
     spec: Hello
     terms: Terms
-    since: float
+    since: float  # from then on time to join counts
+    begun: float  # not only since the last rank that compiled was ready
     told_at: float  # when all attendees were told last who is missing
     changed_at: float
     held: bool = False
@@ -139,7 +140,7 @@ class Gathering:
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
-        self.held, self.since, self.changed_at = False, now, now
+        self.held, self.since, self.begun, self.changed_at = False, now, now, now
 
     @property
     def place(self) -> Place:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from omnireduce.config.schema import URGENT
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
+from omnireduce.protocol.compilers import COMPILING_S
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
 from omnireduce.protocol.gathering import worker_name
@@ -74,7 +75,7 @@ class Joining:
     ) -> None:
         self._hello, self._addresses, self._secret = hello, addresses, secret
         self._limit_s, self._transport = limit_s, transport
-        self._join_by = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
+        self._join_by = self._latest = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
         self._last_error: OmniReduceError | None = None  # of the attempt before
         self._reminders = Reminders(0.0)  # of what this attempt waits for
         self._failures = Reminders(0.0)  # of attempts that fail for the same reason
@@ -105,6 +106,7 @@ class Joining:
     def start(self, now: float) -> Iterator[JoiningEffect]:
         """Begin."""
         self._join_by, self._failures = now + self._limit_s, Reminders(now)
+        self._latest = now + COMPILING_S + self._limit_s  # whatever an aggregator says of ranks that compile
         yield self._attempt(now)
 
     def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoiningEffect]:
@@ -258,7 +260,8 @@ class Joining:
         if isinstance(message, Pending):
             visit.pending = message
             if message.compiling and self._seat is None:
-                self._by = self._join_by = max(self._join_by, now + max(self._limit_s, NEWS_LATE_S))
+                more_s = max(self._limit_s, NEWS_LATE_S)
+                self._by = self._join_by = min(max(self._join_by, now + more_s), self._latest + more_s)
             if message.note and self._is_news(message.note):
                 yield Notice("rank_refused", f"aggregator {address}: {shown(message.note)}", shard)
         elif isinstance(message, Newcomers):

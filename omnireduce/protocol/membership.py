@@ -23,7 +23,7 @@ from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEffect, Replace
 from omnireduce.protocol.announced import NEWS_S, Announced
-from omnireduce.protocol.compilers import Compilers
+from omnireduce.protocol.compilers import COMPILING_S, TOO_LONG, Compilers
 from omnireduce.protocol.doomed import Doomed, dooms
 from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
 from omnireduce.protocol.hello_checks import difference, malformed, of_another_team, taken
@@ -53,7 +53,7 @@ class Membership:
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
         self._running: dict[int, Running] = {}
         self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
-        self._room, self._compilers = Room(limits, self._gathering, self._running, self._held), Compilers()
+        self._room, self._compilers = Room(limits, self._gathering, self._running, self._held), Compilers(limits)
         self._next_generation = 1
         self._announced = Announced()
         self._doomed = Doomed(limits.join_timeout_s)
@@ -63,13 +63,13 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
+        others = [at for at in (self._announced.deadline, self._compilers.deadline) if at is not None]
         if not self._gathering:  # as nearly always
-            return self._announced.deadline
+            return min(others, default=None)
         waiting = self._gathering.values()
-        ends = [self._ends_at(each) for each in waiting if not each.held]
+        ends = others + [self._ends_at(each) for each in waiting if not each.held]
         ends += [each.told_at + NEWS_S for each in waiting if self._has_news(each)]
         ends += [at for each in waiting if not self._room.lacks(each) and (at := each.settles_at()) is not None]
-        ends += [at for at in (self._announced.deadline,) if at is not None]
         ends += [0.0] if any(each.untold for each in waiting) else []
         # a formation that replaces one may have waited for the room, whosever it was
         ends += [0.0] if self._has_freed_room and any(each.replaces is not None for each in waiting) else []
@@ -86,7 +86,9 @@ class Membership:
             wrong, temporary = self._doomed.why(hello, now), False
         if not wrong:
             wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._gathering)
-        if not wrong and not hello.compiling:
+        if not wrong and hello.compiling:
+            wrong, temporary = self._compilers.objection(hello, terms, self._gathering.get(meeting)), True
+        elif not wrong:
             wrong, temporary = self._objection(hello, meeting, standing, terms, going)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
@@ -101,6 +103,7 @@ class Membership:
             self._open(meeting, hello, now, terms)
         gathering = self._gathering[meeting]
         gathering.add(Attendee(key, hello, standing), now)
+        self._compilers.came(hello)
         self._waiting[key] = hello
         if self._may_start(gathering, now):
             yield self._admit(meeting)
@@ -150,6 +153,9 @@ class Membership:
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
         limit_s, self._has_freed_room = self._limits.join_timeout_s, False
+        for key in self._compilers.over(now):
+            self.gone(key, now)
+            yield Answer(key, Refused(TOO_LONG, temporary=True))
         for generation in self._announced.taken_back(now):
             yield Announce(generation, 0)
         for meeting, gathering in list(self._gathering.items()):
@@ -201,15 +207,16 @@ class Membership:
 
     def _ends_at(self, gathering: Gathering) -> float:
         """When its ranks have waited long enough for the others."""
-        return max(gathering.since, self._compilers.until(gathering.place)) + self._limits.join_timeout_s
+        until = max(gathering.since, self._compilers.until(gathering.place))
+        return min(until, gathering.begun + COMPILING_S) + self._limits.join_timeout_s
 
     def _has_news(self, gathering: Gathering) -> bool:
         return gathering.is_news or self._compilers.until(gathering.place) > 0
 
     def _pending(self, gathering: Gathering, now: float) -> Pending:
-        """What those who wait are told. Who is here compiles no more."""
-        compiling = [each for each in self._compilers.ranks(gathering.place, now) if each not in gathering.attendees]
-        return msgspec.structs.replace(gathering.pending(), compiling=compiling)
+        """What those who wait are told."""
+        ranks = self._compilers.ranks(gathering.place) if now < gathering.begun + COMPILING_S else []
+        return msgspec.structs.replace(gathering.pending(), compiling=ranks)
 
     def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
@@ -219,7 +226,7 @@ class Membership:
             self._announced.somebody_waits(generation)
             last = self._running[generation].asked
         gathering = Gathering(
-            hello, terms, since=now, told_at=now, changed_at=now,
+            hello, terms, since=now, begun=now, told_at=now, changed_at=now,
             held=generation is not None, expected=last, replaces=self._room.replaced_by(hello),
         )  # fmt: skip
         gathering.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])

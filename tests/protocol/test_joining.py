@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.compilers import COMPILING_S
 from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, Notice
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.joining import Joining
@@ -205,6 +206,16 @@ def test_ranks_whose_kernels_compile_are_waited_for_and_that_is_said() -> None:
     assert not [each for each in joining.timer(89.9) if isinstance(each, Failed)]
     error = failure(joining.timer(90.0))  # the last time that it was said was at 60 s
     assert "still waiting for rank 0 of job 'job' at aggregator a:0 after cluster.join_timeout_s = 30" in str(error)
+
+
+def test_an_aggregator_that_says_for_ever_that_ranks_compile_is_not_believed() -> None:
+    joining = begun(shards=1)
+    list(joining.connected(0, NONCE, 0.0))
+    latest = COMPILING_S + 2 * LIMIT_S
+    for now in range(20, int(latest), 20):
+        told(joining, 0, Pending([3], 1, compiling=[3]), now=float(now))
+        assert not [each for each in joining.timer(float(now)) if isinstance(each, Failed)]
+    assert isinstance(failure(joining.timer(latest)), RefusedError)
 
 
 def test_a_failure_behind_the_last_welcome_ends_it_all_the_same() -> None:

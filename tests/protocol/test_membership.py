@@ -507,7 +507,7 @@ def test_time_does_not_go_by_while_kernels_compile() -> None:
     membership, limit_s = Membership(LIMITS), LIMITS.join_timeout_s
     assert compile_as(membership, 2) == [Answer(("compiles", 2), Pending([], 0))]
     assert membership.gathers == 0
-    assert membership.deadline is None
+    assert membership.deadline == COMPILING_S
     assert join(membership, 0, world_size=3) == [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
     for second in (1, 2, 3 * limit_s):  # said again and again
         assert membership.deadline <= second  # type: ignore[operator]
@@ -523,11 +523,65 @@ def test_time_does_not_go_by_while_kernels_compile() -> None:
 
 def test_a_rank_that_compiles_for_too_long_is_waited_for_no_more() -> None:
     membership = Membership(LIMITS)
+    compile_as(membership, 1)
+    join(membership, 0, world_size=3, now=10.0)
+    assert not refused(membership.expire(COMPILING_S - 1.0))
+    assert refused(membership.expire(COMPILING_S)) == [("compiles", 1)]
+    assert refused(membership.expire(COMPILING_S + LIMITS.join_timeout_s)) == [("job", 0)]
+    assert membership.deadline is None
+
+
+def test_a_rank_that_says_again_and_again_that_it_compiles_keeps_a_job_for_a_bounded_time() -> None:
+    membership, limit_s = Membership(LIMITS), LIMITS.join_timeout_s
     join(membership, 0, world_size=3)
-    compile_as(membership, 1, now=10.0)
-    assert not refused(membership.expire(10.0 + COMPILING_S))
-    assert refused(membership.expire(10.0 + COMPILING_S + LIMITS.join_timeout_s)) == [("job", 0)]
-    membership.gone(("compiles", 1), 1e6)
+    for now in range(10, int(COMPILING_S), 10):
+        membership.gone(("compiles", 1), now - 5.0)
+        compile_as(membership, 1, now=float(now))
+        assert not refused(membership.expire(float(now)))
+    (answer,) = [each for each in membership.expire(COMPILING_S) if isinstance(each, Answer)]
+    assert answer == Answer(("job", 0), Pending([1, 2], 2, compiling=[]))
+    assert refused(membership.expire(COMPILING_S + limit_s)) == [("job", 0)]
+
+
+def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() -> None:
+    membership = Membership(TIGHT)  # five ranks
+
+    def compiles(number: int, **changes: Any) -> list[Any]:
+        said = hello(0, 1, job=f"job{number}", compiling=True, **changes)
+        return list(membership.hello(number, said, 0.0, TEAM_TERMS if changes else FREE))
+
+    assert [compiles(number, team="red") for number in range(3)] == [
+        [Answer(number, Pending([], 0))] for number in range(3)
+    ]
+    assert "3 ranks of team 'red' compile already, which is max_ranks in red.toml" in refusal(compiles(3, team="red"))
+    assert [compiles(number)[0].message for number in (4, 5)] == [Pending([], 0)] * 2
+    assert "5 ranks compile already, which is aggregator.max_ranks" in refusal(compiles(6))
+    membership.gone(0, 1.0)
+    assert compiles(7, team="red") == [Answer(7, Pending([], 0))]
+
+
+def test_nobody_waits_for_who_is_here_or_can_never_come_though_it_says_that_it_compiles() -> None:
+    membership = Membership(LIMITS)
+    join(membership, 0, world_size=3)
+    (first, told) = (each.message for each in compile_as(membership, 0) + list(membership.expire(1.0)))
+    assert "rank 0 (host h, pid 100) is already in job 'job'" in first.reason
+    assert told.compiling == []
+    other = list(membership.hello("other", hello(2, 4, compiling=True), 1.0))
+    assert "world_size 4 differs from 3" in refusal(other)
+    assert refused(membership.expire(LIMITS.join_timeout_s)) == [("job", 0)]
+
+
+def test_of_several_connections_of_a_rank_that_compiles_the_last_one_counts() -> None:
+    membership = Membership(LIMITS)
+    for number, now in enumerate((0.0, 5.0)):
+        list(membership.hello(("again", number), hello(1, 3, compiling=True), now))
+    join(membership, 0, world_size=3, now=5.0)
+    membership.gone(("again", 0), 6.0)
+    (told,) = membership.expire(10.0)
+    assert told == Answer(("job", 0), Pending([1, 2], 2, compiling=[1]))
+    join(membership, 1, world_size=3, now=11.0)
+    (told, *_) = membership.expire(12.0)
+    assert told == Answer(("job", 0), Pending([2], 1, compiling=[]))
 
 
 def refused(effects: Iterable[MembershipEffect]) -> list[Hashable]:
