@@ -32,6 +32,7 @@ ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 384
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
 _PORT = re.compile(r"[0-9]{1,5}\Z")
+_SCOPE = re.compile(r"[A-Za-z0-9_.~-]{1,15}\Z")  # an interface, whose name is no longer (RFC 6874), or its number
 _SIOCGIFADDR = 0x8915
 _FIRST_FREE_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 _answered: dict[str, str] = {}  # of names, the address that answered after another one had not
@@ -134,6 +135,9 @@ def _is_port(text: str) -> bool:
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    _, percent, scope = host.partition("%")
+    if percent and not _SCOPE.match(scope):
+        return None
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -85,6 +85,7 @@ def test_parse_address(text: str, address: tuple[str, int]) -> None:
             "tcp://host:1",
         ],
         *["a..b:1", ".a:1", "a.-b:1", "a-.b:1", f"{'x' * 64}:1", f"a.{'x' * 64}.b:1"],
+        *[f"[fe80::1%{scope}]:1" for scope in ("", "a b", "a,b", "a\n", "a]b", "a/b", "a;b", "\0", "é", "x" * 16)],
         *["1.2.3:1", "256.0.0.1:1", "1234:1", "host:\N{ARABIC-INDIC DIGIT ONE}", "h\N{DIAERESIS}st:1"],
     ],
 )
