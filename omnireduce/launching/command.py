@@ -195,10 +195,13 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0)
 
 
 def _hosts(asked: Mapping[str, Any]) -> list[Host]:
-    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if asked[name]]
+    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if asked[name] is not None]
     if len(given) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: expected one of them")
+    for name in given:
+        if not asked[name]:  # most likely an empty variable of a script; all ranks here would not be what was meant
+            raise ConfigError(f"--{name.replace('_', '-')}: got nothing; leave it out for ranks on this host alone")
     if asked["hosts"]:
         return parse_hosts(asked["hosts"])
     return read_hostfile(asked["hostfile"]) if asked["hostfile"] else []
