@@ -16,7 +16,7 @@ from typing import Literal
 
 from omnireduce.config.security import SECRET_VARIABLE, TEAM_CHARACTERS, Security
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.files.paths import MARK, user_path
+from omnireduce.files.paths import MARK, user_path, without_waiting
 
 MIN_BYTES, MAX_BYTES = 16, 4096
 MOST_LINES = 4  # of one file; each line is a secret
@@ -110,7 +110,7 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_
     may be read by all, but only its owner may write to it. Raises ConfigError, which names `key`.
     """
     try:
-        with open(user_path(name), "rb", opener=_without_waiting) as file:
+        with open(user_path(name), "rb", opener=without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
@@ -152,11 +152,6 @@ def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
     readers = [(tag, group if tag == _ITS_GROUP else number) for tag, allowed, number in entries if allowed]
     users = {number for tag, number in readers if tag == _USER}
     return users, {number for tag, number in readers if tag in (_ITS_GROUP, _GROUP)}
-
-
-def _without_waiting(name: str, flags: int) -> int:
-    """Open as `open` does, but do not wait at a FIFO."""
-    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def _lines(data: bytes, source: str, what: str) -> list[bytes]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import select
+import stat
 from pathlib import Path
 
 from omnireduce.errors import ConfigError, OmniReduceError, UsageError
 
 MOST_BYTES = 1 << 20  # of a text file
+PIPE_S = 60.0  # how long a reader waits for who writes to a named pipe
 MARK = codecs.BOM_UTF8
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -65,7 +68,9 @@ def read_text(
     what was `expected`. Raises `error` for a file that cannot be read, is no UTF-8, or is longer than `most_bytes`."""
     source = source or shown(path)
     try:
-        with open(user_path(path), "rb") as file:
+        with open(user_path(path), "rb", opener=without_waiting) as file:
+            if _is_silent_pipe(file.fileno()):
+                raise error(f"{source}: is a pipe to which nobody has written for {PIPE_S:g} s, expected {expected}")
             data = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise error(f"{source}: no such file, expected {expected}") from None
@@ -76,6 +81,21 @@ def read_text(
     if len(data) > most_bytes:
         raise error(f"{source}: got more than {most_bytes} bytes, expected {expected}")
     return decode_text(data, source, expected=expected, error=error)
+
+
+def without_waiting(name: str, flags: int) -> int:
+    """Open as `open` does, but do not wait at a pipe for who writes to it."""
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _is_silent_pipe(file: int) -> bool:
+    """Wait for who writes to a pipe. Return whether nobody has."""
+    os.set_blocking(file, True)
+    if not stat.S_ISFIFO(os.fstat(file).st_mode):
+        return False
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return not poll.poll(PIPE_S * 1e3)
 
 
 def decode_text(

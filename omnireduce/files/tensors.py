@@ -20,7 +20,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
-from omnireduce.files.paths import user_path
+from omnireduce.files.paths import user_path, without_waiting
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SAFETENSORS_DTYPES: dict[str, Any] = {
@@ -81,7 +81,7 @@ def read_tensors(path: str | Path, name: str | None = None) -> Iterator[Tensor]:
 
 
 def _read_npy(path: Path, name: str | None) -> Iterator[Tensor]:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=without_waiting) as file:
         if file.read(6) != b"\x93NUMPY":
             raise FileError(f"{path}: is not an .npy file, whatever its name says")
     if name in (None, path.stem):
@@ -89,7 +89,7 @@ def _read_npy(path: Path, name: str | None) -> Iterator[Tensor]:
 
 
 def _read_npz(path: Path, name: str | None) -> Iterator[Tensor]:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=without_waiting) as file:
         if not zipfile.is_zipfile(file):
             raise FileError(f"{path}: is not an .npz file, whatever its name says")
         file.seek(0)
@@ -139,7 +139,7 @@ def _read_safetensors(path: Path, name: str | None) -> Iterator[Tensor]:
 
 def _safetensors_header(path: Path) -> tuple[dict[str, _Entry], int]:
     """The tensors' entries by name, and where in the file their data starts."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=without_waiting) as file:
         size = path.stat().st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import ssl
+import stat
 
 from omnireduce.config import Metrics, Security
 from omnireduce.errors import ConfigError
+from omnireduce.files.paths import without_waiting
 from omnireduce.secret import read_private
 
 _OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
@@ -61,8 +63,9 @@ def _filled(context: ssl.SSLContext, files: Security | Metrics, section: str) ->
 def _add_authority(context: ssl.SSLContext, name: str, file: str) -> None:
     """Let `context` trust the certificates in a file, the value of the key `name`."""
     try:
-        with open(file, "rb"):  # OpenSSL tells less of what is wrong here
-            pass
+        with open(file, "rb", opener=without_waiting) as opened:  # OpenSSL tells less of what is wrong here
+            if stat.S_ISFIFO(os.fstat(opened.fileno()).st_mode):
+                raise ConfigError(f"{name}: {file} is a pipe, expected a file")
         context.load_verify_locations(file)
     except ssl.SSLError as error:
         raise ConfigError(f"{name}: {file} has no certificate that can be read, expected PEM{_why(error)}") from None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_cluster import WAIT_S
 
 from omnireduce import ConfigError, OmniReduceError, UsageError
 from omnireduce.bench.recorded import find_arrays
 from omnireduce.bench.tuning.report import opened_log
 from omnireduce.config import Security, Trace, check_config, load_config
 from omnireduce.config.schema import Config
+from omnireduce.files import paths
 from omnireduce.files.output import check_writable, make_folder, write_file
 from omnireduce.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
 from omnireduce.files.tensors import read_tensors
@@ -30,6 +33,7 @@ from omnireduce.programs.ready.schedules import schedules
 from omnireduce.secret import Secret, load_secrets
 from omnireduce.switchml.settings import load_settings
 from omnireduce.teams import load_teams
+from omnireduce.transport.tls_files import worker_context
 from omnireduce.worker.switchml.layers import read_layers
 
 WORD = "a-secret-of-16-bytes"
@@ -96,6 +100,21 @@ def test_a_file_that_is_no_text(home: Path, data: bytes | None, message: str, er
     with pytest.raises(error) as caught:
         read_text("~/f", "--words ~/f", expected="a list of words", error=error)
     assert str(caught.value) == f"--words ~/f: {message}"
+
+
+def test_a_pipe_is_read_and_one_that_nobody_writes_to_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(home / "f.npy")
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(read_text, "~/f.npy")
+        (home / "f.npy").write_bytes(b"a\r\nb")
+        assert text.result(WAIT_S) == "a\nb"
+    monkeypatch.setattr(paths, "PIPE_S", 0.01)
+    with pytest.raises(ConfigError, match=r"^'f': is a pipe to which nobody has written for 0.01 s, expected words$"):
+        read_text("~/f.npy", "'f'", expected="words")
+    with pytest.raises(OmniReduceError, match=r"is not an .npy file, whatever its name says"):
+        list(read_tensors("~/f.npy"))
+    with pytest.raises(ConfigError, match=r"^security.tls_ca: .*/f.npy is a pipe, expected a file$"):
+        worker_context(Security(tls_ca=str(home / "f.npy")))
 
 
 def _secret(path: str) -> object:
