@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Dispatcher:
         self._pictured = Pictured(comm)
         self._tasks: dict[str, Task] = {}
         self._refused: dict[str, deque[str]] = {}  # by name, why this rank has refused it, each time anew
+        self._retried = Counter[str]()  # by name, how many calls wait until what was refused before them is over
         self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
         self._buffers: dict[tuple[Request, ...], Buffer] = {}
         self._lock: Any = threading.RLock()  # a signal handler may close on top of a thread that submits
@@ -76,8 +77,8 @@ class Dispatcher:
         with self._work:
             if self._refused and name == JOIN:
                 self._withdraw_refusals()
-            elif self._refused:
-                self._over.wait_for(lambda: name not in self._refused)
+            elif name in self._refused:
+                self._await_refusals(name)
             if self._error is not None:
                 raise self._error.with_traceback(None)
             if name in self._tasks or (name == JOIN and self._tasks):
@@ -101,6 +102,13 @@ class Dispatcher:
             if self._error is None and JOIN not in self._tasks and os.getpid() == self._process:
                 self._refused.setdefault(name, deque()).append(why)
                 self._begin_refusals()
+
+    def _await_refusals(self, name: str) -> None:
+        self._retried[name] += 1
+        try:
+            self._over.wait_for(lambda: name not in self._refused)
+        finally:
+            self._retried[name] -= 1
 
     def _begin_refusals(self) -> None:
         for name, reasons in self._refused.items():
@@ -355,8 +363,12 @@ class Dispatcher:
 
     @property
     def _awaited(self) -> dict[str, Task]:
-        """What this rank waits for: not for others to come to what it has refused."""
-        return {name: each for name, each in self._tasks.items() if each.operation.request.kind != REFUSAL}
+        """What this rank waits for: not for others to come to what it has refused, unless a call waits behind that."""
+        return {
+            name: task
+            for name, task in self._tasks.items()
+            if task.operation.request.kind != REFUSAL or self._retried[name]
+        }
 
     def _inspect(self) -> None:
         """All ranks tell what they wait for. Raises AbortedError if it is for too long."""

@@ -18,6 +18,7 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
 OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
+NUMBER_TYPES = int, float, np.number, tuple, list
 # What optimizers call what all ranks must have alike
 NUMBERS = ("lr", "learning_rate", "rate", "momentum", "weight_decay", "beta1", "beta2", "betas", "eps")
 
@@ -79,14 +80,11 @@ class DistributedOptimizer:
 
     def _terms(self) -> list[tuple[str, str]]:
         """What all ranks must have alike, beside parameters: with other numbers weights would drift apart."""
-        numbers, kinds = (
-            [(name, getattr(self.opt, name, None)) for name in NUMBERS],
-            (int, float, np.number, tuple, list),
-        )
+        numbers = [(name, getattr(self.opt, name, None)) for name in NUMBERS]
         return [
             ("loader", "none" if self._loader is None else "given"),
             ("optimizer", type(self.opt).__name__),
-            *((name, str(value) if isinstance(value, kinds) else "nothing") for name, value in numbers),
+            *((name, str(value) if isinstance(value, NUMBER_TYPES) else "nothing") for name, value in numbers),
         ]
 
     def step(self, *gradients: Any) -> Any:

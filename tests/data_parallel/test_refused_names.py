@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
 
-from omnireduce import Communicator, UsageError
+from omnireduce import AbortedError, Communicator, UsageError
 from omnireduce.data_parallel.agreement import MOST_PENDING
 from omnireduce.data_parallel.queue import Queue
 
@@ -144,6 +144,23 @@ def test_a_name_that_is_under_way_is_refused_in_its_turn(daemon: Daemon) -> None
         return [*found, float(queue.allreduce_async(np.ones(3), name="w").wait(60)[0])]
 
     assert run_on_queues(daemon, work) == [[2.0, 2.0]] * 2
+
+
+def test_who_waits_behind_what_it_has_refused_is_told_who_does_not_come(daemon: Daemon) -> None:
+    ended = threading.Event()
+
+    def run(comm: Communicator) -> None:
+        queue = Queue(comm)
+        if comm.rank == 0:
+            with pytest.raises(UsageError, match="median"):
+                submit(queue, "allreduce", "w", op="median")
+            with pytest.raises(AbortedError, match="rank 1 has not come to 'w', for which rank 0 waits since"):
+                submit(queue, "allreduce", "w")
+            ended.set()
+        assert ended.wait(60)
+        queue.close()
+
+    run_job(configured(daemon.addresses, "stall.abort_s=0.5"), 2, run)
 
 
 def test_more_than_there_is_room_for_is_refused_when_there_is(daemon: Daemon) -> None:
