@@ -253,7 +253,7 @@ class RelayMachine(AggregatorMachine):
             return super().waiting(now)
         what = f"collective {self._awaited[0].number}"
         if not self._down.free:  # members have not read what came last
-            return self._wait(what, self._down.readers, now)
+            return self._wait(what, self._late(self._down.readers), now)
         if self._current is None:
             return Wait(what, [], 0, self._upstream, now - self._quiet.since)
         return super().waiting(now)
@@ -267,7 +267,11 @@ class RelayMachine(AggregatorMachine):
         found = super()._waited_for(current)
         if max(found, default=0) >= self._up or any(self.passing[rank] for rank in found):
             return [self._up]  # it has not read what was sent
-        return sorted({late for rank in found for late in self._behind(rank) or [rank]})
+        return self._late(found)
+
+    def _late(self, members: Iterable[int]) -> list[int]:
+        """Those of the members that are late themselves, and in place of the others whom they wait for."""
+        return sorted({late for member in members for late in self._behind(member) or [member]})
 
     def _behind(self, rank: int) -> list[int]:
         """Whom this member waits for, as it says: a relay below, or a rank that shares memory with others. Who has

@@ -177,6 +177,18 @@ def test_a_wait_for_readers_is_taken_back_when_they_have_read(bench: Bench) -> N
     assert list(bench.machine.credited(1, 0, 1.6)) == [Tell(UP, Report()), Return(UP, 0)]
 
 
+def test_a_relay_below_says_who_has_not_read(bench: Bench) -> None:
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    for slot in range(2):
+        bench.result(4, slot=slot)
+        list(bench.machine.credited(0, slot, 0.5))
+    list(bench.machine.told(1, Report(what="collective 0", behind=[6], total=1, waited_s=1.0), 1.2))
+    wait = bench.machine.waiting(1.5)
+    assert wait is not None
+    assert (wait.ranks, wait.who) == ([6], NAMES[2])
+
+
 def test_reports_without_end_are_a_violation(bench: Bench) -> None:
     ends = [each for number in range(101) for each in bench.machine.told(0, Report(), 0.0) if isinstance(each, End)]
     assert [each.kind for each in ends] == ["violation"]
