@@ -55,4 +55,4 @@ def run_gloo(size: int, function: Callable[[dist.ProcessGroup, int], T]) -> list
     """The same for gloo."""
     store = dist.HashStore()
     wait = timedelta(seconds=WAIT_S)
-    return Ranks(size, lambda rank: function(gloo_group(store, rank, size, wait), rank)).results()
+    return Ranks(size, lambda rank: function(gloo_group(store, rank, size, "", wait), rank)).results()
