@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,10 @@ from pathlib import Path
 
 from omnireduce.files.cache import CACHE_VARIABLE
 
-KEPT = 8  # folders of other versions and processors: each takes some 20 MB
 UNFINISHED = ".unfinished"
+OURS = re.compile(r"-[0-9a-f]{16}\Z")  # the end of a folder's name
+FILES = re.compile(rf".*\.kernel|all-[0-9a-f]{{8}}|.*{re.escape(UNFINISHED)}")  # the second: see kernels/claims.py
+KEPT = 8  # folders of other versions and processors: each takes some 20 MB
 UNFINISHED_S = 3600.0  # after that nobody writes it any more
 DIGEST_BYTES = hashlib.sha256().digest_size
 ROOT = 0
@@ -122,9 +124,24 @@ class KernelFiles:
             for file in place.glob(f"*{UNFINISHED}"):
                 if time.time() - file.stat().st_mtime > UNFINISHED_S:
                     file.unlink()
-            others = [each for each in place.parent.iterdir() if each != place]
+            others = [each for each in place.parent.iterdir() if each != place and _is_ours(each)]
             for each in sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)[KEPT:]:
-                shutil.rmtree(each, ignore_errors=True)
+                _remove(each)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether this is a folder of kernels. A user may have named a place where other things are, and somebody else may
+    have made a link of it."""
+    return OURS.search(folder.name) is not None and folder.is_dir() and not folder.is_symlink()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of kernels, but nothing else that somebody has put there."""
+    with suppress(OSError):
+        for file in folder.iterdir():
+            if FILES.fullmatch(file.name):
+                file.unlink()
+        folder.rmdir()
 
 
 def _make(place: Path) -> None:
@@ -153,9 +170,11 @@ def _check(status: os.stat_result) -> None:
 
 def _read(folder: int, name: str) -> bytes | None:
     """The contents of a file; None if they are not whole."""
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(file, "rb") as stream:
         _check(os.fstat(file))
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return None
         data = stream.read()
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     return content if hashlib.sha256(content).digest() == digest else None

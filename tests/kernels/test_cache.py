@@ -197,28 +197,48 @@ def test_what_others_may_have_written_is_not_run(tmp_path: Path, monkeypatch: py
     assert KernelFiles("tag", [tmp_path]).load(NAME) == CONTENT
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_in_place_of_a_file_does_not_count(tmp_path: Path) -> None:
     KernelFiles("tag", [tmp_path]).save("elsewhere", CONTENT)
     (place(tmp_path) / NAME).symlink_to("elsewhere")
-    assert KernelFiles("tag", [tmp_path]).load(NAME) is None
+    os.mkfifo(place(tmp_path) / "pipe")
+    for name in (NAME, "pipe"):
+        assert KernelFiles("tag", [tmp_path]).load(name) is None
 
 
 def test_folders_of_other_versions_and_unfinished_files_go(tmp_path: Path) -> None:
     for age in range(KEPT + 3):
-        folder = tmp_path / "kernels" / f"old-{age}"
+        folder = tmp_path / "kernels" / f"0.1-{age:016x}"
         folder.mkdir(parents=True)
-        (folder / NAME).write_bytes(b"")
+        for name in (NAME, f"a{UNFINISHED}", "all-0123abcd"):
+            (folder / name).write_bytes(b"")
         os.utime(folder, (1000 - age, 1000 - age))
     files = KernelFiles("tag", [tmp_path])
     files.save(NAME, CONTENT)
     left = {each.name for each in (tmp_path / "kernels").iterdir()}
-    assert left == {"tag", *(f"old-{age}" for age in range(KEPT))}
+    assert left == {"tag", *(f"0.1-{age:016x}" for age in range(KEPT))}
     for name, age_s in (("a", 0.0), ("b", UNFINISHED_S + 60)):
         file = place(tmp_path) / f"{name}{UNFINISHED}"
         file.write_bytes(b"")
         os.utime(file, (file.stat().st_mtime - age_s,) * 2)
     KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
     assert [each.name for each in place(tmp_path).glob(f"*{UNFINISHED}")] == [f"a{UNFINISHED}"]
+
+
+def test_what_is_no_folder_of_kernels_stays(tmp_path: Path) -> None:
+    """The folder may have been somebody's own before, or a link that another user has made."""
+    home = tmp_path / "home"
+    theirs = [home / f"{name}{number}" for name in ("project", "0.1-000000000000000") for number in range(KEPT)]
+    for age, folder in enumerate(theirs):
+        folder.mkdir(parents=True)
+        (folder / "thesis.tex").write_text("all of it")
+        os.utime(folder, (1000 - age, 1000 - age))
+    (home / "0.1-00000000000000ff").symlink_to(theirs[0])
+    (tmp_path / "kernels").symlink_to(home)
+    os.utime(theirs[-1], (1, 1))
+    (home / "0.1-0000000000000008").mkdir()
+    KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
+    assert [folder for folder in theirs if not (folder / "thesis.tex").exists()] == []
+    assert (home / "0.1-00000000000000ff").is_symlink()
 
 
 def test_a_folder_that_is_used_counts_as_new(tmp_path: Path) -> None:
