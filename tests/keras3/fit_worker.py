@@ -224,6 +224,25 @@ def values() -> dict[str, Any]:
     return {"values": shown, "kinds": kinds, "variable": keras.ops.convert_to_numpy(variable).tolist()}
 
 
+def refused() -> dict[str, Any]:
+    """Each collective, by rank 1 alone; the next call of it is sound. Gives what rank 0 is told."""
+    row, number, told = np.ones((2, 3), np.float32), np.float32(1), {}
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "allreduce": (lambda: hvd.allreduce(row), lambda: hvd.allreduce(row, op="median")),
+        "allgather": (lambda: hvd.allgather(row), lambda: hvd.allgather(number)),
+        "reducescatter": (lambda: hvd.reducescatter(row), lambda: hvd.reducescatter(number)),
+        "broadcast": (lambda: hvd.broadcast(row, 0), lambda: hvd.broadcast(row, 7)),
+        "broadcast_object": (lambda: hvd.broadcast_object(7, 0), lambda: hvd.broadcast_object(7, 7)),
+    }
+    for name, (proper, wrong) in calls.items():
+        try:
+            (wrong if hvd.rank() else proper)()
+        except UsageError as error:
+            told[name] = str(error)
+        proper()
+    return {"told": told}
+
+
 def averaged_metrics() -> dict[str, Any]:
     """Those of this rank are replaced by means. Ranks with others get an error."""
     callback, rank = hvd.callbacks.MetricAverageCallback(), hvd.rank()
@@ -310,6 +329,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
             warmed_up,
             loaded,
             values,
+            refused,
             averaged_metrics,
             best_saved,
             embedded,

@@ -83,6 +83,14 @@ def test_collectives_of_tensors_variables_arrays_and_numbers(trained: dict[str, 
         assert each["variable"] == [1, 1]
 
 
+def test_what_one_rank_refuses_is_an_error_on_all(trained: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = (each["told"] for each in trained["refused"])
+    assert list(first) == list(second) == ["allreduce", "allgather", "reducescatter", "broadcast", "broadcast_object"]
+    for name, said in first.items():
+        assert said.startswith("rank 1 refused '"), name
+        assert said.endswith(second[name]), name
+
+
 def test_metrics_are_averaged_and_must_be_the_same(trained: dict[str, list[dict[str, Any]]]) -> None:
     for each in trained["averaged_metrics"]:
         assert each["logs"] == {"loss": 1.5, "accuracy": 0.125}
