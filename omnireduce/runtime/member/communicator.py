@@ -188,7 +188,8 @@ class Communicator(FusedCollectives):
         `state_bytes` is its `protocol.state_bytes`.
 
         Raises UsageError for ranks or a name that cannot be, or without this rank, and on all ranks that meet where
-        they name other ranks; otherwise what construction raises.
+        they name other ranks; otherwise what construction raises. For a rank that does not come, because it has raised
+        UsageError by itself, the others wait up to `cluster.join_timeout_s`, and say so.
         """
         ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
         check_group(ranks, self.rank, self.size, name, [each._name_in_parent for each in self._groups])
