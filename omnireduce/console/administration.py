@@ -52,7 +52,7 @@ class Administrator:
         for error in answers.values():
             if isinstance(error, OmniReduceError):
                 click.echo(f"Error: {shown(str(error))}", err=True)
-        return {address: each for address, each in answers.items() if not isinstance(each, OmniReduceError)}
+        return {address: jobs for address, jobs in answers.items() if not isinstance(jobs, OmniReduceError)}
 
     def statuses(self, addresses: Sequence[str]) -> dict[str, Status | OmniReduceError]:
         """What they say of themselves now, or why they say nothing."""
@@ -70,36 +70,36 @@ class Administrator:
 def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> bool:
     """End the jobs called `job` of `team` (empty: all). Return whether all aggregators did as they were asked, and some
     job was meant."""
-    found = administrator.ask("end", job=job, team=team, why=why)
+    answers = administrator.ask("end", job=job, team=team, why=why)
     meant = (f"job '{job}'" if job else "job") + (f" of team '{team}'" if team else "")
-    if found and not any(found.values()):
+    if answers and not any(answers.values()):
         administrator.report_missing(meant)
         return False
-    jobs = max(found.values(), default=0)  # one shard tells the others of its daemon, which then find no such job
+    jobs = max(answers.values(), default=0)  # one shard tells the others of its daemon, which then find no such job
     click.echo(f"ended {jobs} {'job' if jobs == 1 else 'jobs'}")
-    return len(found) == len(administrator.addresses)
+    return len(answers) == len(administrator.addresses)
 
 
 def take_back(administrator: Administrator) -> bool:
     """Let aggregators that drain take jobs again. Return whether all do."""
-    found = administrator.ask("resume")
-    for address in found:
+    answers = administrator.ask("resume")
+    for address in answers:
         click.echo(f"{address} takes new jobs")
-    return len(found) == len(administrator.addresses)
+    return len(answers) == len(administrator.addresses)
 
 
 def drain(administrator: Administrator, timeout_s: float) -> bool:
     """Let the aggregators drain, and wait until they have ended, for `timeout_s` at most. Return whether all have."""
     asked_at = time.monotonic()
-    found = administrator.ask("drain")
-    for address, jobs in found.items():
+    answers = administrator.ask("drain")
+    for address, jobs in answers.items():
         click.echo(f"{address} drains: {jobs} {'job is' if jobs == 1 else 'jobs are'} here")
     try:
-        have_ended = not timeout_s or _wait(administrator, list(found), asked_at, timeout_s)
+        have_ended = not timeout_s or _wait(administrator, list(answers), asked_at, timeout_s)
     except KeyboardInterrupt:
         click.echo(f"the aggregators go on draining; {UNDO}", err=True)
         raise
-    return have_ended and len(found) == len(administrator.addresses)
+    return have_ended and len(answers) == len(administrator.addresses)
 
 
 def _wait(administrator: Administrator, draining: Sequence[str], asked_at: float, timeout_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -181,6 +182,8 @@ def end_job(
     from omnireduce.console.administration import Administrator, end_jobs
     from omnireduce.console.status import default_addresses
 
+    if team and re.search(r":[0-9]+\Z", job):  # all jobs of the team: the first word is an address
+        job, addresses = "", (job, *addresses)
     if not (job or team):
         raise UsageError("end-job: expected the name of a JOB, or --team; `omnireduce status` lists the jobs")
     administrator = Administrator(split_list(addresses) or default_addresses(config), config)

@@ -42,7 +42,9 @@ class View:
             table.add([name, *([job.team] if with_teams else []), *cells])
             notes += _notes(job)
         self._last, self._last_at = seen, now
-        return Group(_shards_table(answers), Text(), table if jobs else Text("no jobs"), *notes)
+        are_known = any(isinstance(answer, Status) for answer in answers.values())
+        none = Text("no jobs") if are_known else Text("nothing is known of jobs")
+        return Group(_shards_table(answers), Text(), table if jobs else none, *notes)
 
 
 def _rates(traffic: Traffic, last: Traffic | None, elapsed_s: float) -> list[str]:

@@ -151,7 +151,8 @@ class Joining:
             del self._visits[shard:]
             yield from self.unreachable(shard, f"{reason} before the hello{visit.hint}", now)
         else:
-            error = TransportError(f"aggregator {address}: {reason} before this worker was admitted{visit.hint}")
+            when = "(before this worker was admitted)" if for_good else f"before this worker was admitted{visit.hint}"
+            error = TransportError(f"aggregator {address}: {reason} {when}")
             yield from self.failed(error, now, Cause(f"aggregator {address}", reason))
 
     def timer(self, now: float) -> Iterator[JoiningEffect]:
@@ -368,6 +369,8 @@ class Joining:
             limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"
         is_known = any(visit.pending for visit in self._visits if visit.welcome is None)
         hint = "; were all workers started, with the same world size and job?" if is_known else ""
+        if self._place is None and not self._has_answer:
+            hint = f"; {UNHEARD}"
         return RefusedError(f"still waiting for {self._what_is_missing()} after {limit}{hint}", temporary=True)
 
     def _what_is_missing(self) -> str:

@@ -233,6 +233,9 @@ def test_an_ended_job_says_so_on_each_rank(daemon: Daemon, way: str) -> None:
             assert command.wait() == 1
             assert f"Error: no job '{job}' at " in command.log
             assert "; there are test-" in command.log
+        with program("end-job", daemon, "--team", "vision") as command:  # no JOB: the first word is an address
+            assert command.wait() == 1
+            assert f"Error: no job of team 'vision' at {daemon.addresses[0]}" in command.log
 
 
 def test_an_elastic_job_that_was_ended_is_not_formed_anew(daemon: Daemon) -> None:

@@ -366,7 +366,7 @@ def test_nobody_listens() -> None:
             b"",
             r"does not answer within 0\.\d+ s; is it stopped or overloaded, or",
         ),  # what connecting has left of 0.3 s
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a frame of this protocol: it looks like HTTP before it answered"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", r"not a frame of this protocol: it looks like HTTP\Z"),
     ],
     ids=["silence", "another server"],
 )

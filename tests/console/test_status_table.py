@@ -104,6 +104,8 @@ def test_a_shard_that_does_not_answer() -> None:
     assert lines[2][-2:] == ["2", "lost"]
     assert lines[3:5] == [["c:1", "refused"], ["d:1", "no", "answer"]]
     assert lines[5:] == [["no", "jobs"], ["'cannot", "reach", "a:1\\x1b[2J'"], ["no"], ["late"]]
+    lines = text(View(), {"a:1": unreachable, "c:1": RefusedError("no")})
+    assert " ".join(lines[3]) == "nothing is known of jobs"
 
 
 def test_a_shard_that_drains() -> None:

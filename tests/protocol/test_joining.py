@@ -160,13 +160,16 @@ def test_the_connections_before_a_lost_one_stay() -> None:
 
 
 def test_what_cannot_get_better_is_final_before_the_hello_too() -> None:
-    for answer in (Refused("no"), Challenge(THEIRS)):
+    for answer, expected in ((Refused("no"), "refused: no"), (Challenge(THEIRS), ": no frame (before this worker")):
         joining = begun(secret=SECRET)
-        list(joining.connected(0, NONCE, 0.0))
+        list(joining.connected(0, NONCE, 0.0, "; does it want TLS?"))
         effects = told(joining, 0, answer)
         if isinstance(answer, Challenge):  # it breaks a rule, or says by TLS that we do
             effects = list(joining.lost(0, "no frame", 1.0, for_good=True))
-        assert "aggregator a:0" in str(failure(effects))
+        text = str(failure(effects))
+        assert "aggregator a:0" in text
+        assert expected in text
+        assert "TLS" not in text  # what was heard says what is wrong
     joining = begun()
     list(joining.connected(0, NONCE, 0.0, "; does it want TLS?"))  # the hello is said
     error = failure(joining.lost(0, "connection closed", 1.0))

@@ -59,6 +59,8 @@ def read_message(link: StreamLink, event: Event) -> ControlMessage:
     Raises TransportError when the link is over or the message malformed, RefusedError when it is a refusal.
     """
     if isinstance(event, Lost):
+        if event.violation or event.refused:
+            raise TransportError(f"aggregator {link.peer}: {event.reason}")
         raise TransportError(f"aggregator {link.peer}: {event.reason} before it answered{why_lost(link)}")
     if not isinstance(event, Control):
         raise TransportError(f"aggregator {link.peer} sent blocks instead of an answer")
