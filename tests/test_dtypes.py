@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import get_args
+
 import ml_dtypes
 import numpy as np
 import pytest
 from samples import DTYPES, awkward_values
 
+from omnireduce.config.schema import Dtype
 from omnireduce.dtypes import ELEMENT_TYPES, element_type
 from omnireduce.errors import UsageError
+from omnireduce.protocol.host_preset import storage_of
 
 
 def test_the_types() -> None:
@@ -16,6 +21,16 @@ def test_the_types() -> None:
         *("float16", "bfloat16", "float32", "float64"),
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     }
+
+
+def test_the_configuration_knows_all_of_them() -> None:
+    assert get_args(Dtype) == tuple(ELEMENT_TYPES), "'An element type' in CONTRIBUTING.md says where its name stands"
+
+
+def test_a_type_that_no_kernel_adds_is_told_of() -> None:
+    new = dataclasses.replace(ELEMENT_TYPES["int8"], name="float8_e5m2", storage=np.dtype(ml_dtypes.float8_e5m2))
+    with pytest.raises(AssertionError, match=r"no kernel adds float8_e5m2: see 'An element type' in CONTRIBUTING\.md"):
+        storage_of(new)
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -7,17 +7,22 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
+from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
 from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
 from omnireduce.layout import Layout
 from omnireduce.protocol.hosts import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
 from omnireduce.wire.blocks import capacity
 
-_STORAGE_OF = {
-    each.name: STORAGES.index(each.name if each.is_half else each.storage.name)
-    for each in (*ELEMENT_TYPES.values(), BOOL)
-}
+
+def storage_of(element: ElementType) -> int:
+    """How kernels add these elements: a place in STORAGES."""
+    name = element.name if element.is_half else element.storage.name
+    assert name in STORAGES, f"no kernel adds {name}: see 'An element type' in CONTRIBUTING.md"
+    return STORAGES.index(name)
+
+
+_STORAGE_OF = {element.name: storage_of(element) for element in (*ELEMENT_TYPES.values(), BOOL)}
 
 # What goes through memory: a tensor, or one of which hosts send the sum; rows, those of which hosts send sums, or those
 # that shards return; or only which collective it is.
