@@ -22,13 +22,14 @@ from torch import Tensor
 
 from omnireduce.errors import UsageError
 from omnireduce.logs import tagged
+from omnireduce.protocol.reminders import Reminders
 from omnireduce.torch.forms import only
 from omnireduce.torch.gloo import GlooWork, said_by_gloo
 from omnireduce.torch.tensors import flat_bytes, put_back, room_of, staged, type_name
 
 TAG_BITS, CHECK_BITS = 16, 14  # of the 31 that gloo has
 LARGEST_TAG = (1 << TAG_BITS + CHECK_BITS) - 1
-FIRST_WORD_S = 2.0  # of waiting; then after twice, four times, ... as long
+LOOK_S = 0.5  # between two looks whether to say that this rank waits
 _log = logging.getLogger("omnireduce")
 
 
@@ -109,14 +110,14 @@ class _Waits:
     """What threads wait for. Another thread says so where it takes long."""
 
     def __init__(self) -> None:
-        self._begun: dict[object, tuple[str, float]] = {}  # words, and when
+        self._begun: dict[object, tuple[str, Reminders]] = {}  # words, and when to say them
         self._closed = threading.Event()
         self._has_thread = False
 
     @contextmanager
     def waiting(self, words: str) -> Iterator[None]:
         key = object()
-        self._begun[key] = words, time.monotonic()
+        self._begun[key] = words, Reminders(time.monotonic())
         if not self._has_thread:
             self._has_thread = True
             threading.Thread(target=self._watch, name="omnireduce.messages", daemon=True).start()
@@ -129,11 +130,8 @@ class _Waits:
         self._closed.set()
 
     def _watch(self) -> None:
-        said: dict[object, float] = {}  # when to say so again
-        while not self._closed.wait(FIRST_WORD_S / 2):
-            now, waits = time.monotonic(), dict(self._begun)
-            said = {key: at for key, at in said.items() if key in waits}
-            for key, (words, begun) in waits.items():
-                if now - begun > said.get(key, FIRST_WORD_S):
-                    said[key] = 2 * (now - begun)
-                    _log.warning("waiting %s", words, extra=tagged("message_missing"))
+        while not self._closed.wait(LOOK_S):
+            now = time.monotonic()
+            for words, reminders in list(self._begun.values()):
+                if waited_s := reminders.due(now):
+                    _log.warning("waiting %s since %.0f s", words, waited_s, extra=tagged("message_missing"))
