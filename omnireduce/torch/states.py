@@ -52,15 +52,10 @@ def broadcast_optimizer_state(
     parameters, for LBFGS, whose state is a history of calls, and for a `ShardedOptimizer`, whose state no rank has;
     otherwise what `omnireduce.Queue` raises.
     """
-    if isinstance(optimizer, ShardedOptimizer):
-        raise UsageError(
-            "the state of a ShardedOptimizer is on the shards, for all ranks; after load_state_dict call its restore()"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("the state of LBFGS cannot be broadcast; expected another optimizer")
-    state = optimizer.state_dict()
     own: list[Tensor] = []
-    told = broadcast_object(_without_tensors(state, own), root_rank, "optimizer", process_set=process_set)
+    name = name_of("broadcast_object", "optimizer", process_set)
+    state, plain = told_by_name([name], process_set, lambda: _state_to_send(optimizer, own))
+    told = broadcast_object(plain, root_rank, "optimizer", process_set=process_set)
     is_root = queue(process_set).rank == root_of(root_rank, process_set)
     tensors = own if is_root else []
     if not is_root:
@@ -72,6 +67,18 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(state)
     except ValueError as error:
         raise UsageError(f"the optimizer of rank {root_rank} is another one than this: {error}") from error
+
+
+def _state_to_send(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> tuple[dict[str, Any], Any]:
+    """The state, and what `_without_tensors` makes of it. Raises UsageError for one that cannot be sent."""
+    if isinstance(optimizer, ShardedOptimizer):
+        raise UsageError(
+            "the state of a ShardedOptimizer is on the shards, for all ranks; after load_state_dict call its restore()"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("the state of LBFGS cannot be broadcast; expected another optimizer")
+    state = optimizer.state_dict()
+    return state, _without_tensors(state, tensors)
 
 
 def _without_tensors(x: Any, tensors: list[Tensor]) -> Any:

@@ -88,6 +88,16 @@ def a_gradient_that_cannot_be_combined() -> None:
     assert words.weight.flatten().tolist() == [0, -2, 0, 0]
 
 
+def a_state_that_cannot_be_sent() -> None:
+    """That of an optimizer of rank 1."""
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    plain = torch.optim.SGD(weights, lr=0.5 + hvd.rank())
+    with pytest.raises(UsageError, match="the state of LBFGS cannot be broadcast"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(weights) if hvd.rank() == 1 else plain)
+    hvd.broadcast_optimizer_state(plain)
+    assert plain.param_groups[0]["lr"] == 0.5
+
+
 def main() -> None:
     rank, size, job, *scenarios = sys.argv[1:]
     torch.set_num_threads(1)

@@ -20,7 +20,12 @@ SCENARIOS = (
     "process_sets_at_the_start", "what_is_no_tensor", "a_gradient_that_is_changed_while_it_is_combined",
     "one_that_ends",
 )  # fmt: skip
-REFUSALS = "every_name_is_here", "what_one_rank_refuses", "a_gradient_that_cannot_be_combined"
+REFUSALS = (
+    "every_name_is_here",
+    "what_one_rank_refuses",
+    "a_gradient_that_cannot_be_combined",
+    "a_state_that_cannot_be_sent",
+)
 
 
 NAMES = """
