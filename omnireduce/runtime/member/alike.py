@@ -24,18 +24,18 @@ DIGEST_BYTES = 8
 def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` on each rank, and return what it gives here. Where it raises anything on one, the others raise
     UsageError."""
-    found, wrong = list[T](), list[Exception]()
+    results, errors = list[T](), list[Exception]()
     try:
-        found.append(attempt())
+        results.append(attempt())
     except Exception as error:
-        wrong.append(error)
-    texts = comm.allgather_object(reason_of(wrong[0]) if wrong else "", name=name)
-    if wrong:
-        raise told(wrong[0])
+        errors.append(error)
+    texts = comm.allgather_object(reason_of(errors[0]) if errors else "", name=name)
+    if errors:
+        raise told(errors[0])
     for rank, text in enumerate(texts):
         if text:
             raise told(UsageError(f"rank {rank}: {text}"))
-    return found[0]
+    return results[0]
 
 
 class Comparison:
