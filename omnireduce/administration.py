@@ -17,7 +17,8 @@ Action = Literal["drain", "resume", "end"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Job = Annotated[str, msgspec.Meta(pattern=LAUNCH_PATTERN)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
-_Why = Annotated[str, msgspec.Meta(max_length=200)]
+WHY_CHARACTERS = 200
+_Why = Annotated[str, msgspec.Meta(max_length=WHY_CHARACTERS)]
 
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):

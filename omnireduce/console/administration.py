@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from omnireduce.administration import Action, AdminRequest
+from omnireduce.administration import WHY_CHARACTERS, Action, AdminRequest
 from omnireduce.config import Config, override_config
-from omnireduce.config.schema import URGENT
-from omnireduce.errors import OmniReduceError
+from omnireduce.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, URGENT
+from omnireduce.config.security import TEAM_ALLOWED, TEAM_PATTERN
+from omnireduce.errors import OmniReduceError, UsageError, show
 from omnireduce.runtime.asking.observe import AT_ONCE, ask_all, request
 from omnireduce.secret import load_secret
 from omnireduce.status import Status
@@ -69,15 +71,28 @@ class Administrator:
 
 def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> bool:
     """End the jobs called `job` of `team` (empty: all). Return whether all aggregators did as they were asked, and some
-    job was meant."""
+    job was meant. Raises UsageError for what no job or team can be called, and for a `why` that cannot be sent."""
+    _check(job, team, why)
     answers = administrator.ask("end", job=job, team=team, why=why)
     meant = (f"job '{job}'" if job else "job") + (f" of team '{team}'" if team else "")
     if answers and not any(answers.values()):
         administrator.report_missing(meant)
         return False
-    jobs = max(answers.values(), default=0)  # one shard tells the others of its daemon, which then find no such job
-    click.echo(f"ended {jobs} {'job' if jobs == 1 else 'jobs'}")
+    if answers:
+        jobs = max(answers.values())  # one shard tells the others of its daemon, which then find no such job
+        click.echo(f"ended {jobs} {'job' if jobs == 1 else 'jobs'}")
     return len(answers) == len(administrator.addresses)
+
+
+def _check(job: str, team: str, why: str) -> None:
+    if not job and not team:
+        raise UsageError("end-job: expected the name of a JOB, or --team; `omnireduce status` lists the jobs")
+    if not re.match(LAUNCH_PATTERN, job):
+        raise UsageError(f"JOB: got {show(job)}, expected {JOB_ALLOWED}")
+    if not re.match(TEAM_PATTERN, team):
+        raise UsageError(f"--team: got {show(team)}, expected {TEAM_ALLOWED}")
+    if len(why) > WHY_CHARACTERS or not why.isprintable():
+        raise UsageError(f"--why: got {show(why)}, expected up to {WHY_CHARACTERS} characters that can be printed")
 
 
 def take_back(administrator: Administrator) -> bool:

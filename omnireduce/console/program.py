@@ -123,9 +123,6 @@ def status(
         sys.exit(0 if print_once(look) else 1)
 
 
-_timeout = click.FloatRange(0, 7 * 86400)
-
-
 @main.command(
     "drain",
     short_help="Refuse new jobs, wait for running ones, end.",
@@ -142,7 +139,13 @@ _timeout = click.FloatRange(0, 7 * 86400)
 )
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
 @config_options
-@click.option("--timeout", type=_timeout, default=600.0, show_default=True, help="Seconds to wait; 0: do not wait.")
+@click.option(
+    "--timeout",
+    type=NumberRange(0, 7 * 86400),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait; 0: do not wait.",
+)
 @click.option("--undo", is_flag=True, help="Let aggregators that drain take jobs again.")
 def drain_aggregators(
     addresses: tuple[str, ...], config_file: str | None, overrides: tuple[str, ...], timeout: float, undo: bool
@@ -184,8 +187,6 @@ def end_job(
 
     if team and re.search(r":[0-9]+\Z", job):  # all jobs of the team: the first word is an address
         job, addresses = "", (job, *addresses)
-    if not (job or team):
-        raise UsageError("end-job: expected the name of a JOB, or --team; `omnireduce status` lists the jobs")
     administrator = Administrator(split_list(addresses) or default_addresses(config), config)
     sys.exit(0 if end_jobs(administrator, job, team, why) else 1)
 

@@ -13,9 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Lines, Process, configured, unique_job, workers
 
 import omnireduce
+from omnireduce.console.program import main
 from omnireduce.console.status import default_addresses
 
 PROGRAM = [sys.executable, "-m", "omnireduce"]
@@ -66,6 +68,30 @@ def test_an_address_that_is_none(address: str) -> None:
     assert (status, out) == (2, "")
     assert log.startswith(f'Error: HOST:PORT: cluster.aggregators: got "{address}"')
     assert log.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["end-job"], "end-job: expected the name of a JOB, or --team"),
+        (["end-job", "a/b"], 'JOB: got "a/b", expected a string of 1 to 128 characters'),
+        (["end-job", "--team", "a b"], '--team: got "a b", expected a string of up to '),
+        (["end-job", "job", "--why", "x" * 201], '--why: got "xxx'),
+        (["end-job", "job", "--why", "\x1b[2J\n"], '--why: got "\\u001b[2J\\n", expected up to 200 characters'),
+        (["drain", "--timeout", "nan"], "Invalid value for '--timeout': nan is not a number in the range"),
+    ],
+)
+def test_what_nobody_can_be_asked_is_wrong_use(words: list[str], message: str) -> None:
+    found = CliRunner().invoke(main, words)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert f"Error: {message}" in found.stderr
+    assert found.stderr.splitlines()[-1].startswith("Error: ")
+
+
+def test_where_nobody_answers_no_job_is_said_to_have_ended() -> None:
+    found = CliRunner().invoke(main, ["end-job", "job", NOWHERE])
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr.startswith(f"Error: cannot reach aggregator {NOWHERE}")
 
 
 def test_without_addresses_it_asks_where_a_daemon_of_this_host_listens(daemon: Daemon) -> None:
