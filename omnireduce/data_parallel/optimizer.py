@@ -18,7 +18,6 @@ from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
 OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
-NUMBER_TYPES = int, float, np.number, tuple, list
 # What optimizers call what all ranks must have alike
 NUMBERS = ("lr", "learning_rate", "rate", "momentum", "weight_decay", "beta1", "beta2", "betas", "eps")
 
@@ -84,7 +83,7 @@ class DistributedOptimizer:
         return [
             ("loader", "none" if self._loader is None else "given"),
             ("optimizer", type(self.opt).__name__),
-            *((name, str(value) if isinstance(value, NUMBER_TYPES) else "nothing") for name, value in numbers),
+            *((name, _shown(value)) for name, value in numbers),
         ]
 
     def step(self, *gradients: Any) -> Any:
@@ -133,6 +132,13 @@ class DistributedOptimizer:
             if self._loader is not None and self._loader.share != 1.0:
                 scale(own, self._loader.share, copied)
         return self._averaging.average(own, comm), copied
+
+
+def _shown(value: object) -> str:
+    """A number, or several, in the words that all ranks have for it: 1 is 1.0."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{float(value)!r}" if isinstance(value, int | float | np.integer | np.floating) else "nothing"
 
 
 def parameters_of(opt: Any) -> Any:
