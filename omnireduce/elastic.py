@@ -17,6 +17,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, NewcomersError, UsageError
 from omnireduce.logs import tagged
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import told_to_others
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")
@@ -44,7 +45,8 @@ class ElasticState:
 
         Raises NewcomersError, after that, when workers wait to join; AbortedError when the job failed.
         """
-        self._keep()
+        with told_to_others(self._comm):
+            self._keep()
         if self._comm.allreduce(np.array([self._comm.newcomers]), op="max", name="newcomers")[0]:
             raise NewcomersError("other workers wait to join; call Communicator.reform on every rank")
 
@@ -61,17 +63,19 @@ class ElasticState:
         Raises AbortedError when the job failed. Raises UsageError when this rank's arrays or fingerprint differ from
         those of that rank; this rank should then leave, and the other ranks go on.
         """
-        mine = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
+        with told_to_others(self._comm):
+            mine = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
         all_ranks = self._comm.allgather(mine, name="step and fingerprint")[:, 0]
         steps = all_ranks["step"]
         # Of the ranks with most steps, one of the majority: a worker that does not belong here should be the one to go.
         alike = [int((all_ranks["fingerprint"] == each["fingerprint"]).sum()) for each in all_ranks]
         source = max(range(len(steps)), key=lambda rank: (steps[rank], alike[rank], -rank))
-        if all_ranks["fingerprint"][source] != mine["fingerprint"][0]:
-            raise UsageError(
-                f"this worker's state is another than that of rank {source}: expected the same arrays (names, shapes "
-                "and dtypes), configuration and data on every worker"
-            )
+        with told_to_others(self._comm):
+            if all_ranks["fingerprint"][source] != mine["fingerprint"][0]:
+                raise UsageError(
+                    f"this worker's state is another than that of rank {source}: expected the same arrays (names, "
+                    "shapes and dtypes), configuration and data on every worker"
+                )
         for name in sorted(self.arrays):
             self._comm.broadcast(self.arrays[name], source, name=name)
         self.step = int(steps[source])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from local_cluster import Daemon, Ranks, configured, eventually, never_wait, unique_job
+from local_cluster import Daemon, Ranks, configured, eventually, never_wait, run_job, unique_job
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
@@ -338,6 +338,21 @@ def test_a_worker_with_another_state_leaves_and_the_others_go_on(daemon: Daemon)
     assert isinstance(second, UsageError)
     assert "this worker's state is another than that of rank 0" in str(second)
     assert first == third == (0, 2, 3.0)
+
+
+def test_a_state_that_one_rank_cannot_keep_is_told_to_the_others(daemon: Daemon) -> None:
+    def work(comm: Communicator) -> str:
+        state = ElasticState(comm, {"weights": np.zeros(9)})
+        state.sync()
+        if comm.rank == 1:
+            state.arrays["weights"] = np.zeros(8)
+        with pytest.raises(ValueError if comm.rank == 1 else AbortedError) as caught:
+            state.commit()
+        return str(caught.value)
+
+    said, reason = run_job(configured(daemon.addresses), 2, work)
+    assert said.startswith("rank 1 ")
+    assert reason in said
 
 
 def test_a_rank_that_does_not_come_along_is_left_behind(elastic: Config) -> None:
