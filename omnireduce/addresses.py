@@ -112,22 +112,22 @@ def is_host(host: str) -> bool:
 
 def normal(address: Address) -> Address:
     """The same for all ways to write an address."""
-    found = _ip(address.host)
-    return Address(address.host.lower() if found is None else str(found), address.port)
+    ip = _ip(address.host)
+    return Address(address.host.lower() if ip is None else str(ip), address.port)
 
 
 def is_loopback(host: str) -> bool:
     """Whether `host` stands for this host, and on each host for another one. A name is not looked up: that could give
     each process another answer."""
     name = host.rstrip(".").lower()
-    found = _unmapped(name)
-    return name in LOCAL_NAMES or name.endswith(".localhost") if found is None else found.is_loopback
+    ip = _unmapped(name)
+    return name in LOCAL_NAMES or name.endswith(".localhost") if ip is None else ip.is_loopback
 
 
 def is_wildcard(host: str) -> bool:
     """Whether `host` is every address of a host, of one family or both."""
-    found = _unmapped(host)
-    return found is not None and found.is_unspecified
+    ip = _unmapped(host)
+    return ip is not None and ip.is_unspecified
 
 
 def _is_port(text: str) -> bool:
@@ -146,8 +146,8 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address; of an IPv4 address that is written as an IPv6 address (::ffff:10.0.0.1), the former."""
-    found = _ip(host)
-    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
+    ip = _ip(host)
+    return (isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped) or ip
 
 
 # as the system has them
@@ -174,22 +174,22 @@ def look_up(host: str, port: int = 0) -> list[Target]:
     if name == "localhost":
         return _look_up(LOOPBACKS, port)
     try:
-        found = _look_up((host,), port)
+        targets = _look_up((host,), port)
     except socket.gaierror:
         if name != socket.gethostname().lower():
             raise
-        found = []
-    if not is_numeric(host) and all(is_loopback(each.host) for each in found):
-        found += _look_up((*LOOPBACKS, *own_addresses()), port)
-    return list(dict.fromkeys(found))[:MOST_TRIED]
+        targets = []
+    if not is_numeric(host) and all(is_loopback(target.host) for target in targets):
+        targets += _look_up((*LOOPBACKS, *own_addresses()), port)
+    return list(dict.fromkeys(targets))[:MOST_TRIED]
 
 
 def _look_up(hosts: Sequence[str], port: int) -> list[Target]:
     try:
         return [
             Target(family, address)
-            for each in hosts
-            for family, _, _, _, address in socket.getaddrinfo(each, port, type=socket.SOCK_STREAM)
+            for host in hosts
+            for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         ]
     except UnicodeError as error:  # a name that no host can have
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
@@ -214,7 +214,7 @@ def is_own_address(host: str) -> bool:
 
 def loopback() -> str:
     """This host's address for itself: 127.0.0.1, or ::1 where there is no IPv4."""
-    own = [each.host for each in look_up("localhost") if is_own(each)]
+    own = [target.host for target in look_up("localhost") if is_own(target)]
     return own[0] if own else LOOPBACKS[0]
 
 
@@ -262,7 +262,7 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     for number, target in enumerate(targets):
         share_s = (deadline - time.monotonic()) / (len(targets) - number)
         try:
-            found = _connected(target, max(0.001, share_s))
+            connection = _connected(target, max(0.001, share_s))
         except OSError as error:
             if from_a_handler(error):
                 raise
@@ -270,7 +270,7 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
         else:
             if failed and len(_answered) < MOST_REMEMBERED:
                 _answered[host] = target.host
-            return found
+            return connection
     if len(failed) == 1:
         raise failed[0][1]
     reasons = dict[str, list[str]]()
@@ -296,7 +296,7 @@ def _connected(target: Target, timeout_s: float) -> socket.socket:
 def source_towards(host: str) -> str:
     """The address of this host from which packets to `host` go, so that `host` can answer there; empty where there is
     no way. It is one of loopback if `host` is this host. Nothing is sent."""
-    found = []
+    sources = []
     try:
         targets = look_up(host, 9)
     except OSError as error:
@@ -306,40 +306,40 @@ def source_towards(host: str) -> str:
     for target in targets:
         with suppress(OSError), socket.socket(target.family, socket.SOCK_DGRAM) as probe:
             probe.connect(target.address)
-            found.append(host_of(probe.getsockname()))
-    return min(found, key=_is_of_one_link, default="")
+            sources.append(host_of(probe.getsockname()))
+    return min(sources, key=_is_of_one_link, default="")
 
 
 def reachable_address(peers: Sequence[str] = ()) -> str:
     """An address of this host at which other hosts reach it: where the way to the first of `peers` begins that is
     another host, else the way to any host, else one of an interface; empty where there is none."""
-    ways = (source_towards(peer) for peer in (*peers, *ELSEWHERE))
-    found = [way for way in ways if way and not is_loopback(way)]
-    return next(iter(found), "") or next(iter(own_addresses()), "")
+    sources = (source_towards(peer) for peer in (*peers, *ELSEWHERE))
+    reachable = (source for source in sources if source and not is_loopback(source))
+    return next(reachable, "") or next(iter(own_addresses()), "")
 
 
 def own_addresses() -> list[str]:
     """The addresses of this host at which others may reach it, those last that count on one link only."""
-    found = [each for _, name in socket.if_nameindex() for each in addresses_of_interface(name)]
-    return sorted((each for each in found if not is_loopback(each)), key=_is_of_one_link)
+    hosts = [host for _, name in socket.if_nameindex() for host in addresses_of_interface(name)]
+    return sorted((host for host in hosts if not is_loopback(host)), key=_is_of_one_link)
 
 
 def addresses_of_interface(name: str) -> list[str]:
     """The IPv4 address of an interface, and its IPv6 addresses, those last that count on one link only. Raises OSError
     where there is no such interface."""
-    if name not in (each for _, each in socket.if_nameindex()):
+    if name not in (known for _, known in socket.if_nameindex()):
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-    found = []
+    hosts = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
+        hosts.append(socket.inet_ntoa(answer[20:24]))
     with suppress(OSError):  # a system without IPv6
         lines = [line.split() for line in _INET6.read_text().splitlines()]
         own = [ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[5] == name]
-        found += sorted((f"{each}%{name}" if each.is_link_local else str(each) for each in own), key=_is_of_one_link)
-    return found
+        hosts += sorted((f"{ip}%{name}" if ip.is_link_local else str(ip) for ip in own), key=_is_of_one_link)
+    return hosts
 
 
 def _is_of_one_link(host: str) -> bool:
-    found = _ip(host)
-    return found is not None and found.is_link_local
+    ip = _ip(host)
+    return ip is not None and ip.is_link_local

@@ -14,6 +14,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 _NO_LIMIT = 1 << 60  # version 1 writes a huge number
+_COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
@@ -35,7 +36,7 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
 
 def _unescaped(text: str) -> str:
     """Blanks stand as numbers in mountinfo."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _up(place: Path, path: str, root: str) -> Iterator[Path]:
@@ -70,21 +71,18 @@ class OutOfMemory:
     def _count(self) -> tuple[int, int]:
         """How many processes were ended in this process's group, and on the host, as far as that can be seen."""
         files = [group / name for group in control_groups("memory", self._proc) for name in _COUNTERS]
-        found = next((count for file in files if (count := _number_in(file, "oom_kill")) is not None), 0)
-        return found, _number_in(self._proc / "vmstat", "oom_kill") or 0
-
-
-_COUNTERS = ("memory.events", "memory.oom_control")
+        in_group = next((count for file in files if (count := _number_in(file, "oom_kill")) is not None), 0)
+        return in_group, _number_in(self._proc / "vmstat", "oom_kill") or 0
 
 
 def memory_limit(proc: Path = PROC) -> int | None:
     """How many bytes of memory the control groups of this process let it have; None where they do not limit it."""
-    found = []
+    limits = []
     for group in control_groups("memory", proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):
-                found.append(int((group / name).read_text()))
-    return min((each for each in found if each < _NO_LIMIT), default=None)
+                limits.append(int((group / name).read_text()))
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def _number_in(file: Path, name: str) -> int | None:

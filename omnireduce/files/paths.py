@@ -29,14 +29,14 @@ def user_path(path: str | Path, beside: str | Path | None = None) -> Path:
     """
     named = Path(path.strip() if isinstance(path, str) else path)
     try:
-        found = named.expanduser()
+        expanded = named.expanduser()
     except RuntimeError:
         raise UsageError(f"{shown(named)}: no home folder {shown(named.parts[0])} is known") from None
     if beside is not None and os.path.isfile(beside):  # a pipe, for example, is in no folder that a user would mean
-        return Path(beside).parent / found
-    if not found.is_absolute():
+        return Path(beside).parent / expanded
+    if not expanded.is_absolute():
         current_folder()  # there must be one
-    return found
+    return expanded
 
 
 def whole_path(path: str | Path, beside: str | Path | None = None) -> Path:
@@ -44,8 +44,8 @@ def whole_path(path: str | Path, beside: str | Path | None = None) -> Path:
 
     Raises what `user_path` raises.
     """
-    found = user_path(path, beside)
-    return found if found.is_absolute() else current_folder() / found
+    named = user_path(path, beside)
+    return named if named.is_absolute() else current_folder() / named
 
 
 def current_folder() -> Path:

@@ -56,7 +56,7 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     hosts = _Hosts()
     for entry in _entries(text):
         hosts.add(entry.strip(), source, _IN_A_LIST, lambda text: _hosts(text, 1))
-    return hosts.found()
+    return hosts.listed()
 
 
 def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
@@ -67,16 +67,16 @@ def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
         words = " ".join(line.partition("#")[0].replace("=", " = ").split()).replace(" = ", "=")
         if words:
             hosts.add(words, f"{source}, line {number}", _IN_A_LINE, lambda text: _hosts_of_line(text, slots))
-    return hosts.found()
+    return hosts.listed()
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
     """The hosts of a file. Raises ConfigError, which names the line."""
     source = f"--hostfile {shown(path)}"
-    found = parse_lines(read_text(path, source, expected="a list of hosts", most_bytes=MOST_BYTES), source)
-    if not found:
+    hosts = parse_lines(read_text(path, source, expected="a list of hosts", most_bytes=MOST_BYTES), source)
+    if not hosts:
         raise ConfigError(f"{source}: got no host, expected one on each line, such as: node1 slots=4")
-    return found
+    return hosts
 
 
 def names_in(nodelist: str) -> list[str]:
@@ -111,7 +111,7 @@ class _Hosts:
         except _WrongError as error:
             raise ConfigError(f"{source}: got {text[:80]!r}, {str(error) or expected}") from None
 
-    def found(self) -> list[Host]:
+    def listed(self) -> list[Host]:
         return [Host(name, slots) for name, slots in self._slots.items()]
 
 
@@ -162,10 +162,10 @@ def _split(entry: str) -> tuple[Iterable[str], str | None]:
     """The names in an entry, and the number behind them, if there is one."""
     if is_ipv6(entry):
         return [entry], None
-    if found := _IPV6.fullmatch(entry):
-        if not is_ipv6(found[1]):
+    if match := _IPV6.fullmatch(entry):
+        if not is_ipv6(match[1]):
             raise _WrongError
-        return [found[1]], found[2]
+        return [match[1]], match[2]
     names, colon, number = entry.partition(":")
     return _expanded(names), number if colon else None
 
@@ -187,7 +187,7 @@ def _expanded(names: str) -> Iterator[str]:
 
 def _numbers(text: str) -> list[str]:
     """`01-03,7` as 01, 02, 03 and 7."""
-    found = list[str]()
+    numbers = list[str]()
     for part in text.split(","):
         ends = _RANGE.fullmatch(part)
         if ends is None:
@@ -195,10 +195,10 @@ def _numbers(text: str) -> list[str]:
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if last < first:
             raise _WrongError(f"expected the smaller number first in {part}")
-        if last - first >= MOST_NAMES - len(found):
+        if last - first >= MOST_NAMES - len(numbers):
             raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
-        found += [f"{number:0{len(ends[1])}}" for number in range(first, last + 1)]
-    return found
+        numbers += [f"{number:0{len(ends[1])}}" for number in range(first, last + 1)]
+    return numbers
 
 
 def _number(text: str) -> int:

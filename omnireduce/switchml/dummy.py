@@ -33,13 +33,13 @@ class DummyExchange:
 
     def receive(self, name: str, batch: Batch, *, with_extra: bool) -> Sequence[int]:
         packets = self._random.permutation(batch.pending)[: self._random.integers(1, len(batch.pending), endpoint=True)]
-        found: list[int] = packets.tolist()
-        rows = batch.rows(found)
+        numbers: list[int] = packets.tolist()
+        rows = batch.rows(numbers)
         batch.entries[rows] *= self._factor
         seconds = batch.entries[rows].size * BITS / self._bits_per_s if self._bits_per_s else 0.0
         if self._stopped.wait(seconds):
             raise ClosedError(f"the context was stopped during {name}")
-        return found
+        return numbers
 
     def stop(self, error: BaseException | None = None) -> None:
         self._stopped.set()
