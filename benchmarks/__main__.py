@@ -44,6 +44,7 @@ from benchmarks.single import SINGLE
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
+from omnireduce.cli import NumberRange
 from omnireduce.errors import OmniReduceError
 from omnireduce.extras import install
 
@@ -312,7 +313,7 @@ def _measurable(cases: list[Case], older: Tree) -> list[Case]:
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--size", type=click.Choice(list(SIZES)), default="100 MiB", show_default=True, help="Of the tensor.")
-@click.option("--density", type=click.FloatRange(0, 1), default=1.0, show_default=True)
+@click.option("--density", type=NumberRange(0, 1), default=1.0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Traced rounds.")
 @RESULTS
 def profile(transport: str, ranks: int, shards: int, size: str, density: float, rounds: int, results: Path) -> None:

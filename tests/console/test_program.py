@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Lines, Process, configured, unique_job, workers
 
 import omnireduce
-from omnireduce.console.program import main
+from omnireduce.__main__ import main
 from omnireduce.console.status import default_addresses
 
 PROGRAM = [sys.executable, "-m", "omnireduce"]
@@ -142,6 +144,19 @@ def test_help_names_the_commands() -> None:
     others = ["density", "doctor", "drain", "end-job", "plan", "replay", "run", "slurm-script", "status", "trace"]
     first = ["aggregator", "allreduce-benchmark", "bench", "coconet", "compression", "config"]
     assert named == [*first, *others, "train", "tune", "warm"]
+
+
+def flags(command: click.Command, path: str = "omnireduce") -> Iterator[tuple[str, click.Parameter]]:
+    """The flags and arguments of a command, and of all below it, each with where it is."""
+    for parameter in command.params:
+        yield f"{path} {parameter.name}", parameter
+    for name, part in getattr(command, "commands", {}).items():
+        yield from flags(part, f"{path} {name}")
+
+
+def test_no_number_of_a_flag_may_be_nan() -> None:
+    wrong = [where for where, flag in flags(main) if type(flag.type) in (click.FloatRange, click.types.FloatParamType)]
+    assert not wrong, f"{wrong}: expected NumberRange of omnireduce/cli.py"
 
 
 def test_it_says_its_version() -> None:
