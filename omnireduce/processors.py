@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,8 @@ def quota(proc: Path = PROC) -> float | None:
 def _limit(group: Path) -> float | None:
     """How many processors a group may use; None where it has no limit, as the topmost group of version 2."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # sandboxes say all kinds of things
             limit, period = " ".join((group / name).read_text() for name in names).split()
-            return None if limit in ("max", "-1") else int(limit) / int(period)
+            found = math.inf if limit == "max" else int(limit) / int(period)
+            return found if 0 < found < math.inf else None
     return None

@@ -55,6 +55,8 @@ def v1(quota: int, period: int = 100_000, at: str = "") -> dict[str, str]:
         ("/elsewhere", 2, "/docker/x", {"cpu.max": "75000 50000"}, 1.5),  # not in that part
         ("/../../a", 2, "/", {"cpu.max": "75000 50000"}, 1.5),  # outside of the namespace of groups
         ("/a", 2, "/", {"a/cpu.max": "no numbers"}, None),
+        ("/a", 2, "/", {"a/cpu.max": "50000 0"}, None),
+        ("/a", 2, "/", {"a/cpu.max": "0 100000"}, None),
     ],
 )
 def test_the_least_quota_on_the_way_up_counts(

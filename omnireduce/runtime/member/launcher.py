@@ -305,7 +305,7 @@ def _tasks_of_node(text: str, node: int) -> int:
         node -= int(found[2] or 1)
         if node < 0:
             return int(found[1])
-    raise UsageError(f"{TASKS_PER_NODE}: got {text!r}, expected a number of tasks for each node, such as 2(x3),1")
+    raise UsageError(f"{TASKS_PER_NODE}: got {text[:80]!r}, expected a number of tasks for each node, such as 2(x3),1")
 
 
 def number_in(name: str, environ: Mapping[str, str]) -> int:
