@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +24,7 @@ from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.status import Status, StatusRequest
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
-from omnireduce.transport.tcp import listen_tcp
+from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
@@ -220,6 +221,36 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
             assert len(server._connections) == len(clients)
         server.stop()
         server.serve()
+
+
+def test_ranks_that_compile_take_no_connection_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 8))  # three of four are for connections
+    with listen_tcp("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
+        crowd = Crowd(doors=[Door(listener, lambda sock: TcpLink(sock, "peer", 10.0))])
+        stack.callback(crowd.close)
+
+        def come(hello: Hello) -> socket.socket:
+            peer = socket.create_connection(listener.getsockname())
+            crowd.peers.append(peer)
+            crowd.server.turn(FAILURE_S)
+            say(peer, hello)
+            crowd.server.turn(FAILURE_S)
+            peer.setblocking(False)
+            return peer
+
+        compile_them = [come(replace(HELLO, job=f"job{number}", compiling=True)) for number in range(6)]
+        assert len(crowd.server._connections) == 6
+        ranks = [come(HELLO), come(replace(HELLO, rank=1))]
+        assert [[type(each) for each in heard(peer)] for peer in ranks] == [[Pending, Welcome], [Welcome]]
+        assert [type(each) for peer in compile_them for each in heard(peer)] == [Pending] * 6
+        assert [_is_over(peer) for peer in compile_them] == [True, True, False, False, False, False]
+
+
+def _is_over(peer: socket.socket) -> bool:
+    try:
+        return peer.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 def in_a_job(crowd: Crowd) -> socket.socket:

@@ -18,14 +18,16 @@ INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.
 
 
 class Connections:
-    """All connections; each is in `selector`. `strangers` have not said hello yet. `leavers` are still sent our last
-    words; those in `staying` have asked for more time."""
+    """All connections; each is in `selector`. `strangers` have not said hello yet. `compilers` have said that their
+    ranks compile, the oldest first: nothing is lost where one ends. `leavers` are still sent our last words; those in
+    `staying` have asked for more time."""
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
         self._selector, self._clock = selector, clock
         self._all: set[Connection] = set()
         self._numbers = itertools.count()
         self.strangers, self.leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
+        self.compilers: dict[Connection, None] = {}
         self.staying: set[Connection] = set()
 
     def __len__(self) -> int:
@@ -86,6 +88,7 @@ class Connections:
         """Give the connection a moment to read our last words."""
         connection.leaving = True
         self.strangers.discard(connection)
+        self.compilers.pop(connection, None)
         self.staying.discard(connection)
         self.leavers.add(connection, self._clock())
         self.update_interest(connection)
@@ -100,6 +103,7 @@ class Connections:
         self.pause(connection)
         self._all.discard(connection)
         self.strangers.discard(connection)
+        self.compilers.pop(connection, None)
         self.leavers.discard(connection)
         self.staying.discard(connection)
         connection.link.drop()

@@ -60,6 +60,8 @@ class Reception:
             try:
                 if len(strangers) + len(leavers) >= room:
                     self._departures.forget(max(strangers, leavers, key=len).oldest)
+                if len(self._connections) >= descriptors * 3 // 4 and self._connections.compilers:
+                    self._departures.forget(next(iter(self._connections.compilers)))  # it comes again when it is ready
                 if len(self._connections) < descriptors * 3 // 4:
                     self.adopt(link, of_monitor=door.of_monitor)
                 else:
@@ -110,6 +112,8 @@ class Reception:
         connection.hello = hello = connection.gate.signed(message)
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
         self._connections.strangers.discard(connection)
+        if hello.compiling:
+            self._connections.compilers[connection] = None
         self._look_at(self._membership.rival(hello))
         self.answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
