@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from omnireduce.data_parallel.session import global_process_set, size
+from omnireduce.data_parallel.session import global_process_set, size, told_by_name
 from omnireduce.errors import UsageError
 from omnireduce.torch.reductions import sum_of
 
@@ -33,13 +33,14 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """The normalised input. Raises UsageError for one of fewer than two dimensions."""
-        self._check_input_dim(input)
         if not (self.training or self.running_mean is None) or size() == 1:
             return super().forward(input)
+        name = f"{self._name}.sum"
+        told_by_name([name], global_process_set, lambda: self._check_input_dim(input))
         axes, shape = [0, *range(2, input.dim())], (1, -1, *[1] * (input.dim() - 2))
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         own = exact.new_tensor([float(input.numel() // input.shape[1])])
-        sums = sum_of(torch.cat([exact.sum(axes), own]), f"{self._name}.sum", global_process_set)
+        sums = sum_of(torch.cat([exact.sum(axes), own]), name, global_process_set)
         many = sums[-1].detach()
         if many < 2:
             raise UsageError("batch norm of one value in each channel, on all ranks together; expected more")

@@ -98,6 +98,14 @@ def a_state_that_cannot_be_sent() -> None:
     assert plain.param_groups[0]["lr"] == 0.5
 
 
+def a_batch_that_cannot_be_normalised() -> None:
+    """That of rank 1 has no channels."""
+    layer = hvd.SyncBatchNorm(3)
+    with pytest.raises(UsageError, match=r"input has shape \(3,\)"):
+        layer(torch.ones(3) if hvd.rank() == 1 else torch.ones(2, 3))
+    assert layer(torch.full((2, 3), float(hvd.rank()))).shape == (2, 3)
+
+
 def main() -> None:
     rank, size, job, *scenarios = sys.argv[1:]
     torch.set_num_threads(1)

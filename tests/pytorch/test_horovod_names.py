@@ -25,6 +25,7 @@ REFUSALS = (
     "what_one_rank_refuses",
     "a_gradient_that_cannot_be_combined",
     "a_state_that_cannot_be_sent",
+    "a_batch_that_cannot_be_normalised",
 )
 
 
