@@ -162,6 +162,14 @@ def test_the_dependency_check_sees_a_gap() -> None:
     assert undocumented(pyproject, "`a` because. b-c is not marked.") == ["b-c", "d"]
 
 
+def test_every_event_of_the_log_is_explained() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    events = {event for _, source in modules() for event in re.findall(r'tagged\(\s*"(\w+)"', source)}
+    assert {"ready", "waiting_for_ranks"} <= events
+    missing = sorted(event for event in events if f"`{event}`" not in page)
+    assert not missing, f"{missing}: expected a line in docs/operations.md"
+
+
 def test_files_of_tests_have_names_of_their_own() -> None:
     """Else pytest takes one of them for the other, unless its folder is a package."""
     found = [each for each in Path(__file__).parent.rglob("test_*.py") if not (each.parent / "__init__.py").exists()]
