@@ -318,6 +318,17 @@ def test_who_has_no_secret_may_not(keys: Keys) -> None:  # noqa: F811
         assert daemon.wait() == 0
 
 
+def test_who_may_drain_and_may_not_read_the_status_asks_seldom(keys: Keys) -> None:  # noqa: F811
+    """Each refusal is logged and counted, and many of them are an alert."""
+    with Daemon(1, *keys.aggregator) as daemon, workers(daemon, 1, overrides=keys.worker("", GENERAL)) as [worker]:
+        worker.expect("round")
+        with program("drain", daemon, "--timeout", "2") as command:
+            assert command.wait() == 1
+            assert f"Error: still waiting for {daemon.addresses[0]} after 2 s" in command.log
+        assert eventually(lambda: "event=refused " in daemon.log)
+        assert daemon.log.count("event=refused ") <= 2  # at once, and in the end
+
+
 # what the supervisor knows
 
 
