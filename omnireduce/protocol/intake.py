@@ -7,7 +7,8 @@ belong to it, so the other shards do the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,14 @@ class _Ended:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Order(_Ended):
+    """Somebody has ended jobs: those that are meant, of which a formation is older than `before`."""
+
+    is_meant: Callable[[Hello], bool]
+    before: int
+
+
 class Intake:
     """What a shard says to those who want to begin a job. It remembers for `limit_s` that a job was ended."""
 
@@ -33,6 +42,7 @@ class Intake:
         self.state: Literal["open", "draining", "closed"] = "open"
         self._here: set[tuple[str, str, str, bool, bool]] = set()  # while it drains
         self._ended: dict[tuple[str, str, str], _Ended] = {}  # by team, job and launch, the oldest first
+        self._orders: deque[_Order] = deque(maxlen=MAX_ENDED)
 
     def drain(self, here: Iterable[Hello]) -> None:
         """Take no jobs but those of `here`, a hello of each that runs."""
@@ -62,6 +72,10 @@ class Intake:
             del self._ended[next(iter(self._ended))]
         self._ended[_name(spec)] = _Ended(reason, now + self._limit_s)
 
+    def end_survivors(self, is_meant: Callable[[Hello], bool], reason: str, now: float, before: int) -> None:
+        """Jobs were ended whose ranks may have left already to form them anew: another shard has told them first."""
+        self._orders.append(_Order(reason, now + self._limit_s, is_meant, before))
+
     def objection(self, hello: Hello, now: float, *, gathers: bool) -> tuple[str, bool]:
         """Why a worker may not come, and whether it may later; empty when it may. `gathers`: others wait for it."""
         if self.state == "closed":
@@ -69,6 +83,9 @@ class Intake:
         is_elastic = hello.smallest > 0 or hello.formation > 0
         if self.state == "draining" and not gathers and not (is_elastic and kin(hello) in self._here):
             return DRAINING, True
+        for order in self._orders:
+            if 0 < hello.survived < order.before and now < order.until and order.is_meant(hello):
+                return order.reason, False
         ended = self._ended.get(_name(hello))
         # Where nothing tells launches apart, a worker that comes new may belong to another start of the job.
         is_the_same = hello.launch != "" or hello.survived > 0

@@ -184,6 +184,7 @@ class Membership:
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
         """The jobs whose hellos are meant are ended: refuse who waits for one, and who comes again."""
+        self.intake.end_survivors(is_meant, reason, now, self._salt + self._next_generation)
         for each in self._running.values():
             if is_meant(each.spec):
                 self.intake.end(each.spec, reason, now)

@@ -155,7 +155,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
         server._questions,
     ]
     kept += [server._jobs, server._departures._members, membership._gathering, membership._running, membership._held]
-    kept += [membership._compilers._places, membership._compilers._until]
+    kept += [membership._compilers._all, membership._compilers._waited_for]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
         broken, counted = said.count(b"protocol error: "), server._pages._aborts["violation"]

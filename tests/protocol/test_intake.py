@@ -85,6 +85,20 @@ def test_a_job_that_was_ended_does_not_come_back() -> None:
     assert isinstance(come(membership, 0, largest=2, survivor=True, now=late)[0].message, Pending)
 
 
+def test_survivors_that_have_left_before_the_shard_hears_of_the_end_are_refused() -> None:
+    """Another shard has told them. Those of a later start, which has the same name, are not meant."""
+    membership = Membership(LIMITS)
+    old = running(membership, 0, 1)
+    membership.finished(old.generation, 4.0)
+    assert list(membership.end(lambda spec: spec.job == "job", WHY, 5.0)) == []
+    assert refusal(come(membership, 0, largest=2, survivor=True, now=6.0)) == (WHY, False)
+    new = running(membership, 2, 3)
+    membership.finished(new.generation, 6.0)
+    survivor = hello(2, largest=2, survived=new.hellos[0].formation, ticket=new.hellos[0].ticket)
+    (answer,) = membership.hello(2, survivor, 7.0)
+    assert isinstance(answer.message, Pending)
+
+
 def test_of_a_launch_nobody_comes_back() -> None:
     membership = Membership(LIMITS)
     come(membership, 0, launch="one", largest=2, **FIXED)

@@ -10,6 +10,7 @@ _GATHERING = "omnireduce.protocol.gathering"
 _DOOMED = "omnireduce.protocol.doomed"
 _INTAKE = "omnireduce.protocol.intake"
 _LIMITS = "omnireduce.protocol.limits"
+_ROOM = "omnireduce.protocol.room"
 
 MUTATIONS = (
     Mutation(
@@ -68,8 +69,8 @@ MUTATIONS = (
         "gathering takes for ever",
         _MEMBERSHIP,
         "those whose peers never come are kept",
-        "not gathering.held and now - gathering.since >= limit_s:\n",
-        "not gathering.held and now - gathering.since >= limit_s + 1e9:\n",
+        "not gathering.held and now >= self._ends_at(gathering):\n",
+        "not gathering.held and now >= self._ends_at(gathering) + 1e9:\n",
     ),
     Mutation(
         "a launch that cannot start is waited for",
@@ -119,7 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "too many jobs",
-        _MEMBERSHIP,
+        _ROOM,
         "a shard serves more jobs than it may",
         "jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]",
         "jobs = gather",

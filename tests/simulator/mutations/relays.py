@@ -81,8 +81,8 @@ MUTATIONS = (
         "a relay does not hear relays below",
         _RELAY,
         "the first rank of a relay below is blamed for a rank behind it",
-        "self._behind(rank) or [rank]",
-        "[rank]",
+        "self._behind(member) or [member]",
+        "[member]",
         test=_MACHINE_TESTS + "test_a_relay_below_says_whom_it_waits_for",
     ),
     Mutation(
