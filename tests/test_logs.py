@@ -130,7 +130,9 @@ def test_the_error_that_ends_a_program(settings: Log, expected: str, lines: Call
 
 
 def with_dict(**more: Any) -> None:
-    """As programs configure logging that show little on a terminal."""
+    """As programs configure logging that show little on a terminal. It closes all handlers that there are: not those of
+    libraries that other tests have imported, which may close pytest's own files."""
+    logging._handlerList.clear()
     quiet = {"class": "logging.StreamHandler", "level": "WARNING"}
     logging.config.dictConfig({"version": 1, "handlers": {"a": quiet}, "root": {"handlers": ["a"]}, **more})
 
