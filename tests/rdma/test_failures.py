@@ -142,7 +142,7 @@ def test_a_network_card_that_is_removed(spare: str) -> None:
                 assert error["at"] - removed < FAILURE_S
             assert removal.wait(WAIT_S) == 0, "someone holds the device back"
         assert eventually(lambda: not {"rxe3", "rxe4"} & devices())
-        assert_serves(daemon, "transport.kind=tcp")
+        assert_serves(daemon, *over("tcp"))
 
 
 def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
@@ -161,7 +161,7 @@ def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
                 expect_round(worker, "round", since + 3)
             assert removal.poll() is None
         assert removal.wait(WAIT_S) == 0
-        assert_serves(daemon, "transport.kind=tcp")
+        assert_serves(daemon, *over("tcp"))
 
 
 def test_a_device_that_is_removed_while_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
