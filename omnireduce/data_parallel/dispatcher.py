@@ -363,7 +363,8 @@ class Dispatcher:
 
     @property
     def _awaited(self) -> dict[str, Task]:
-        """What this rank waits for: not for others to come to what it has refused, unless a call waits behind that."""
+        """Tasks that this rank waits for. It does not wait for others to come to what it has refused, unless a call
+        waits behind that."""
         return {
             name: task
             for name, task in self._tasks.items()

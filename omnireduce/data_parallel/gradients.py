@@ -102,4 +102,4 @@ def rebuilt(found: Iterator[Any], parameters: Any, adapter: Adapter) -> Any:
 def _shown(x: Any) -> str:
     if isinstance(x, dict):
         return f"a dict with the keys {list(x)}"
-    return f"{a_type(x)} of {len(x)}" if isinstance(x, list | tuple) else f"{a_type(x)}"
+    return f"{a_type(x)} of {len(x)}" if isinstance(x, list | tuple) else a_type(x)

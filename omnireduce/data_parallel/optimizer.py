@@ -78,7 +78,7 @@ class DistributedOptimizer:
             setattr(self.opt, name, value)
 
     def _terms(self) -> list[tuple[str, str]]:
-        """What all ranks must have alike, beside parameters: with other numbers weights would drift apart."""
+        """Settings that all ranks must have alike, beside parameters: with other numbers weights would drift apart."""
         numbers = [(name, getattr(self.opt, name, None)) for name in NUMBERS]
         return [
             ("loader", "none" if self._loader is None else "given"),
@@ -138,7 +138,7 @@ def _shown(value: object) -> str:
     """A number, or several, in the words that all ranks have for it: 1 is 1.0."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_shown, value))})"
-    return f"{float(value)!r}" if isinstance(value, int | float | np.integer | np.floating) else "nothing"
+    return repr(float(value)) if isinstance(value, int | float | np.integer | np.floating) else "nothing"
 
 
 def parameters_of(opt: Any) -> Any:

@@ -41,7 +41,7 @@ class Execution:
 
     @property
     def inputs(self) -> list[tuple[Input, Array]]:
-        """What this rank has been given, before anything is evaluated."""
+        """The arrays that this rank has been given, before anything is evaluated."""
         return [(each, array) for each, array in self._values.items() if isinstance(each, Input)]
 
     def put(self, node: Expression, array: Array) -> None:

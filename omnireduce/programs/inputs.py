@@ -19,7 +19,7 @@ from omnireduce.protocol.operands import as_writable
 
 
 def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
-    """What must be alike, for `check_alike`: the program, sizes, numbers and Replicated tensors."""
+    """Names and values for `check_alike`: of the program, sizes, numbers and Replicated tensors."""
     inputs = [(each.name, _said(array)) for each, array in given if each.type.layout is Layout.REPLICATED]
     return [("the program", pipeline.digest), *((each.name, str(size)) for each, size in sizes.items()), *inputs]
 

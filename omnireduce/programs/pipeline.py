@@ -177,7 +177,7 @@ class Pipeline:
 
     @cached_property
     def digest(self) -> str:
-        """What tells it from other programs, and from other schedules: how many stages it has, and a checksum."""
+        """A text that no other program, or schedule, has: the number of stages, and a checksum."""
         at = {node: f"#{number}" for number, node in enumerate(self.nodes)}
         whole = [str(self), *(each.text([at[operand] for operand in each.operands]) for each in self.nodes)]
         text = hashlib.blake2b("\n".join(whole).encode(errors="backslashreplace"), digest_size=8).hexdigest()

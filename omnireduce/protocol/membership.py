@@ -215,7 +215,7 @@ class Membership:
         return gathering.is_news or self._compilers.until(gathering.place) > 0
 
     def _pending(self, gathering: Gathering, now: float) -> Pending:
-        """What those who wait are told."""
+        """The news for those who wait: who is missing, and whose kernels compile."""
         ranks = self._compilers.ranks(gathering.place) if now < gathering.begun + COMPILING_S else []
         return msgspec.structs.replace(gathering.pending(), compiling=ranks)
 

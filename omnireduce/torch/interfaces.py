@@ -32,7 +32,7 @@ _host_of_rank = msgspec.json.Decoder(HostOfRank)
 
 
 def said_of_host(store: dist.Store) -> str:
-    """What this rank says to the others; they meet at `store`."""
+    """The message of this rank to the others, who meet at `store`: its host, and the addresses of that."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     way = reachable_address([store.host] if isinstance(store, dist.TCPStore) else [])

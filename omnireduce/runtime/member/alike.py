@@ -39,7 +39,7 @@ def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
 
 
 class Comparison:
-    """Whether all ranks of `comm` have the same. Each says what it is, and what it has of it: `own`.
+    """A comparison of what all ranks of `comm` should have alike. `own`: names, and what this rank has under each.
 
     It starts an exchange of 8 bytes, a checksum, beside whatever the ranks exchange until one calls `settle`. `name`:
     of the collective.
@@ -48,9 +48,8 @@ class Comparison:
     def __init__(self, comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
         self._comm, self._own, self._name = comm, own, name
         digest = hashlib.blake2b(msgspec.json.encode(own), digest_size=DIGEST_BYTES).digest()
-        self._handle = comm._start(
-            calls.all_parts, np.frombuffer(digest, np.uint8), name
-        )  # needs no thread to drive it
+        # `_start` needs no thread that drives the exchange meanwhile, as `allgather_async` does
+        self._handle = comm._start(calls.all_parts, np.frombuffer(digest, np.uint8), name)
 
     def settle(self) -> None:
         """Raises UsageError on all ranks, with the first difference, unless all have the same; otherwise what the

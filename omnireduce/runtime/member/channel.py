@@ -61,12 +61,12 @@ class Channel:
     @property
     def carried(self) -> Counter[str]:
         """Bytes of messages and of blocks in memory, both ways, by what carried them."""
-        found, host = Counter[str](), self.machine.host
+        carried, host = Counter[str](), self.machine.host
         for link in self.links:
-            found[link.kind] += link.counters.message_bytes
+            carried[link.kind] += link.counters.message_bytes
         if host is not None:
-            found["memory"] += host.sent_bytes + host.received_bytes
-        return found
+            carried["memory"] += host.sent_bytes + host.received_bytes
+        return carried
 
     @property
     def shard_bytes(self) -> list[int]:
