@@ -30,7 +30,7 @@ from omnireduce.protocol.reminders import Reminders
 
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0  # for what a signpost says: the first time, then twice as long each time
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 8.0  # for what a signpost says: twice as long after one who said nothing in time
 PAUSE_S = 0.1
 BACKLOG = 1024
 LONGEST = 300  # bytes that a signpost says
@@ -105,11 +105,16 @@ class _Meeting:
             if waited_s := reminders.due(now):
                 what = f"waiting for rank 0 to come to {self._place.address}"
                 log.warning("%s since %.0f s", what, waited_s, extra=tagged("waiting_for_ranks"))
+            next_wait_s = wait_s
             for port in self._place.ports:
-                there = _asked(self._place, port, wait_s)
+                try:
+                    there = _asked(self._place, port, min(wait_s, deadline - now))
+                except _SilentError:
+                    next_wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                    continue
                 if there is not None:
                     return dist.TCPStore(*there, None, is_master=False, timeout=timeout, wait_for_workers=False)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            wait_s = next_wait_s
             time.sleep(PAUSE_S)
         raise dist.DistNetworkError(
             f"omnireduce: rank 0 has not come to {self._place.address} after {timeout.total_seconds():g} s; "
@@ -140,15 +145,21 @@ def _tell(signpost: socket.socket, text: bytes) -> None:
             guest.sendall(text)
 
 
+class _SilentError(Exception):
+    """Somebody has a port, and says nothing."""
+
+
 def _asked(place: Place, port: int, wait_s: float) -> Address | None:
     """Where the signpost at this port says that the store is, at the address of the host that has answered. None where
-    there is no signpost: what else listens may say anything, or nothing."""
+    there is no signpost: what else listens may say anything. Raises _SilentError where it says nothing in time."""
     try:
         with connect(place.address, port, wait_s) as found, found.makefile("rb") as stream:
             said, host = stream.readline(LONGEST), host_of(found.getpeername())
     except OSError as error:
         if from_a_handler(error):
             raise
+        if isinstance(error, TimeoutError):
+            raise _SilentError from None
         return None
     last = said.rpartition(b" ")[2].strip()
     there = int(last) if last.isdigit() and len(last) <= len("65535") else 0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from local_cluster import WAIT_S, Ranks
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from omnireduce.addresses import Address
 from omnireduce.protocol import reminders
 from omnireduce.torch import rendezvous
 from omnireduce.torch.rendezvous import Place, _Meeting, drawn_ports, meet_at
@@ -83,6 +84,28 @@ def test_a_rank_says_where_it_has_looked_for_rank_0(
     with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{place.ports[2]}"):
         next(_Meeting(place).begin(words(1), timedelta(seconds=0.5)))
     assert "waiting for rank 0 to come to 127.0.0.1 since 0 s" in caplog.text
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_rank_waits_longer_for_those_alone_who_say_nothing(
+    place: Place, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not because rank 0 comes late: whoever listens at a port and says nothing would then hold it up for as long."""
+    waits, asked = [], rendezvous._asked
+
+    def noted(place: Place, port: int, wait_s: float) -> Address | None:
+        waits.append(wait_s)
+        return asked(place, port, wait_s)
+
+    monkeypatch.setattr(rendezvous, "_asked", noted)
+    monkeypatch.setattr(rendezvous, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
+    with ExitStack() as stack:
+        if silent:
+            stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
+        with pytest.raises(RuntimeError, match="rank 0 has not come"):
+            next(_Meeting(place).begin(words(1), timedelta(seconds=0.5)))
+    assert (max(waits) > 0.01) == silent
 
 
 @pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
