@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -70,9 +72,35 @@ def make_ready(lists: Sequence[Sequence[Kernel]], progress: Progress) -> None:
         with Ticker(tell, MOMENT_S) as ticker:
             for kernels in lists:
                 for kernel in in_turn(kernels):
-                    kernel()
+                    with _nothing_lost_in_callbacks():
+                        kernel()
                     ready += 1
                     ticker.check()
+
+
+@contextmanager
+def _nothing_lost_in_callbacks() -> Iterator[None]:
+    """Raise what a signal handler, such as that of Ctrl-C, has raised inside a callback of the compiler. Python would
+    print that and go on. Where the callback should have taken the compiled kernel, numba then has none."""
+    lost = list[BaseException]()
+    hook = sys.unraisablehook
+
+    def keep(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_value is not None and "ctypes callback" in (unraisable.err_msg or ""):
+            lost.append(unraisable.exc_value)
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    except RuntimeError:
+        if not lost:
+            raise
+    finally:
+        sys.unraisablehook = hook
+    if lost:
+        raise lost[0]
 
 
 def take_trouble() -> str:

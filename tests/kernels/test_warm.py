@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,9 +14,12 @@ from functools import partial
 import pytest
 from local_cluster import ROOT, WAIT_S, Daemon
 from numba.core import event
+from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+from numba.core.registry import cpu_target
 
 from omnireduce.kernels import warm
 from omnireduce.kernels.cache import KernelFiles
+from omnireduce.kernels.jit import kernel
 from omnireduce.logs import BoundLog
 from omnireduce.runtime.member import compiling
 
@@ -106,6 +110,20 @@ def test_it_is_said_while_one_kernel_compiles_for_long(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_ctrl_c_is_not_lost_in_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python handles it when LLVM, which has compiled a kernel, calls back with it."""
+
+    def work(number: int) -> int:
+        return number + 1
+
+    monkeypatch.setattr(JITCodeLibrary, "_object_compiled_hook", lambda *_: signal.raise_signal(signal.SIGINT))
+    engine = JITCPUCodegen("interrupted")
+    monkeypatch.setattr(cpu_target.target_context, "_internal_codegen", engine)
+    with pytest.raises(KeyboardInterrupt):
+        warm.make_ready([[partial(kernel(work), 1)]], lambda *_: None)
+
+
 def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """By the first rank of a host."""
     files = KernelFiles("tag", [])
