@@ -7,18 +7,17 @@ from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.handshake import GIVE
 from omnireduce.runtime.shard.access import Access
-from omnireduce.secret import Secret
 from omnireduce.teams import load_teams
 from omnireduce.transport.tls_files import aggregator_context
 
 
-def make_access(config: Config, monitor: Secret) -> Access:
-    """Read who may talk to the shards. The daemon's own monitor, which proves the secret `monitor`, always may.
+def make_access(config: Config) -> Access:
+    """Read who may talk to the shards.
 
     Raises ConfigError. It also does so when there is no secret and other hosts can reach the daemon, unless the
     configuration allows that by `security.allow_no_secret`.
     """
-    teams, listen = load_teams(config.security, monitor), config.aggregator.listen
+    teams, listen = load_teams(config.security), config.aggregator.listen
     reach = "" if teams is not None or config.security.allow_no_secret else beyond_loopback(listen)
     if reach:
         raise ConfigError(
@@ -28,9 +27,9 @@ def make_access(config: Config, monitor: Secret) -> Access:
     return Access(teams, config.security.local_users == "any", aggregator_context(config.security))
 
 
-def count_changes(before: Access, after: Access, monitor: Secret) -> dict[str, int]:
-    """Count the teams, the secrets, the new secrets, and the secrets that are gone. The monitor's does not count."""
-    old, now = (set() if each.teams is None else each.teams.known - {("", monitor)} for each in (before, after))
+def count_changes(before: Access, after: Access) -> dict[str, int]:
+    """Count the teams, the secrets, the new secrets, and the secrets that are gone."""
+    old, now = (set() if each.teams is None else each.teams.known for each in (before, after))
     teams = 0 if after.teams is None else len(after.teams)
     return {"teams": teams, "secrets": len(now), "new": len(now - old), "gone": len(old - now)}
 

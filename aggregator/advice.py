@@ -22,15 +22,14 @@ from omnireduce.addresses import (
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError, show
 from omnireduce.runtime.shard.access import Access
-from omnireduce.secret import Secret
 
 _USED = ("transport", "verbs", "aggregator", "security", "metrics", "trace", "log")  # sections that a daemon reads
 _OF_PAGES = ("token_file", "tls_certificate", "tls_key", "tls_ca")
 
 
-def advice(config: Config, access: Access, monitor: Secret) -> Iterator[tuple[str, str]]:
-    """What to warn of: an event, and a text. `monitor` is the daemon's own secret."""
-    if access.teams is not None and access.teams.known == {("", monitor)}:
+def advice(config: Config, access: Access) -> Iterator[tuple[str, str]]:
+    """What to warn of: an event, and a text."""
+    if access.teams is not None and not access.teams.known:
         folder = config.security.teams_folder
         yield (
             "nobody_may_join",

@@ -42,7 +42,6 @@ from omnireduce.logs import tagged, tell_left_out
 from omnireduce.progress import Seldom
 from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
-from omnireduce.secret import Secret
 
 log = logging.getLogger("omnireduce.aggregator")
 STOP_MARGIN_S = 5.0  # how long after finish_s a shard that does not stop is killed
@@ -55,8 +54,7 @@ class Daemon:
     def __init__(self, config: Config, read_config: Callable[[], Config] | None = None) -> None:
         """`read_config` reads the configuration again, to compare it with the one that is in force."""
         self._read_config = read_config or (lambda: config)
-        self._config, self._own = config, Secret(secrets.token_bytes(32))  # the monitor's own; workers have others
-        self._access, self._pages = make_access(config, self._own), make_pages(config.metrics)
+        self._config, self._access, self._pages = config, make_access(config), make_pages(config.metrics)
         self._monitor = f"{MONITOR}-{secrets.token_hex(8)}"  # nobody can take this name before
         self._family, self._draining, self._memory = Family(), Draining(), OutOfMemory()
         own_codecs(config)  # they are loaded before shards are forked
@@ -102,7 +100,7 @@ class Daemon:
         return 0 if clean and healthy else 1
 
     def _run_shard(self, listeners: Listeners, pulse: Pulse, line: Line) -> None:
-        run_shard(listeners, self._config, self._access, self._own, pulse, line)
+        run_shard(listeners, self._config, self._access, pulse, line)
 
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
@@ -123,7 +121,7 @@ class Daemon:
         before = self._access
         if not reloaded(self._read_again):
             return
-        counts = count_changes(before, self._access, self._own)
+        counts = count_changes(before, self._access)
         self._family.hang_up()
         text = "read files again: %d teams, %d secrets (%d new, %d gone); shards and monitor follow"
         log.info(text, *counts.values(), extra=tagged("reloaded", **counts))
@@ -137,11 +135,11 @@ class Daemon:
             log.warning("changed, but counts only after a restart: %s", ", ".join(keys), extra=tagged("restart_needed"))
 
     def _give_advice(self) -> None:
-        for event, text in advice(self._config, self._access, self._own):
+        for event, text in advice(self._config, self._access):
             log.warning("%s", text, extra=tagged(event))
 
     def _read_again(self) -> None:
-        access, pages = make_access(self._config, self._own), make_pages(self._config.metrics)
+        access, pages = make_access(self._config), make_pages(self._config.metrics)
         self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
 
     def _ignore_signals(self) -> None:
@@ -165,11 +163,10 @@ class Daemon:
         open_to = why_open(self._config.metrics)
         if open_to:
             log.warning("%s", open_to, extra=tagged("metrics_open", address=address))
-        secret = None if self._access.teams is None else self._own
 
         def run(line: Line) -> None:
             run_monitor(
-                listener, self._config, secret, self._pages,
+                listener, self._config, self._pages,
                 purpose=self._monitor, names=names, addresses=addresses, pulses=self._pulses, line=line,
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Metrics and health by HTTP, in a process of its own: shards only serve jobs, and the supervisor has no threads.
 
 The monitor asks the shards by a status request, as anybody could. For that the shards have Unix sockets that only the
-monitor uses. So it makes no difference which transports workers may use, and whether they use TLS. The monitor lives as
-long as the supervisor does.
+monitor uses. So it makes no difference which transports workers may use, and whether they use TLS. It proves no secret:
+the kernel tells the shards whose process it is. The monitor lives as long as the supervisor does.
 
 Each connection has one deadline for everything, TLS included. It gets a thread once the client has said something. When
 too many connections are silent, the oldest silent one is closed. The same holds for the others. So neither kind can
@@ -43,7 +43,6 @@ from omnireduce.errors import TransportError
 from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.runtime.asking.observe import MONITOR, ask_all
 from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
-from omnireduce.secret import Secret
 from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
 from omnireduce.wire.words import SHOWN, shown
@@ -70,7 +69,6 @@ class Monitor:
     def __init__(
         self,
         config: Config,
-        secret: Secret | None,
         names: Sequence[str],
         addresses: Sequence[str],
         pulses: Sequence[Pulse],
@@ -79,7 +77,7 @@ class Monitor:
     ) -> None:
         self.access, self._purpose = access, purpose
         self._names, self._addresses = names, [str(seen_from_here(parse_address(each))) for each in addresses]
-        self._config, self._secret, self._pulses = config, secret, pulses
+        self._config, self._pulses = config, pulses
         self._places = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._round: Future[Answers] | None = None  # the answers to come; None: nobody asks the shards
@@ -142,7 +140,7 @@ class Monitor:
             return under_way.result()
         try:
             timeout_s = self._config.metrics.timeout_s
-            found = ask_all(self._addresses, self._config, timeout_s, secret=self._secret, purpose=self._purpose)
+            found = ask_all(self._addresses, self._config, timeout_s, purpose=self._purpose)
             mine.set_result(dict(zip(self._names, found, strict=True)))
         except BaseException as error:
             mine.set_exception(error)
@@ -302,7 +300,6 @@ def open_http(address: str) -> tuple[socket.socket, str]:
 def run_monitor(
     listener: socket.socket,
     config: Config,
-    secret: Secret | None,
     access: Pages,
     *,
     purpose: str,
@@ -311,14 +308,12 @@ def run_monitor(
     pulses: Sequence[Pulse],
     line: Line,
 ) -> None:
-    """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died.
-
-    The monitor proves `secret` to the shards; None: they want no secret. `access` says who may read the pages.
-    """
+    """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died. `access` says who
+    may read the pages."""
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
     start_logs(config.log, process_count(config))
     allow_all_descriptors()
-    monitor = Monitor(config, secret, names, addresses, pulses, access=access, purpose=purpose)
+    monitor = Monitor(config, names, addresses, pulses, access=access, purpose=purpose)
 
     def reload() -> None:
         monitor.access = make_pages(config.metrics)

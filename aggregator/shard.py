@@ -33,7 +33,6 @@ from omnireduce.runtime.shard.relaying import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
-from omnireduce.secret import Secret
 from omnireduce.transport.shm import ShmLink, holder_of, listen_shm, name_of, peer_of
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.transport.tls import accept_tls
@@ -189,10 +188,10 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
     return server
 
 
-def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Secret, pulse: Pulse, line: Line) -> None:
+def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Pulse, line: Line) -> None:
     """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died.
 
-    The daemon's monitor proves the secret `monitor`. `pulse` beats with every turn.
+    `pulse` beats with every turn.
     """
     ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
     begin_shard(config, listeners.name)
@@ -200,7 +199,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, monitor: Sec
     supervisor = _Supervisor(server, line)
 
     def reload() -> None:
-        server.access = make_access(config, monitor)
+        server.access = make_access(config)
 
     def turned() -> None:
         pulse.beat()

@@ -127,7 +127,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `jobs` are in the order of their keys. With `more` there are further ones: ask again with the key of the last. A
     worker that has proved the secret of a team is told only of the team's jobs; all other fields are about the whole
-    shard. `draining`: it takes no new jobs. `refused_users`: how many of the refused were which local user's.
+    shard. `draining`: it takes no new jobs. `wants_secret`: workers must prove one. `refused_users`: how many of the
+    refused were which local user's.
     """
 
     shard: str
@@ -145,4 +146,5 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     jobs: list[JobStatus]
     more: bool = False
     draining: bool = False
+    wants_secret: bool = False
     refused_users: dict[str, _Count] = {}

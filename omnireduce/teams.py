@@ -30,7 +30,6 @@ MOST_TEAMS = 1024
 TERMS_BYTES = 64 * 1024
 _FOLDER = "security.teams_folder"
 _SUFFIX = ".toml"
-_WIDTH = MOST_LINES + 1  # secrets of a team: those of its file, and the one of the daemon's own monitor
 _TERMS = {key.name: key for key in keys_of("terms", Terms)}
 FREE = Terms()
 msgspec.convert({}, Terms)  # the first conversion prepares the type, and threads may not do that at the same time
@@ -93,18 +92,18 @@ class Teams:
 
 
 def _filled(own: Sequence[Secret], team: str) -> tuple[Secret, ...]:
-    return (*own, *(Secret(secrets.token_bytes(32), team) for _ in range(_WIDTH - len(own))))
+    return (*own, *(Secret(secrets.token_bytes(32), team) for _ in range(MOST_LINES - len(own))))
 
 
-def load_teams(security: Security, monitor: Secret, environ: Mapping[str, str] = os.environ) -> Teams | None:
+def load_teams(security: Security, environ: Mapping[str, str] = os.environ) -> Teams | None:
     """Read which teams the configuration and its files let in; None when no secret is wanted.
 
-    The daemon's own monitor proves `monitor`. Raises ConfigError for anything that is wrong with one of the files.
+    Raises ConfigError for anything that is wrong with one of the files.
     """
     general = load_secrets(security, environ)
     if not general and not security.teams_folder:
         return None
-    known: dict[str, Sequence[Secret]] = {"": (*general, monitor)}
+    known: dict[str, Sequence[Secret]] = {"": general}
     terms: dict[str, Terms] = {}
     if security.teams_folder:
         folder = _folder_of(security)

@@ -12,7 +12,7 @@ from omnireduce.errors import ConfigError
 from omnireduce.secret import MOST_LINES, Secret
 from omnireduce.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams
 
-TEXT, MONITOR = "correct horse battery staple", Secret(b"what the daemon's own monitor knows")
+TEXT = "correct horse battery staple"
 NONCES = bytes(32), bytes(range(32))
 
 
@@ -29,7 +29,7 @@ def write(folder: Path, name: str, content: str, mode: int = 0o600) -> None:
 
 
 def load(folder: Path, **environ: str) -> Teams:
-    found = load_teams(Security(teams_folder=str(folder)), MONITOR, environ)
+    found = load_teams(Security(teams_folder=str(folder)), environ)
     assert found is not None
     return found
 
@@ -48,7 +48,7 @@ def knows(teams: Teams, team: str, text: str) -> bool:
 
 
 def test_without_a_secret_and_a_folder_there_are_no_teams() -> None:
-    assert load_teams(Security(), MONITOR, {}) is None
+    assert load_teams(Security(), {}) is None
 
 
 def test_each_file_is_a_team(folder: Path) -> None:
@@ -70,14 +70,13 @@ def test_each_file_is_a_team(folder: Path) -> None:
     assert [teams.of("text_2").may_use(job) for job in ("text+urgent", "text.1+urgent")] == [1, 0]
 
 
-def test_the_aggregators_own_secret_and_its_monitors_are_beside_them(folder: Path) -> None:
+def test_the_aggregators_own_secret_is_beside_them(folder: Path) -> None:
     write(folder, "vision", "the secret of vision")
     teams = load(folder, **{SECRET_VARIABLE: TEXT})
     assert knows(teams, "", TEXT)
-    assert teams.of("").proved(MONITOR.proof("worker", *NONCES), *NONCES) == MONITOR
     assert len(load(folder)) == 1  # without it, teams alone may join
     assert not knows(load(folder), "", TEXT)
-    alone = load_teams(Security(), MONITOR, {SECRET_VARIABLE: TEXT})
+    alone = load_teams(Security(), {SECRET_VARIABLE: TEXT})
     assert alone is not None
     assert (len(alone), knows(alone, "", TEXT)) == (0, True)
 
@@ -87,7 +86,7 @@ def test_every_team_has_as_many_secrets_whether_there_is_one_or_not(folder: Path
         write(folder, f"team{lines}", "".join(f"secret {number} of team {lines}\n" for number in range(lines)))
     teams = load(folder)
     names = ["", "none", *(f"team{lines}" for lines in range(1, MOST_LINES + 1))]
-    assert {len(teams.of(name).secrets) for name in names} == {MOST_LINES + 1}
+    assert {len(teams.of(name).secrets) for name in names} == {MOST_LINES}
 
 
 @pytest.mark.parametrize("said", [0, MOST_LINES - 1, None])
@@ -98,7 +97,7 @@ def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, 
     tried, proves = [], Secret.proves
     monkeypatch.setattr(Secret, "proves", lambda *given: tried.append(given[0]) or proves(*given))
     found = Teams({"x": known}).of("x").proved(proof, *NONCES)
-    assert (found, len(tried)) == (None if said is None else known[said], MOST_LINES + 1)
+    assert (found, len(tried)) == (None if said is None else known[said], MOST_LINES)
 
 
 @pytest.mark.parametrize(

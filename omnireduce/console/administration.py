@@ -22,7 +22,6 @@ from omnireduce.wire.words import listed, shown
 
 ANSWER_S = 5.0  # for one aggregator
 LOOK_S = 0.5  # between two looks at aggregators that drain
-LOOK_IN_VAIN_S = 5.0  # where they refuse to say more, which they log and count each time
 UNDO = "`omnireduce drain --undo` takes that back"
 
 
@@ -139,8 +138,7 @@ def _wait(administrator: Administrator, draining: Sequence[str], asked_at: float
             click.echo(f"waiting for {text}", err=True)
         said = text
         if draining:
-            pause_s = LOOK_S if any(isinstance(answer, Status) for answer in here.values()) else LOOK_IN_VAIN_S
-            time.sleep(min(pause_s, timeout_s - elapsed_s))
+            time.sleep(min(LOOK_S, timeout_s - elapsed_s))
     return True
 
 

@@ -13,6 +13,7 @@ from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
+from omnireduce.protocol.handshake import WANTS_PROOF
 from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
 from omnireduce.runtime.member.embedded import identify
 from omnireduce.runtime.member.launcher import detect_launch
@@ -150,6 +151,8 @@ def _aggregator(address: str, config: Config) -> Finding:
             way = _way(link)
     except OmniReduceError as error:
         return Finding("fail", what, shown(str(error)))
+    if secret is None and status.wants_secret:  # this user may ask without it, and no worker may
+        return Finding("fail", what, WANTS_PROOF)
     took_ms = (time.monotonic() - started) * 1000
     proved = "" if secret is None else ", both proved the secret"
     text = f"answers by {way} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"

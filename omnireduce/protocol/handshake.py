@@ -26,8 +26,7 @@ from omnireduce.wire.control import PROTOCOL_VERSION, Challenge, ControlMessage,
 from omnireduce.wire.words import SHOWN, listed
 
 GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
-
-
+WANTS_PROOF = f"the aggregator wants proof of a shared secret: give the client the same {GIVE}"
 UNHEARD = "is it stopped or overloaded, or does something else listen there?"
 
 
@@ -62,7 +61,7 @@ class Gate:
         if isinstance(message, Proof) and self._theirs is not None and not self._open:
             return self._proof(message, self._theirs)
         if not self._open:
-            raise ProtocolError(f"the aggregator wants proof of a shared secret: give the client the same {GIVE}")
+            raise ProtocolError(WANTS_PROOF)
         if isinstance(message, Hello) and not self.team.may_use(message.job):
             raise ProtocolError(self._not_theirs(message.job))
         return None

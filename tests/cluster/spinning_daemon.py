@@ -16,10 +16,10 @@ def turn_for_ever() -> None:
         pass
 
 
-def run_or_spin(listeners: Any, config: Any, access: Any, monitor: Any, pulse: Pulse, line: Line) -> None:
+def run_or_spin(listeners: Any, config: Any, access: Any, pulse: Pulse, line: Line) -> None:
     if pulse.last == 0 and listeners.address == first[0]:
         turn_for_ever()
-    run_shard(listeners, config, access, monitor, pulse, line)
+    run_shard(listeners, config, access, pulse, line)
 
 
 first: list[str] = []

@@ -14,14 +14,11 @@ from omnireduce import Communicator, ConfigError
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
 from omnireduce.config import load_config
-from omnireduce.secret import Secret
-
-MONITOR = Secret(b"what the daemon's own monitor knows")
 
 
 def given(*settings: str) -> list[tuple[str, str]]:
     config = load_config(overrides=settings, environ={})
-    return list(advice(config, make_access(config, MONITOR), MONITOR))
+    return list(advice(config, make_access(config)))
 
 
 def test_a_folder_without_teams_lets_nobody_in(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from omnireduce.aggregator.family import Child
 from omnireduce.protocol.intake import DRAINING
 from omnireduce.runtime.asking.observe import ask, request
 from omnireduce.secret import load_secret
+from omnireduce.status import StatusRequest
 from omnireduce.wire.control import PROTOCOL_VERSION
 
 NOT_YOURS = "is for the operator: for root or user "
@@ -289,13 +290,13 @@ def test_without_a_secret_only_local_processes_of_root_and_of_its_user_may(daemo
 @pytest.mark.skipif(not can_change(), reason="only root can be other users")
 def test_another_user_may_not(daemon: Daemon) -> None:
     assert NOT_YOURS in str(as_nobody(lambda: tell(daemon, "drain")))
-    assert NOT_YOURS in str(as_nobody(lambda: raw_drain(daemon)))
+    assert NOT_YOURS in str(as_nobody(lambda: raw(daemon, AdminRequest(PROTOCOL_VERSION, "drain"))))
     assert is_draining(daemon) == [False] * 3
 
 
-def raw_drain(daemon: Daemon) -> object:
+def raw(daemon: Daemon, message: object) -> object:
     with RawPeer(daemon.addresses[0], local=True) as peer:
-        peer.say({"type": "AdminRequest", "version": PROTOCOL_VERSION, "action": "drain"})
+        peer.say(message)
         return peer.control()
 
 
@@ -326,15 +327,23 @@ def test_who_has_no_secret_may_not(keys: Keys) -> None:  # noqa: F811
         assert daemon.wait() == 0
 
 
-def test_who_may_drain_and_may_not_read_the_status_asks_seldom(keys: Keys) -> None:  # noqa: F811
-    """Each refusal is logged and counted, and many of them are an alert."""
-    with Daemon(1, *keys.aggregator) as daemon, workers(daemon, 1, overrides=keys.worker("", GENERAL)) as [worker]:
+def test_who_may_drain_without_the_secret_reads_what_it_waits_for(keys: Keys) -> None:  # noqa: F811
+    job, vision = unique_job("vision.train"), keys.worker("vision", VISION)
+    with Daemon(1, *keys.aggregator) as daemon, workers(daemon, 1, job=job, overrides=vision) as [worker]:
         worker.expect("round")
-        with program("drain", daemon, "--timeout", "2") as command:
+        assert job in status(daemon)
+        with program("drain", daemon, "--timeout", "1") as command:
             assert command.wait() == 1
-            assert f"Error: still waiting for {daemon.addresses[0]} after 2 s" in command.log
-        assert eventually(lambda: "event=refused " in daemon.log)
-        assert daemon.log.count("event=refused ") <= 2  # at once, and in the end
+            assert f"Error: still waiting for job '{job}' after 1 s" in command.log
+        assert "event=refused " not in daemon.log
+        with pytest.raises(RefusedError, match="wants proof of a shared secret"):
+            ask(daemon.addresses[0], configured(daemon.addresses, "transport.kind=tcp"), WAIT_S)
+
+
+@pytest.mark.skipif(not can_change(), reason="only root can be other users")
+def test_another_user_reads_no_status_without_the_secret(keys: Keys) -> None:  # noqa: F811
+    with Daemon(1, *keys.aggregator, "security.local_users=any") as daemon:
+        assert "wants proof of a shared secret" in str(as_nobody(lambda: raw(daemon, StatusRequest(PROTOCOL_VERSION))))
 
 
 # what the supervisor knows

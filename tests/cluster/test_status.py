@@ -312,9 +312,9 @@ def test_who_does_not_know_the_secret_learns_nothing(secrets: Sequence[str], kin
         assert ask(address, config, MOST_S, secret=load_secret(config.security)).running == 0
         for settings, expected in (
             ([wrong], "has another secret than the aggregator"),
-            ([], "wants proof of a shared"),
+            (["transport.kind=tcp"], "wants proof of a shared"),  # by shm this user may ask
         ):
-            config = configured([address], *settings, f"transport.kind={kind}")
+            config = configured([address], f"transport.kind={kind}", *settings)
             [found] = ask_all([address], config, MOST_S, secret=load_secret(config.security))
             assert isinstance(found, RefusedError)
             assert expected in str(found)

@@ -266,9 +266,8 @@ def test_teams_are_a_mounted_secret(
     need_pods()
     code = """
 from omnireduce.config.security import Security
-from omnireduce.secret import Secret
 from omnireduce.teams import load_teams
-teams = load_teams(Security(teams_folder="/run/secrets/teams"), Secret(b"of the monitor"), {})
+teams = load_teams(Security(teams_folder="/run/secrets/teams"), {})
 print(len(teams), teams.of("vision").terms.max_jobs)
 """
     teams = {"vision": SECRET, "vision.toml": "max_jobs = 3\n", "speech": f"other than {SECRET}"}

@@ -156,7 +156,7 @@ def test_teams_and_their_terms(home: Path) -> None:
         (home / "teams" / name).write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
         (home / "teams" / name).chmod(0o600)
     security = load_config(overrides=["security.teams_folder=~/teams"], environ={}).security
-    teams = load_teams(security, Secret(b"monitor"), {})
+    teams = load_teams(security, {})
     assert teams is not None
     assert ("vision", Secret(WORD.encode())) in teams.known
     assert teams.of("vision").may_use("v.1")

@@ -41,12 +41,11 @@ class Access:
 
         Who may read the daemon's memory, or knows its own secret, runs the service. A team may end its own jobs.
         """
-        is_local = isinstance(link, ShmLink) and link.foreign_user is None
         if wrong := other_version(request.version):
             raise ProtocolError(wrong)
         if request.action == "end" and not request.job and not request.team:
             raise ProtocolError("which jobs are to end? Expected the name of a job or of a team")
-        if is_local or (gate.proved and not gate.team.name):
+        if is_operator(link) or (gate.proved and not gate.team.name):
             by, team = "the operator", request.team or None
         elif gate.proved and request.action == "end" and request.team in ("", gate.team.name):
             by, team = f"team '{gate.team.name}'", gate.team.name
@@ -62,6 +61,11 @@ class Access:
             f"user {user} may not share memory with an aggregator of user {os.geteuid()}: "
             "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the client"
         )
+
+
+def is_operator(link: Link) -> bool:
+    """Whether the kernel says that the peer is of root or of this process's user, on this host."""
+    return isinstance(link, ShmLink) and link.foreign_user is None
 
 
 ANYBODY = Access()

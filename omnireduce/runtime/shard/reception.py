@@ -11,7 +11,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
 from omnireduce.protocol.membership import Membership
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.access import Access
+from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.administration import Administration
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
@@ -93,7 +93,8 @@ class Reception:
             if connection.hello is None and isinstance(message, AdminRequest):
                 self._obey(connection, message)
                 return False
-            answer = connection.gate.told(message)
+            may_ask = isinstance(message, StatusRequest) and is_operator(connection.link)
+            answer = None if may_ask else connection.gate.told(message)
             if answer is not None:
                 self._connections.say(connection, answer)
                 return True

@@ -274,6 +274,7 @@ class ShardServer:
                 page = self._pages.page(
                     request, self._jobs.values(), gathering,
                     connections=len(self._connections), team=team, draining=self.administration.draining,
+                    wants_secret=self.access.teams is not None,
                 )  # fmt: skip
                 self._connections.say(connection, page)
             except Exception as error:  # a bug of ours

@@ -52,6 +52,7 @@ class StatusPages:
         connections: int,
         team: str = "",
         draining: bool = False,
+        wants_secret: bool = False,
     ) -> Status:
         """The answer to a request. A peer that has proved the secret of `team` sees its jobs; "" may see all jobs."""
         now, traffic = self._clock(), Traffic()
@@ -79,6 +80,7 @@ class StatusPages:
             jobs=jobs,
             more=more,
             draining=draining,
+            wants_secret=wants_secret,
         )
 
 
