@@ -49,7 +49,7 @@ def test_two_launches_at_once_are_two_jobs(daemon: Daemon) -> None:
 
 def test_a_failed_collective_is_the_status_of_the_launch(daemon: Daemon) -> None:
     """Rank 0, the one whose standard input mpirun forwards, is late."""
-    with Process(*command(daemon, 2, "--hold", "0", "1", "--set", "cluster.timeout_s=0.5")) as launch:
+    with Process(*command(daemon, 2, "--hold", "0", "0", "--set", "cluster.timeout_s=0.5")) as launch:
         error: dict[str, Any] = {"event": ""}
         while error["event"] != "error":
             error = json.loads(launch.line())
