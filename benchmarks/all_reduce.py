@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.carriers import Watch
+from benchmarks.carriers import Watch, by_sockets
 from benchmarks.torch_ranks import run_ranks
 from omnireduce.errors import UsageError
 from omnireduce.printing import carriers_text
@@ -62,26 +63,29 @@ def _tensor(case: Case, rank: int, device: str) -> Any:
     return torch.from_numpy(x).to(device)
 
 
-def _times_ms(x: Any, rounds: int, groups: list[Any]) -> Any:
-    """The time of the slowest rank, (groups, rounds). All groups give the same result."""
+def _times_ms(x: Any, rounds: int, groups: list[Any]) -> tuple[Any, str]:
+    """The time of the slowest rank, (groups, rounds), and what carried the bytes of the last group, gloo. All groups
+    give the same result."""
     import torch
     import torch.distributed as dist
 
-    times = torch.zeros(len(groups), rounds + UNTIMED, dtype=torch.float64)
+    times, carried = torch.zeros(len(groups), rounds + UNTIMED, dtype=torch.float64), Counter[str]()
     for number in range(rounds + UNTIMED):
         results = []
         for at, group in enumerate(groups):
             results.append(x.clone())
             _finish(x)
             dist.barrier(groups[-1])
-            begin = time.perf_counter()
-            dist.all_reduce(results[-1], group=group)
-            _finish(x)
-            times[at, number] = time.perf_counter() - begin
+            with by_sockets() as received:
+                begin = time.perf_counter()
+                dist.all_reduce(results[-1], group=group)
+                _finish(x)
+                times[at, number] = time.perf_counter() - begin
+        carried += received
         if not all(torch.equal(results[0], each) for each in results):
             raise SystemExit("the results differ")
     dist.all_reduce(times, dist.ReduceOp.MAX, group=groups[-1])
-    return times[:, UNTIMED:] * 1e3
+    return times[:, UNTIMED:] * 1e3, carriers_text(carried)
 
 
 def _finish(x: Any) -> None:
@@ -102,15 +106,15 @@ def _run_rank(device: str, only: str) -> None:
     groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
     table = Table(box=None)
     table.add_column(f"ms of an all-reduce, {dist.get_world_size()} ranks, {device}")
-    for title in (*NAMES, "ratio", "carried by"):
+    for title in (*NAMES, "ratio", *(f"{name} by" for name in NAMES)):
         table.add_column(title, justify="right")
     for case in CASES:
         if only in case.name:
             before = watch.carried()
-            times = _times_ms(_tensor(case, dist.get_rank(), device), case.rounds, groups)
-            carrier = carriers_text(watch.carried() - before)
+            times, theirs_by = _times_ms(_tensor(case, dist.get_rank(), device), case.rounds, groups)
+            ours_by = carriers_text(watch.carried() - before)
             ours, theirs = times.median(1).values.tolist()
-            table.add_row(case.name, f"{ours:.3g}", f"{theirs:.3g}", f"{theirs / ours:.2f}x", carrier)
+            table.add_row(case.name, f"{ours:.3g}", f"{theirs:.3g}", f"{theirs / ours:.2f}x", ours_by, theirs_by)
     if dist.get_rank() == 0:
         Console(width=120).print(table)
     dist.destroy_process_group()

@@ -2,7 +2,8 @@
 
     python -m benchmarks.carriers FILE ARGUMENTS...
 
-runs a Python file. The last line of its standard error says what carried its bytes.
+runs a Python file, and says on standard error what carried its bytes: those of omnireduce, or, where it has made no
+communicator, those of torch's process group.
 
 A transport that is configured may carry nothing: ranks of one host exchange in memory, unless that is turned off. So
 each row says what carried its bytes, and a benchmark that names a transport fails where another one carried.
@@ -19,7 +20,8 @@ import stat
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omnireduce.printing import carriers_text
@@ -45,9 +47,23 @@ class Watch:
             self._seen.append(communicator)
         self._opened(communicator)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._seen)
+
     def carried(self) -> Counter[str]:
         """What they have carried so far."""
         return together(each.statistics().carried for each in self._seen)
+
+
+@contextlib.contextmanager
+def by_sockets() -> Iterator[Counter[str]]:
+    """For a library that does not count its bytes, such as MPI or gloo: what TCP has carried meanwhile to this process,
+    or that no socket has carried anything. The counter is filled at the end."""
+    carried, before = Counter[str](), tcp_bytes()
+    yield carried
+    received = tcp_bytes() - before
+    carried.update({"tcp": received} if received else {NO_SOCKET: 1})
 
 
 def tcp_bytes() -> int:
@@ -75,12 +91,34 @@ def wrong_carrier(expected: str, found: str) -> str:
 
 
 def main() -> None:
-    watch = Watch()
+    watch, counted = Watch(), list[Carried]()
     del sys.argv[0]
-    try:
+
+    def say() -> None:
+        sys.stderr.write(f"\ncarried by {carriers_text(watch.carried() if watch else together(counted))}\n")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(say)
+        if "torch" in Path(sys.argv[0]).read_text(encoding="utf-8"):
+            _count_process_group(stack, counted)
         runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        sys.stderr.write(f"\ncarried by {carriers_text(watch.carried())}\n")  # beside what the file prints
+
+
+def _count_process_group(stack: contextlib.ExitStack, counted: list[Carried]) -> None:
+    """Count from when torch's ranks have met until they part, which closes their connections. Then close the stack."""
+    import torch.distributed as dist
+
+    meet, part = dist.init_process_group, dist.destroy_process_group
+
+    def begin(*arguments: Any, **options: Any) -> None:
+        meet(*arguments, **options)
+        counted.append(stack.enter_context(by_sockets()))
+
+    def end(*arguments: Any, **options: Any) -> None:
+        stack.close()
+        part(*arguments, **options)
+
+    dist.init_process_group, dist.destroy_process_group = begin, end
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.carriers import Watch
+from benchmarks.carriers import Carried, Watch, by_sockets
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import Verdict, below
 from benchmarks.torch_ranks import run_ranks
@@ -104,20 +105,21 @@ def _check(way: Way) -> None:
         raise SystemExit(f"{way.library}, {way.name}: a wrong result")
 
 
-def _show(ways: Sequence[Way], times: Sequence[Sequence[float]], carrier: str) -> None:
-    """Tables of the medians, and what torch's calls, or comparing, take more. `carrier`: of what omnireduce moves."""
+def _show(ways: Sequence[Way], times: Sequence[Sequence[float]], carried: Mapping[str, Carried]) -> None:
+    """Tables of the medians, and what torch's calls, or comparing, take more; and what has carried the tensors."""
     console = Console(width=120)
     medians = {(way.library, way.name): float(np.median(each)) for way, each in zip(ways, times, strict=True)}
     lines = list[Verdict]()
     parts = (OURS, TORCH, (SYNC, ASYNC), MOST_US), (ALONE, COMPARED, (SMALL, LARGE), MOST_COMPARED_US)
     for without, with_, names, most_us in parts:
         table = Table(box=None)
-        table.add_column(f"us of one call, {RANKS} ranks, ours carried by {carrier}")
-        for title in (without, with_, "difference"):
+        table.add_column(f"us of one call, {RANKS} ranks")
+        for title in (without, with_, "difference", "carried by"):
             table.add_column(title, justify="right")
         for name in names:
             less, more = medians[without, name], medians[with_, name]
-            table.add_row(name, f"{less:.0f}", f"{more:.0f}", f"{more - less:.0f}")
+            numbers = (f"{each:.0f}" for each in (less, more, more - less))
+            table.add_row(name, *numbers, carriers_text(carried[name]))
             lines.append(below(f"dispatch, {name}", more - less, most_us, "us"))
         console.print(table, "")
     show_verdicts(console, lines)
@@ -131,10 +133,15 @@ def _run_rank(turns: int) -> None:
     watch = Watch()
     dist.init_process_group("omnireduce")
     ways = _reductions() + _gathers()
-    times = [[_time_us(way, dist.get_rank()) for way in ways] for _ in range(turns)]
-    carrier = carriers_text(watch.carried())
+    times, carried = [list[float]() for _ in ways], {way.name: Counter[str]() for way in ways}
+    for _ in range(turns):
+        for way, found in zip(ways, times, strict=True):
+            before = watch.carried()
+            with by_sockets() as received:
+                found.append(_time_us(way, dist.get_rank()))
+            carried[way.name] += watch.carried() - before if way.name in (SYNC, ASYNC) else received
     if dist.get_rank() == 0:
-        _show(ways, list(zip(*times, strict=True)), carrier)
+        _show(ways, times, carried)
     dist.destroy_process_group()
 
 

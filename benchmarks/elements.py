@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import omnireduce as omni
+from benchmarks.carriers import by_sockets
 from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.orders import serve_turns
 from benchmarks.outcomes import show_verdicts
@@ -79,25 +80,27 @@ class Rank:
             found.append((places, np.clip(np.rint(x[places] * 8), -LARGEST, LARGEST).astype(np.float32)))
         return found
 
-    def turn(self, kind: str, ratio: float, way: str) -> dict[str, float]:
+    def turn(self, kind: str, ratio: float, way: str) -> dict[str, Any]:
         """Milliseconds of one exchange, and how many elements of its result are wrong."""
         selected = self._gradients[kind, ratio]
         places, values = selected[self._comm.rank]
         gradient = np.zeros(ELEMENTS, np.float32)
         gradient[places] = values
         self._comm.barrier()
-        begin = time.perf_counter()
-        if way in (SERVICE, BF16):
-            codec = "bf16" if way == BF16 else "none"
-            compression = self._compressions.setdefault((kind, ratio, way), Compression(Chosen(places), codec=codec))
-            found = compression.allreduce(self._comm, gradient, name=f"{kind} {ratio} {codec}", op="sum")
-        else:
-            found = self._gathered(places, values, np.dtype(np.int32 if way == GATHERED_32 else np.int64))
-        ms = (time.perf_counter() - begin) * 1e3
+        with by_sockets() as carried:
+            begin = time.perf_counter()
+            if way in (SERVICE, BF16):
+                codec, key = "bf16" if way == BF16 else "none", (kind, ratio, way)
+                compression = self._compressions.setdefault(key, Compression(Chosen(places), codec=codec))
+                found = compression.allreduce(self._comm, gradient, name=f"{kind} {ratio} {codec}", op="sum")
+            else:
+                found = self._gathered(places, values, np.dtype(np.int32 if way == GATHERED_32 else np.int64))
+            ms = (time.perf_counter() - begin) * 1e3
         expected = np.zeros(ELEMENTS, np.float32)
         for some, theirs in selected:
             expected[some] += theirs
-        return {"ms": ms, "wrong": int(np.count_nonzero(found != expected)), "union": int(np.count_nonzero(expected))}
+        wrong, union = (int(np.count_nonzero(each)) for each in (found != expected, expected))
+        return {"ms": ms, "wrong": wrong, "union": union} | ({} if way in (SERVICE, BF16) else {"carried": carried})
 
     def _gathered(self, places: Array, values: Array, of_places: np.dtype[Any]) -> Array:
         import torch
@@ -134,13 +137,13 @@ def measure(console: Console, turns: int, rate: str) -> bool:
     for kind, ratio in cases:
         union = rows[kind, ratio, SERVICE][0]["union"] / ELEMENTS
         table = Table(box=None)
-        what = f"{RANKS} ranks, {rate}, carried by {group.carrier}, {ELEMENTS} elements, {ratio:.0%} each"
+        what = f"{RANKS} ranks, {rate}, {ELEMENTS} elements, {ratio:.0%} each"
         table.add_column(f"{what}; {kind}: {union:.2%} of any")
-        table.add_column("ms", justify="right")
-        table.add_column("service is faster", justify="right")
+        for title in ("ms", "service is faster", "carried by"):
+            table.add_column(title, justify="right")
         for way in WAYS:
             own, ours = ms[kind, ratio, way], ms[kind, ratio, SERVICE]
-            table.add_row(way, f"{own:.1f}", f"{own / ours:.2f}")
+            table.add_row(way, f"{own:.1f}", f"{own / ours:.2f}", group.carrier_of(way))
         console.print(table, "")
     ours, theirs = (ms[TOGETHER, RATIOS[0], way] for way in (SERVICE, GATHERED))
     verdict = at_least(f"elements, {RATIOS[0]:.0%}, {TOGETHER}", ours, GATHERED, theirs, LEAST)

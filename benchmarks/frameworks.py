@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.carriers import by_sockets
 from benchmarks.cases import MEMORY
 from benchmarks.environments import HERE, ROOT
 from benchmarks.group import Group, PeerError, socket_path
@@ -79,23 +80,18 @@ class Averaging:
             parameters = [needle.nn.Parameter(np.zeros(shape, np.float32), device=self._device) for shape in shapes]
             self._models[name] = parameters, values, ddp.DistributedOptimizer(needle.optim.SGD(parameters, lr=1.0))
 
-    def turn(self, model: str) -> dict[str, dict[str, float]]:
-        """Of each way the milliseconds of an exchange, the median of some steps, and a sum of all numbers of the last
-        one, which are exact. Ways alternate from step to step: neither finds its code and memory in the caches, as none
-        does in a training."""
+    def turn(self, model: str, way: str) -> dict[str, Any]:
+        """The milliseconds of an exchange, and a sum of all its numbers, which is exact."""
         parameters, values, optimizer = self._models[model]
-        found: dict[str, list[float]] = {way: [] for way in self._ways}
-        sums = dict[str, float]()
-        for _ in range(STEPS):
-            for way, average in self._ways.items():
-                for parameter, each in zip(parameters, values, strict=True):
-                    parameter.grad = self._needle.Tensor(each, device=self._device, requires_grad=False)
-                self._world.Barrier()
-                begin = time.perf_counter()
-                average(parameters, optimizer)
-                found[way].append((time.perf_counter() - begin) * 1e3)
-                sums[way] = sum((at + 1) * float(each.grad.numpy().sum()) for at, each in enumerate(parameters))
-        return {way: {"ms": float(np.median(found[way])), "sum": sums[way]} for way in self._ways}
+        for parameter, each in zip(parameters, values, strict=True):
+            parameter.grad = self._needle.Tensor(each, device=self._device, requires_grad=False)
+        self._world.Barrier()
+        with by_sockets() as carried:
+            begin = time.perf_counter()
+            self._ways[way](parameters, optimizer)
+            ms = (time.perf_counter() - begin) * 1e3
+        total = sum((at + 1) * float(each.grad.numpy().sum()) for at, each in enumerate(parameters))
+        return {"ms": ms, "sum": total} | ({"carried": carried} if way == OWN else {})
 
     def _own(self, parameters: list[Any], optimizer: Any) -> None:
         for each in parameters:
@@ -115,16 +111,17 @@ def measure(console: Console, turns: int) -> bool:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
         own = [str(HERE.python), "-m", "benchmarks.frameworks", socket_path(folder, "frameworks")]
         command = [str(Path(HERE.python).parent / "mpirun"), "-n", str(RANKS), *own]
-        with Group("frameworks", RANKS, [command], folder, carrier=MEMORY) as group:
+        with Group("frameworks", RANKS, [command], folder, carrier={OURS: MEMORY}) as group:
             for _ in range(turns + 1):
                 for model in _models():
-                    _take_turn(group, model, rows)
+                    for _ in range(STEPS):
+                        _take_step(group, model, rows)
     table = Table(box=None)
     for each in ("averages on two ranks", "way", "ms", "carried by"):
         table.add_column(each, justify="right" if each == "ms" else "left")
-    medians = {key: float(np.median(found[1:])) for key, found in rows.items()}  # the first turn warms up
+    medians = {key: float(np.median(found[STEPS:])) for key, found in rows.items()}  # the first turn warms up
     for (model, way), ms in medians.items():
-        table.add_row(model, way, f"{ms:.4g}", group.carrier if way == OURS else "MPI")
+        table.add_row(model, way, f"{ms:.4g}", group.carrier_of(way))
     console.print(table, "")
     verdicts = [
         at_least(model, medians[model, OURS], OWN, medians[model, OWN], LEAST) for model in _models()
@@ -133,11 +130,13 @@ def measure(console: Console, turns: int) -> bool:
     return all(each.met for each in verdicts)
 
 
-def _take_turn(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:
-    found = group.tell(do="turn", model=model)
+def _take_step(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:
+    """Ways alternate: neither finds its code and memory in the caches, as none does in a training."""
+    sums = set[float]()
     for way in (OWN, OURS):
-        rows[model, way].append(max(row[way]["ms"] for row in found))
-    sums = {row[way]["sum"] for row in found for way in (OWN, OURS)}
+        found = group.tell(do="turn", model=model, way=way)
+        rows[model, way].append(max(row["ms"] for row in found))
+        sums.update(row["sum"] for row in found)
     if len(sums) > 1:
         raise PeerError("frameworks", f"gave different means of {model}: {sums}")
 

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.carriers import Carried, together, wrong_carrier
+from benchmarks.carriers import NOTHING, together, wrong_carrier
 from benchmarks.environments import HERE, Tree, python_of
 from omnireduce.printing import carriers_text
 
@@ -31,6 +31,7 @@ TORCHRUN_END_S = 45.0  # it gives its ranks 30 s
 THREADS = {"OMP_NUM_THREADS": "1"}
 # its default, UCX, takes shared memory between local ranks whatever MPICH is told
 MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+ALL = ""  # ways
 T = TypeVar("T")
 Prefixes = Sequence[Sequence[str]]
 
@@ -54,13 +55,14 @@ class Group:
         folder: str,
         environ: dict[str, str] | None = None,
         tree: Tree = HERE,
-        carrier: str = "",
+        carrier: str | Mapping[str, str] = "",
     ) -> None:
         """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`. `carrier`: what
-        alone may carry their tensors; empty: whatever does."""
+        alone may carry their tensors; empty: whatever does; or what may in orders to go a `way`, by way."""
         self.name, self.size, self._root = tree.named(name), size, tree.root
-        self.carried, self.carried_last = Counter[str](), Counter[str]()  # bytes by transport; of the last order
-        self._carrier = carrier
+        self.carried_last = Counter[str]()  # bytes by transport, of the last order
+        self._carried = defaultdict[str, Counter[str]](Counter)  # of the orders to go a way, and of all
+        self._carriers = {ALL: carrier} if isinstance(carrier, str) else carrier
         self.has_only_zeros = False  # then nothing need be carried
         self._environ = os.environ | THREADS | {"PYTHONPATH": str(tree.root)} | (environ or {})
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
@@ -127,19 +129,30 @@ class Group:
                 lines.flush()
         answers = [self._answer(lines) for lines in self._ranks]
         self.carried_last = together(each.pop("carried", {}) for each in answers)  # an older checkout does not count
-        self.carried += self.carried_last
-        if self._carrier and self.carried_last:
-            self._check_carrier(self.carried_last)
+        for way in {str(order.get("way", ALL)), ALL}:
+            self._carried[way] += self.carried_last
+            if self.carried_last:
+                self._check_carrier(way, carriers_text(self.carried_last))
         return answers
 
-    def _check_carrier(self, carried: Carried) -> None:
-        if wrong := wrong_carrier(self._carrier, carriers_text(carried)):
+    def _check_carrier(self, way: str, found: str) -> None:
+        expected = self._carriers.get(way)
+        if expected and (wrong := wrong_carrier(expected, found)):
             raise PeerError(self.name, f"failed: {wrong}")
+
+    @property
+    def carried(self) -> Counter[str]:
+        """Bytes so far, by transport."""
+        return self._carried[ALL]
 
     @property
     def carrier(self) -> str:
         """What has carried the tensors so far, in a word."""
         return carriers_text(self.carried)
+
+    def carrier_of(self, way: str) -> str:
+        """The same of the orders to go this way."""
+        return carriers_text(self._carried[way])
 
     def close(self) -> None:
         for lines in self._ranks:
@@ -159,8 +172,10 @@ class Group:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close()
-        if kind is None and self._carrier and not self.carried and not self.has_only_zeros:
-            self._check_carrier({})
+        if kind is None and not self.has_only_zeros:
+            for way in self._carriers:
+                if not self._carried[way]:
+                    self._check_carrier(way, NOTHING)
 
 
 def end_torchrun(process: subprocess.Popen[Any]) -> None:
@@ -205,7 +220,7 @@ def service_group(
     folder: str,
     addresses: Sequence[str],
     *sets: str,
-    carrier: str,
+    carrier: str | Mapping[str, str],
     prefixes: Prefixes = (),
     per_rank: Prefixes = (),
     echoes: Sequence[str] = (),

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import omnireduce as omni
+from benchmarks.carriers import by_sockets
 from benchmarks.cases import MEMORY
 from benchmarks.environments import HERE
 from benchmarks.group import Group, PeerError, daemon, service_group, socket_path
@@ -126,22 +127,25 @@ class Embedding:
         self._weights = np.zeros((WORDS, WIDTH), np.float32)
         self._step = 0
 
-    def turn(self, way: str, seed: int) -> dict[str, float]:
+    def turn(self, way: str, seed: int) -> dict[str, Any]:
         """Milliseconds of one exchange and update, how much memory it took at its peak, and a digest of the weights."""
         self._weights[:] = 0
         indices, values = self._gradient(seed, self.rank)
         session.queue().barrier()
         forget_peak()
-        before, begin = memory_mib("VmRSS"), time.perf_counter()
-        if way == SUMMED:
-            task = session.queue().allreduce_rows_async(indices, values, WORDS, name="embedding")
-            numbers, rows = task.wait()
-            self._weights[numbers] += rows
-        else:
-            numbers, rows = self._gathered(indices, values)
-            np.add.at(self._weights, numbers, rows)
-        ms, peak = (time.perf_counter() - begin) * 1e3, memory_mib("VmHWM") - before
-        return {"ms": ms, "peak_mib": peak, "rows": len(numbers), "sum": float(self._weights.sum(dtype=np.float64))}
+        with by_sockets() as carried:
+            before, begin = memory_mib("VmRSS"), time.perf_counter()
+            if way == SUMMED:
+                task = session.queue().allreduce_rows_async(indices, values, WORDS, name="embedding")
+                numbers, rows = task.wait()
+                self._weights[numbers] += rows
+            else:
+                numbers, rows = self._gathered(indices, values)
+                np.add.at(self._weights, numbers, rows)
+            ms, peak = (time.perf_counter() - begin) * 1e3, memory_mib("VmHWM") - before
+        total = float(self._weights.sum(dtype=np.float64))
+        answer = {"ms": ms, "peak_mib": peak, "rows": len(numbers), "sum": total}
+        return answer | ({"carried": carried} if way == GATHERED else {})
 
     def memory(self) -> dict[str, float]:
         """How many times the bytes of all ranks' rows together a sum takes at its peak, its result and copies of the
@@ -226,11 +230,11 @@ def _embedding(console: Console, turns: int) -> list[Verdict]:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
         own = [str(HERE.python), "-m", "benchmarks.queues", "embedding", socket_path(folder, "embedding"), "{}"]
         command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *own]
-        with Group("embedding", 4, [command], folder, carrier=MEMORY) as group:
+        with Group("embedding", 4, [command], folder, carrier={SUMMED: MEMORY}) as group:
             of_union = max(row["of_union"] for row in group.tell(do="memory"))
             found = _medians(group, (SUMMED, GATHERED), turns, seed=True)
     title = f"an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up on each of four ranks"
-    _show(console, f"{title}; ours carried by {group.carrier}", found)
+    _show(console, f"{title}; carried by {group.carrier_of(SUMMED)}, gathered by {group.carrier_of(GATHERED)}", found)
     ours, theirs = found[SUMMED], found[GATHERED]
     return [
         at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], LEAST),

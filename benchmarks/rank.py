@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.carriers import NO_SOCKET, tcp_bytes
+from benchmarks.carriers import by_sockets
 from benchmarks.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.peers import FACTORIES, Peer
@@ -58,17 +58,16 @@ class Rank:
         before_mib = memory_mib("VmRSS")
         peer.barrier()
         before, processor_s, seconds = peer.wire_bytes(), 0.0, list[float]()
-        received = tcp_bytes()
-        for _ in range(repeats):
-            if repeats > 1:
-                self._tensor[:] = again
-            processor, start = time.process_time(), time.perf_counter()
-            result = run()
-            seconds.append(time.perf_counter() - start)
-            processor_s += time.process_time() - processor
+        with by_sockets() as carried:
+            for _ in range(repeats):
+                if repeats > 1:
+                    self._tensor[:] = again
+                processor, start = time.process_time(), time.perf_counter()
+                result = run()
+                seconds.append(time.perf_counter() - start)
+                processor_s += time.process_time() - processor
         wire_bytes, peak_mib = peer.wire_bytes() - before, memory_mib("VmHWM")
-        received = tcp_bytes() - received
-        others = {} if method in peer.counted else {"carried": {"tcp": received} if received else {NO_SOCKET: 1}}
+        others = {} if method in peer.counted else {"carried": carried}
         return others | {
             "seconds": seconds,
             "cpu": processor_s / repeats,

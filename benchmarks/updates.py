@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import omnireduce as omni
-from benchmarks.carriers import wrong_carrier
+from benchmarks.carriers import by_sockets
 from benchmarks.cases import MEMORY
 from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.orders import Order, serve
@@ -35,7 +34,6 @@ from benchmarks.targets import Verdict, at_least, below
 from omnireduce.data_parallel import session
 from omnireduce.dtypes import Array
 from omnireduce.optimizers import Adam, RowAdagrad, Sgd, SparseAdam
-from omnireduce.printing import carriers_text
 
 FUSED, NUMPY, COMPILED, TORCH = (
     "updates on the shards",
@@ -51,7 +49,8 @@ LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 DENSE_TARGET, SPARSE_TARGET, EMBEDDING_TARGET = 1.15, 3.0, 2.0
 SHARDED, DDP = "row-wise Adagrad on the shards", "DDP over gloo, SparseAdam"
 WORDS, WIDTH, LOOKED_UP = 200_000, 64, 16384
-CARRIERS = {FUSED: "shm", CLIPPED: "shm", SHARDED: "shm"} | dict.fromkeys(OTHERS, MEMORY)
+CARRIERS = {FUSED: "shm", CLIPPED: "shm"} | dict.fromkeys(OTHERS, MEMORY)
+CARRIERS_OF_EMBEDDING = {SHARDED: "shm", DDP: "tcp"}
 TOLERANCE = 1e-4  # of weights after some steps of 1e-3
 
 
@@ -190,7 +189,7 @@ class Embedding:
             self._models[way] = DistributedDataParallel(model) if way == DDP else model, steps
         self._seed = 0
 
-    def turn(self, way: str) -> dict[str, float]:
+    def turn(self, way: str) -> dict[str, Any]:
         """Milliseconds of a step: forward, backward, exchange and update."""
         import torch
 
@@ -199,13 +198,15 @@ class Embedding:
         rng = np.random.default_rng([self._seed // 2, self._rank])
         words = torch.from_numpy(np.minimum(rng.zipf(1.2, LOOKED_UP), WORDS) - 1)
         session.communicator().barrier()
-        begin = perf_counter()
-        for each in optimizers:
-            each.zero_grad()
-        model(words).square().mean().backward()
-        for each in optimizers:
-            each.step()
-        return {"ms": (perf_counter() - begin) * 1e3}
+        with by_sockets() as carried:
+            begin = perf_counter()
+            for each in optimizers:
+                each.zero_grad()
+            model(words).square().mean().backward()
+            for each in optimizers:
+                each.step()
+            ms = (perf_counter() - begin) * 1e3
+        return {"ms": ms} | ({"carried": carried} if way == DDP else {})
 
 
 def _join(options: dict[str, Any]) -> None:
@@ -227,23 +228,15 @@ def measure(console: Console, turns: int) -> bool:
     return all(each.met for each in verdicts)
 
 
-def _medians(group: Group, ways: tuple[str, ...], turns: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Of each way what the slowest rank said, the median of all turns, where the first two warm up; and what carried
-    its bytes. Raises PeerError where that is not what should."""
-    carried = {way: Counter[str]() for way in ways}
+def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
+    """Of each way what the slowest rank said, the median of all turns, where the first two warm up."""
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(turns + 2):
         for way in ways:
             rows[way].append(max(group.tell(do="turn", way=way), key=lambda row: row["ms"]))
-            carried[way] += group.carried_last
-    medians = {
+    return {
         way: {key: float(np.median([row[key] for row in found[2:]])) for key in found[0]} for way, found in rows.items()
     }
-    carriers = {way: carriers_text(each) for way, each in carried.items()}
-    for way, found in carriers.items():
-        if way in CARRIERS and (wrong := wrong_carrier(CARRIERS[way], found)):
-            raise PeerError("updates", f"failed: {way}: {wrong}")
-    return medians, carriers
 
 
 def _adam(console: Console, ranks: int, density: float, target: float, turns: int) -> list[Verdict]:
@@ -251,9 +244,9 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
     with (
         tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder,
         daemon(1) as servers,
-        service_group(ranks, folder, servers.addresses, program=program, carrier="") as group,
+        service_group(ranks, folder, servers.addresses, program=program, carrier=CARRIERS) as group,
     ):
-        found, carriers = _medians(group, WAYS, turns)
+        found = _medians(group, WAYS, turns)
         checks = group.tell(do="check")
     apart, kept = (max(row[what] for row in checks) for what in ("apart", "kept_mib"))
     if apart > TOLERANCE:
@@ -264,7 +257,8 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
         table.add_column(name, justify="right" if name != case else "left")
     ours = found[FUSED]["ms"]
     for way, row in found.items():
-        table.add_row(way, f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}", carriers[way])
+        numbers = f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}"
+        table.add_row(way, *numbers, group.carrier_of(way))
     console.print(table, "")
     return [
         *(at_least(case, ours, way, found[way]["ms"], target) for way in OTHERS),
@@ -273,15 +267,16 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
 
 
 def _embedding(console: Console, turns: int) -> Verdict:
+    program = "benchmarks.updates", "embedding"
     with (
         tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder,
         daemon(1) as servers,
-        service_group(2, folder, servers.addresses, program=("benchmarks.updates", "embedding"), carrier="") as group,
+        service_group(2, folder, servers.addresses, program=program, carrier=CARRIERS_OF_EMBEDDING) as group,
     ):
-        found, carriers = _medians(group, (SHARDED, DDP), turns)
+        found = _medians(group, (SHARDED, DDP), turns)
     case = f"step of an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up"
-    ours = f"{found[SHARDED]['ms']:.2f} ms, carried by {carriers[SHARDED]}"
-    console.print(f"{case}: {ours}; {DDP}: {found[DDP]['ms']:.2f} ms", "")
+    said = (f"{way}: {found[way]['ms']:.2f} ms, carried by {group.carrier_of(way)}" for way in found)
+    console.print(f"{case}: {'; '.join(said)}", "")
     return at_least(case, found[SHARDED]["ms"], DDP, found[DDP]["ms"], EMBEDDING_TARGET)
 
 

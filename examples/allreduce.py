@@ -24,7 +24,7 @@ def main() -> None:
 
     moved = comm.statistics()
     print(
-        f"rank {comm.rank} of {comm.size} by {comm.transport}: sum {gradient.sum():.0f}, "
+        f"rank {comm.rank} of {comm.size} by {'+'.join(moved.carried)}: sum {gradient.sum():.0f}, "
         f"sent {moved.sent_bytes / 1e3:.0f} kB and received {moved.received_bytes / 1e3:.0f} kB "
         f"instead of {gradient.nbytes / 1e3:.0f} kB each",
         flush=True,

@@ -84,10 +84,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One job. `generation` is 0 while the job still gathers its ranks; then `missing` names some of the ranks that are
     not here. The ranks have proved the secret of `team`.
 
-    `slots_in_use`: receive slots with a message that is still needed. `results_in_use`: result slots that are being
-    filled, or that a rank has not read yet. `late` names the ranks that were waited for most, longest first. On a relay
-    `upstream` is the aggregator of which it is part, and only members that come through it count as joined. `relays`:
-    those next below this shard, at most LISTED.
+    `carried`: bytes of tensors by what carried them, which are messages by "shm", "tcp" or "verbs", and what ranks of a
+    host have exchanged in "memory". `slots_in_use`: receive slots whose message is still needed. `results_in_use`:
+    result slots that are being filled, or that a rank has not read yet. `late` names the ranks that were waited for
+    most, longest first. On a relay `upstream` is the aggregator of which it is part, and only members that come through
+    it count as joined. `relays`: those next below this shard, at most LISTED.
     """
 
     name: str
@@ -98,7 +99,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_s: _Seconds
     missing: list[_Count] = []
     team: str = ""
-    transport: str = ""
+    carried: dict[str, _Count] = {}
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     slots: _Count = 0
     slots_in_use: _Count = 0

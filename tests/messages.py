@@ -75,6 +75,6 @@ MESSAGES: dict[str, ControlMessage] = {
     "status": Status(
         shard="a:1", pid=7, version="0", uptime_s=1.5, connections=2, running=1, gathering=0, traffic=Traffic(),
         jobs_started=1, jobs_ended=0, aborts={"died": 1}, refused=0, more=True,
-        jobs=[JobStatus(name="job", generation=3, world_size=2, joined=2, age_s=1.0, transport="shm")],
+        jobs=[JobStatus(name="job", generation=3, world_size=2, joined=2, age_s=1.0, carried={"shm": 8})],
     ),
 }  # fmt: skip

@@ -91,7 +91,7 @@ def _cells(job: JobSummary, rates: Sequence[str]) -> list[str]:
     counts = [str(traffic.collectives), short_count(traffic.received_bytes), short_count(traffic.sent_bytes)]
     late = f"rank {job.late.rank} {duration(job.late.seconds)}" if job.late else ""
     slots = f"{job.slots_in_use}/{job.slots}"
-    return [*names, job.transports, age, *counts, *rates, *densities, slots, late, waits_for(job.wait)]
+    return [*names, job.carriers, age, *counts, *rates, *densities, slots, late, waits_for(job.wait)]
 
 
 def waits_for(wait: Stragglers | None) -> str:

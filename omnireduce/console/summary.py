@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from omnireduce.printing import carriers_text
 from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic
 
 SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
@@ -27,7 +29,7 @@ class JobSummary(NamedTuple):
     joined: int
     world_size: int
     missing: Sequence[int]
-    transports: str
+    carriers: str
     age_s: float
     traffic: Traffic
     slots_in_use: int
@@ -68,7 +70,7 @@ def _summed(shards: Sequence[JobStatus]) -> JobSummary:
         joined=min(each.joined for each in shards),
         world_size=first.world_size,
         missing=first.missing,
-        transports="+".join(sorted({kind for each in shards for kind in each.transport.split("+")})),
+        carriers=carriers_text(sum((Counter(each.carried) for each in shards), Counter[str]())),
         age_s=max(each.age_s for each in shards),
         traffic=traffic,
         slots_in_use=sum(each.slots_in_use for each in shards),

@@ -120,6 +120,11 @@ class Account:
         return found
 
     @property
+    def memory_bytes(self) -> int:
+        """What ranks have put into memory that they share, and taken from it."""
+        return sum(report.sent_bytes + report.received_bytes for report, _ in self._reports.values())
+
+    @property
     def late(self) -> list[Late]:
         """The ranks that others have waited for, longest first."""
         late_s = list(self._late_s)

@@ -9,7 +9,9 @@ import pytest
 from local_cluster import MPIRUN
 from rich.console import Console
 
-from benchmarks.frameworks import OURS, OWN, PERCEPTRON, RESNET9, _models, _take_turn, measure
+from benchmarks.carriers import NO_SOCKET
+from benchmarks.cases import MEMORY
+from benchmarks.frameworks import OURS, OWN, PERCEPTRON, RESNET9, _models, _take_step, measure
 from benchmarks.group import PeerError
 
 
@@ -21,6 +23,8 @@ def test_both_ways_are_timed_and_give_the_same_means() -> None:
     text = captured.get()
     assert text.count(RESNET9) == text.count(PERCEPTRON) == 3  # two ways, and the target
     assert ">= 2x" in text
+    for way, carrier in ((OWN, NO_SOCKET), (OURS, MEMORY)):
+        assert sum(way in line and line.rstrip().endswith(carrier) for line in text.splitlines()) == 2  # models
 
 
 def test_the_models_are_those_of_the_tutorial_and_a_large_one() -> None:
@@ -32,10 +36,10 @@ class Differing:
     """Ranks whose sums depend on the way."""
 
     def tell(self, **order: Any) -> list[dict[str, Any]]:
-        return [{way: {"ms": 1.0, "sum": float(way == OURS)} for way in (OWN, OURS)}] * 2
+        return [{"ms": 1.0, "sum": float(order["way"] == OURS)}] * 2
 
 
 def test_wrong_means_are_an_error() -> None:
     rows: dict[tuple[str, str], list[float]] = {(RESNET9, way): [] for way in (OWN, OURS)}
     with pytest.raises(PeerError, match="gave different means of ResNet9"):
-        _take_turn(Differing(), RESNET9, rows)  # type: ignore[arg-type]
+        _take_step(Differing(), RESNET9, rows)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transports import MEMORY, over
 
 import benchmarks.group
 from benchmarks.carriers import NO_SOCKET, SAID, tcp_bytes, wrong_carrier
-from benchmarks.group import PeerError, mpi_group, service_group
+from benchmarks.group import Group, PeerError, mpi_group, service_group, socket_path
 from omnireduce.printing import carriers_text
 
 CASE = {"elements": 4096, "density": 1.0, "overlap": "random", "distribution": "uniform", "block_size": 256, "seed": 1}
@@ -80,15 +81,29 @@ def test_a_benchmark_in_which_nothing_was_carried_fails(daemon: Daemon, tmp_path
                 group.tell(do="round", number=0, **ROUND)
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [("1", "shm"), ("2", "memory")])
-def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, ranks: str, expected: str) -> None:
-    """Also of a communicator that is closed by then."""
+OURS = """\
+import sys, numpy as np, omnireduce as omni
+with omni.init() as comm: comm.allreduce(np.ones(1000))
+print(*sys.argv[1:])
+"""
+GLOO = """\
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1000))
+dist.destroy_process_group()
+print(*sys.argv[1:])
+"""
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="no torch here; `make torch` installs it")
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "expected"),
+    [(OURS, "1", "shm"), (OURS, "2", "memory"), pytest.param(GLOO, "2", "tcp", marks=needs_torch)],
+)
+def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, program: str, ranks: str, expected: str) -> None:
+    """Also of a communicator, or a process group, that is closed by then."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, numpy as np, omnireduce as omni\n"
-        "with omni.init() as comm: comm.allreduce(np.ones(1000))\n"
-        "print(*sys.argv[1:])\n"
-    )
+    script.write_text(program)
     command = [sys.executable, "-m", "omnireduce", "run", "-np", ranks, sys.executable]
     done = subprocess.run(
         [*command, "-m", "benchmarks.carriers", str(script), "a", "b"],
@@ -97,6 +112,30 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, ranks: str, e
     said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (done.stdout, done.stderr))
     assert said == ["a b"] * int(ranks)
     assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), done.stderr
+
+
+def ways(folder: Path, **carriers: str) -> Group:
+    """A rank that says of an order to go a way that this has carried its bytes."""
+    rank = "lambda: (0, {'turn': lambda way: {'carried': {way: 1}}})"
+    program = f"import sys; from benchmarks.orders import serve; serve(sys.argv[1], {rank})"
+    command = [sys.executable, "-c", program, socket_path(str(folder), "ways")]
+    return Group("ways", 1, [command], str(folder), carrier=carriers)
+
+
+def test_each_way_has_its_own_carrier(tmp_path: Path) -> None:
+    """One of which nothing is said may go by whatever it likes."""
+    with ways(tmp_path, tcp="tcp", shm="memory") as group:
+        for way in ("tcp", "other"):
+            group.tell(do="turn", way=way)
+            assert group.carrier_of(way) == way
+        assert group.carrier == "other+tcp"
+        with pytest.raises(PeerError, match="ways failed: shm carried the tensors, and not memory"):
+            group.tell(do="turn", way="shm")
+
+
+def test_a_way_that_carried_nothing_fails(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="nothing carried the tensors, and not shm"), ways(tmp_path, shm="shm") as group:
+        group.tell(do="turn", way="other")
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")

@@ -40,7 +40,7 @@ def outputs(daemon: Daemon, script: str, host_exchange: str = "auto", arguments:
 def test_allreduce(daemon: Daemon) -> None:
     """Of two ranks in memory, each sends its rows of the other's half, and the sum of its own half."""
     for rank, line in enumerate(outputs(daemon, "allreduce.py")):
-        assert line.startswith(f"rank {rank} of 2 by memory+shm: sum 122880, sent ")
+        assert line.startswith(f"rank {rank} of 2 by memory: sum 122880, sent ")
         sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))
         assert 100 < received < sent < 350 < dense
 

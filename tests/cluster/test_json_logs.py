@@ -41,6 +41,7 @@ def test_the_life_of_a_job() -> None:
         assert waiting[-1]["rank"] == 1  # a slow start may have been reported before
         [ended] = events(daemon.log, "job_ended")
         assert (ended["job"], ended["cause"], ended["culprit"]) == (job, "timeout", culprit)
+        assert (started["transport"], list(ended["carried"])) == ("shm", ["memory"])
         assert {line["shard"] for line in (started, *waiting, ended)} == {daemon.addresses[0]}
         [ready] = events(daemon.log, "ready")
         assert ready["shards"] == daemon.addresses

@@ -45,7 +45,7 @@ class Page(HTMLParser):
 
 
 def job(name: str = "train", generation: int = 1, received: int = 0, **changes: Any) -> JobStatus:
-    fields: dict[str, Any] = {"world_size": 2, "joined": 2, "age_s": 30.0, "transport": "shm", "slots": 6}
+    fields: dict[str, Any] = {"world_size": 2, "joined": 2, "age_s": 30.0, "carried": {"shm": 8}, "slots": 6}
     traffic = Traffic(received_bytes=received, sent_bytes=2 * received)
     return JobStatus(name=name, generation=generation, traffic=traffic, missing=[], **fields | changes)
 
@@ -89,7 +89,7 @@ def test_what_peers_say_is_text() -> None:
     plain = shown({"a:1": answer(job()), "b:1": TransportError("x")})
     wait = Stragglers(EVIL, [1], 1, EVIL, 5.0)
     evil = shown({
-        EVIL: answer(job(EVIL, transport=EVIL, team=EVIL, waiting=wait), aborts={EVIL: 1}),
+        EVIL: answer(job(EVIL, carried={EVIL: 1}, team=EVIL, waiting=wait), aborts={EVIL: 1}),
         "b:1": TransportError(EVIL),
     })  # fmt: skip
     tags = [{tag for tag, _ in page.elements} for page in (plain, evil)]

@@ -80,7 +80,7 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     traffic = Traffic()
     for each in found:
         traffic.add(each.traffic)
-        assert (each.world_size, each.joined, each.transport) == (2, 2, transport)
+        assert (each.world_size, each.joined, list(each.carried)) == (2, 2, [transport])
         assert (each.slots, each.slots_in_use, each.results, each.missing) == (6, 0, 3, [])
         assert each.waiting is None
     assert (traffic.blocks, traffic.rank_blocks) == (4 * BLOCKS, 8 * BLOCKS)

@@ -89,7 +89,7 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     done = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert re.fullmatch(r"adam on 2 ranks, \S+: median ms of a run", lines[0])
+    assert lines[0] == "adam on 2 ranks: median ms of a run"
     assert lines[1].split() == ["schedule", "N=1000", "N=70"]
     rows = {line[:25].strip(): [float(each) for each in line[25:].split()] for line in lines[2:-2]}
     assert list(rows) == ["ar-c", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"]

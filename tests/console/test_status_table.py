@@ -22,7 +22,7 @@ def answer(*jobs: JobStatus, **changes: Any) -> Status:
 
 
 def job(name: str = "train", generation: int = 1, **changes: Any) -> JobStatus:
-    fields = {"world_size": 2, "joined": 2, "age_s": 30.0, "transport": "shm", "slots": 6, "slots_in_use": 1}
+    fields = {"world_size": 2, "joined": 2, "age_s": 30.0, "carried": {"shm": 8}, "slots": 6, "slots_in_use": 1}
     return JobStatus(name=name, generation=generation, **fields | changes)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def test_shards_of_a_job_are_added_up_whatever_generation_each_gave_it() -> None
         blocks=300, rank_blocks=600, own_blocks=20, union_blocks=50,
     )  # fmt: skip
     one = job(generation=4, traffic=first, late=[Late(0, 1.0)])
-    other = job(generation=9, traffic=second, late=[Late(1, 2.0)], age_s=31.0, transport="tcp")
+    other = job(generation=9, traffic=second, late=[Late(1, 2.0)], age_s=31.0, carried={"tcp": 8, "shm": 0})
     lines = text(View(), {"a:1": answer(one), "b:1": answer(other)})
     assert " ".join(lines[1][:7]) == "a:1 2 h 1 0 3 0"
     assert " ".join(lines[3]) == "job ranks by age done in out density union slots late waits for"
@@ -66,7 +66,7 @@ def test_who_is_waited_for_stands_in_the_row_and_in_full_below() -> None:
 
 
 def test_a_job_that_gathers_beside_one_of_its_name_that_runs() -> None:
-    gathering = job(generation=0, world_size=30, joined=2, missing=list(range(2, 18)), transport="", slots=0)
+    gathering = job(generation=0, world_size=30, joined=2, missing=list(range(2, 18)), carried={}, slots=0)
     lines = text(View(), {"a:1": answer(gathering, job())})
     assert lines[3][:2] == ["train", "2/30"]
     assert lines[4][:2] == ["train", "2/2"]
@@ -126,7 +126,7 @@ def test_nothing_is_a_command_to_the_terminal() -> None:
     """Whatever an aggregator, or who takes its place, says."""
     clear = "\x1b[2J"
     wait = Stragglers(clear, [0], 1, clear, 1.0)
-    rows = [job(clear, transport=clear, waiting=wait), job(clear, generation=0, missing=[1])]
+    rows = [job(clear, carried={clear: 1}, waiting=wait), job(clear, generation=0, missing=[1])]
     for state in (answer(*rows, aborts={clear: 1}), TransportError(clear)):
         console = Console(width=140, color_system=None, highlight=False)
         with console.capture() as capture:

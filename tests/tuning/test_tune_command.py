@@ -87,6 +87,7 @@ def test_arrays_of_files_and_what_has_no_effect(tmp_path: Path) -> None:
     done = tune(*words, "--log", "tune.csv", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "a step of 2 arrays" in done.stdout
+    assert re.search(r"^(no sample|[\d.]+ times).*, carried by memory$", done.stdout, re.MULTILINE)
     assert "every point was measured" in done.stdout
     rows = rows_of(tmp_path / "tune.csv")
     varies = {key for key in HEADER[2:-3] if len({row[key] for row in rows}) > 1}

@@ -11,6 +11,7 @@ element is checked. From them the queue learns that steps are alike.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -48,6 +49,7 @@ class Race:
         self._configs, self._workload, self._job = configs, workload, job
         self._heats = self._round = 0
         self._seconds = np.empty((len(configs), 0))
+        self.carried = Counter[str]()  # bytes of this rank's tensors, by transport
 
     def run(self, rounds: int) -> None:
         """A heat of so many rounds. Raises what `connect` raises, AbortedError, and OmniReduceError where a sum is
@@ -67,6 +69,7 @@ class Race:
             for each in contenders:
                 each.comm.barrier()
                 each.queue.close()
+                self.carried += each.comm.statistics().carried
         self._heats += 1
         self._seconds = np.concatenate([self._seconds, slowest], axis=1)
 

@@ -30,7 +30,7 @@ from omnireduce.cli import reporting_errors
 from omnireduce.config import Config, load_config
 from omnireduce.launching.messages import RESULT_FD
 from omnireduce.logs import start_logs
-from omnireduce.printing import make_console, short_count
+from omnireduce.printing import carriers_text, make_console, short_count
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.launcher import detect_launch, job_name
 
@@ -105,7 +105,7 @@ class Session:
         self._samples, self._job = 0, job_name(config, detect_launch().job)
         step = f"a step of {len(cases)} array{'s' * (len(cases) > 1)}, {short_count(self._workload.nbytes)} bytes"
         shards = f"{comm.shards} shard{'s' * (comm.shards > 1)}"
-        self._console.print(f"{comm.size} ranks, {shards}, {comm.transport}; {step}")
+        self._console.print(f"{comm.size} ranks, {shards}; {step}")
 
     def run(self) -> Verdict:
         """Search; the same on all ranks."""
@@ -196,6 +196,7 @@ class Session:
             at = max(range(len(contenders)), key=race.ratio)
             if at:
                 found = f"{race.ratio(at):.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
+            found += f", carried by {carriers_text(race.carried)}"
         best = self._configs([contenders[at]])[0]
         print_table(self._console, space, best)
         self._console.print(found)

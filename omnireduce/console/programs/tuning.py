@@ -49,10 +49,10 @@ def main() -> None:
                 on_shards=asked.on_shards,
                 cache=asked.cache,
             )
-            rank, size, transport = comm.rank, comm.size, comm.transport
+            rank, size = comm.rank, comm.size
         if rank == 0:
             known = ", known from an earlier run" if tuned.is_recalled else ""
-            what = f"{asked.program} on {size} rank{'s' * (size > 1)}, {transport}"
+            what = f"{asked.program} on {size} rank{'s' * (size > 1)}"
             _print(f"{what}: median ms of a run{known}", tuned.choices)
         with open(pipe, "wb") as file:
             file.write(b"true")

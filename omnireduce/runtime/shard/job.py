@@ -29,7 +29,7 @@ from omnireduce.protocol.welcomes import members_of, placed, welcomes_of
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
-from omnireduce.status import LISTED, Below, JobKey, JobStatus, Stragglers, Traffic
+from omnireduce.status import LISTED, MOST, Below, JobKey, JobStatus, Stragglers, Traffic
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
@@ -150,9 +150,9 @@ class Job:
             undo.pop_all()
         for link, welcome in zip(attached, welcomes, strict=True):
             self._welcome(link, welcome)
-        self.transport = "+".join(sorted({link.kind for link in self.links[:ranks]}))
-        started = tagged("job_started", world_size=ranks, transport=self.transport)
-        self.log.info("%s: %d ranks joined by %s", self, ranks, self.transport, extra=started)
+        transport = "+".join(sorted({link.kind for link in self.links[:ranks]}))  # tensors may go through memory
+        started = tagged("job_started", world_size=ranks, transport=transport)
+        self.log.info("%s: %d ranks joined by %s", self, ranks, transport, extra=started)
 
     def _make_machine(self, hellos: Sequence[Hello], welcomes: Sequence[Welcome], undo: ExitStack) -> AggregatorMachine:
         over_tcp = [
@@ -239,10 +239,10 @@ class Job:
     def log_end(self, end: End) -> None:
         """Say why the job is over."""
         if end.cause is None:
-            self.log.info("%s ended: all ranks left", self, extra=tagged("job_ended"))
+            self.log.info("%s ended: all ranks left", self, extra=tagged("job_ended", carried=self.carried))
             return
         culprit, reason = shown(end.cause.culprit), shown(end.cause.reason)
-        ended = tagged("job_ended", cause=end.kind, rank=end.rank, culprit=culprit)
+        ended = tagged("job_ended", cause=end.kind, rank=end.rank, culprit=culprit, carried=self.carried)
         self.log.warning("%s ended: %s: %s", self, culprit, reason, extra=ended)
 
     def abort(self, cause: Cause, kind: AbortKind) -> None:
@@ -280,6 +280,14 @@ class Job:
         return found
 
     @property
+    def carried(self) -> dict[str, int]:
+        """Bytes of tensors since the job began, by what carried them."""
+        carried = Counter(memory=min(self.machine.account.memory_bytes, MOST))
+        for link in self.links[: self._members]:
+            carried[link.kind] += link.counters.message_bytes
+        return dict(+carried)
+
+    @property
     def key(self) -> JobKey:
         """That of its status."""
         return self.name, self.generation, self._spec.launch
@@ -298,7 +306,7 @@ class Job:
             world_size=spec.world_size,
             joined=len(present),
             age_s=now - self._since,
-            transport=self.transport,
+            carried=self.carried,
             traffic=self.traffic,
             slots=spec.slots * self._members,
             slots_in_use=in_use,
