@@ -12,13 +12,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from omnireduce.config import load_config
-from omnireduce.errors import ClosedError, OmniReduceError
+from omnireduce.config import Config, load_config, override_config
+from omnireduce.descriptor import REFUSED_BYTES
+from omnireduce.errors import ClosedError, OmniReduceError, UsageError
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import reason_of
 from omnireduce.runtime.member.world import connect
 from omnireduce.torch.work import told_to_torch
 
 SHORTEST_S, LONGEST_S = 0.1, 86400.0  # that `cluster.timeout_s` may be
+DRAWN_BYTES = 8
 T = TypeVar("T")
 
 
@@ -58,9 +61,8 @@ class Job:
         with self._order:
             self._check_not_left()
             if self._communicator is None:
-                launch = self._agree()
                 try:
-                    found = self._communicator_of(launch)
+                    found = self._communicator_of(*self._agree())
                 except OmniReduceError as error:
                     raise told_to_torch(error) from error
                 self._communicator = found
@@ -73,18 +75,34 @@ class Job:
         if self._has_left:
             raise told_to_torch(ClosedError("this process group was destroyed; make a new one to go on"))
 
-    def _agree(self) -> str:
-        """What tells this job from all others: rank 0 draws it. Returns when all ranks are here; a rank that has died
-        is noticed at once."""
-        drawn = torch.tensor([secrets.randbits(63) if self._gloo.rank() == 0 else 0], device="cpu")
+    def _agree(self) -> tuple[str, Config]:
+        """What tells this job from all others, which rank 0 draws, and the configuration. Returns when all ranks are
+        here; a rank that has died is noticed at once. Raises ConfigError, and UsageError where another rank has."""
+        refused: OmniReduceError | None = None
         try:
-            self._gloo.allreduce([drawn]).wait()
+            config = load_config(overrides=[f"cluster.timeout_s={self._timeout_s}"])
+        except OmniReduceError as error:
+            refused = error
+        said = secrets.token_bytes(DRAWN_BYTES) + ("" if refused is None else reason_of(refused)).encode()
+        texts = self._told_by_all(said.ljust(DRAWN_BYTES + REFUSED_BYTES, b"\0"))
+        if refused is not None:
+            raise refused
+        for rank, text in enumerate(texts):
+            if reason := text[DRAWN_BYTES:].rstrip(b"\0"):
+                raise UsageError(f"rank {rank}: {reason.decode()}")
+        return texts[0][:DRAWN_BYTES].hex(), config
+
+    def _told_by_all(self, own: bytes) -> list[bytes]:
+        """What each rank says, all as long. Raises DistBackendError."""
+        found = [torch.empty(len(own), dtype=torch.uint8, device="cpu") for _ in range(self._gloo.size())]
+        try:
+            self._gloo.allgather([found], [torch.frombuffer(bytearray(own), dtype=torch.uint8)]).wait()
         except RuntimeError as error:
             raise dist.DistBackendError(f"omnireduce: not all ranks came to join the job: {error}") from error
-        return f"{int(drawn):016x}"
+        return [each.numpy().tobytes() for each in found]
 
-    def _communicator_of(self, launch: str) -> Communicator:
-        config = load_config(overrides=[f"cluster.launch={launch}", f"cluster.timeout_s={self._timeout_s}"])
+    def _communicator_of(self, launch: str, config: Config) -> Communicator:
+        config = override_config(config, {"cluster.launch": launch}, source="process group")
         name = "torch" if config.cluster.job == "auto" else config.cluster.job
         found = connect(config, job=f"{name}-{launch}", rank=self._gloo.rank(), size=self._gloo.size())
         found.drives_in_background = False  # a thread waits for each collective: see `Completion`

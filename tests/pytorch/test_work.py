@@ -9,10 +9,11 @@ import weakref
 from datetime import timedelta
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from groups import options, run_group, start_group
+from groups import options, run_gloo, run_group, start_group
 from local_cluster import WAIT_S, Daemon, Ranks, eventually
 from torch import Tensor
 
@@ -214,6 +215,24 @@ def test_a_call_may_have_a_limit() -> None:
         group.barrier().wait()
 
     run_group(2, run)
+
+
+def test_a_rank_that_refuses_to_join_is_named_to_the_others() -> None:
+    """They would wait for it on the aggregators. The next collective is sound."""
+
+    def run(gloo: dist.ProcessGroup, rank: int) -> str:
+        job = Job(gloo, timedelta(seconds=WAIT_S))
+        proper, job._timeout_s = job._timeout_s, -1.0 if rank == 1 else job._timeout_s
+        with pytest.raises(RuntimeError) as caught:
+            job.start(lambda comm: None)
+        job._timeout_s = proper
+        assert job.start(lambda comm: comm.allreduce(np.ones(3))).tolist() == [3, 3, 3]
+        job.leave()
+        return str(caught.value)
+
+    first, own, last = run_gloo(3, run)
+    assert "cluster.timeout_s" in own
+    assert first == last == own.replace("omnireduce: ", "omnireduce: rank 1: ")
 
 
 def test_ranks_that_disagree_are_told() -> None:
