@@ -37,6 +37,7 @@ TEAM_SECRET = Secret(TEAM_TEXT, "team")
 WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
 ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
+REFUSES = msgspec.structs.replace(HELLO, job="job+group.1", parent_rank=0, refuses="because")
 ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
 GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
 TEAM_GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE, TEAM_SECRET.team)
@@ -51,6 +52,7 @@ MESSAGES: dict[str, ControlMessage] = {
     "hello-memory": msgspec.structs.replace(HELLO, memory="0123456789abcdef" * 2),
     "hello-verbs": msgspec.structs.replace(HELLO, verbs=ENDPOINT),
     "hello-elastic": ELASTIC,
+    "hello-refuses": REFUSES,
     "pending": Pending([1, 2], 2, "rank 1 was refused"),
     "welcome": Welcome(3, ENDPOINT, "note"),
     "welcome-seat": Welcome(3, seat=Seat(1, 2, 9, bytes(32))),

@@ -19,6 +19,7 @@ from omnireduce.data_parallel.tasks import Task
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member import ending, world
 from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.member.refusals import reason_of
 
 T = TypeVar("T")
 
@@ -237,21 +238,40 @@ def stop_timeline() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Let these ranks have collectives of their own; return the set. All ranks of the job call this, in one order.
 
-    Raises UsageError for ranks that cannot be, and for those of a set that there is.
+    Raises UsageError on all ranks where one gives ranks that cannot be, other ranks than the others, or those of a set
+    that there is.
     """
     session = session_of()
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    session.added += 1  # also where one refuses: all count alike
+    number = session.added
+    refused: Exception | None = None
+    ranks = list[int]()
+    try:
+        made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        ranks = _checked_members(made, session)
+    except Exception as error:
+        refused = error
+    own = ranks, "" if refused is None else reason_of(refused)
+    said = session.queues[0].allgather_object_async(own, name=f"process set {number}").wait()
+    if refused is not None:
+        raise refused
+    for rank, (theirs, reason) in enumerate(said):
+        if reason or theirs != ranks:
+            raise UsageError(f"rank {rank}: {reason or f'process set {theirs}; this rank has {ranks}'}")
+    made.process_set_id, session.sets[number] = number, made
+    if made.included():
+        session.queues[number] = Queue(session.comm, ranks, name=f"set-{number}")
+    return made
+
+
+def _checked_members(made: ProcessSet, session: _Session) -> list[int]:
+    """The ranks of a set that is to be added. Raises UsageError."""
     ranks = made.members()
     if not ranks or not 0 <= ranks[0] <= ranks[-1] < session.comm.size:
         raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
     if any(each.members() == ranks for each in session.sets.values()):
         raise UsageError(f"process set {ranks}: there is one of these ranks")
-    session.added += 1
-    number = made.process_set_id = session.added
-    session.sets[number] = made
-    if made.included():
-        session.queues[number] = Queue(session.comm, ranks, name=f"set-{number}")
-    return made
+    return ranks
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

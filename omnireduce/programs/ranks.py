@@ -9,6 +9,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.programs.communication import Send
 from omnireduce.programs.expressions import Expression
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import Reduction
@@ -104,18 +105,41 @@ class Meeting:
         size = comm.size // groups
         at = comm.rank % size
         ranks = [source * size + at, target * size + at]
-        return self._create(comm, ranks, f"programs-{groups}-{source}-{target}-{at}")
+        return self._create(comm, ranks, _name_of_pair(groups, source, target, at))
 
-    def refuse(self, error: Exception) -> None:
-        """Let the ranks that wait for this one in any of the groups know that it does not run the program: see
-        `Communicator.refuse`."""
-        for each in self.communicators:
-            each.refuse(UsageError(str(error)))  # each is told of one of its own
+    def has(self, name: str) -> bool:
+        """Whether there is a communicator of this name already."""
+        return name in self._made
 
     def _create(self, comm: Communicator, ranks: range | list[int], name: str) -> Communicator:
         if name not in self._made:
             self._made[name] = comm.create_group(ranks, name=name)
         return self._made[name]
+
+
+def _name_of_pair(groups: int, source: int, target: int, at: int) -> str:
+    return f"programs-{groups}-{source}-{target}-{at}"
+
+
+class Waiting(NamedTuple):
+    """The ranks that wait, or will wait, for this rank of `comm` in a run of a program for several groups."""
+
+    meeting: Meeting
+    comm: Communicator
+    pipeline: Pipeline
+
+    def refuse(self, error: Exception) -> None:
+        """Let them know that this rank does not run the program: in the groups that there are, see
+        `Communicator.refuse`, and in those that the program would have made with this rank."""
+        for each in self.meeting.communicators:
+            each.refuse(UsageError(str(error)))  # each is told of one of its own
+        groups = self.pipeline.groups
+        group, at = divmod(self.comm.rank, self.comm.size // groups) if self.comm.size >= groups else (groups, 0)
+        ways = {(each.source, each.to) for each in self.pipeline.nodes if isinstance(each, Send)}
+        for way in sorted(ways):
+            name = _name_of_pair(groups, *way, at)
+            if group in way and not self.meeting.has(name):
+                self.comm.refuse_group(error, name=name, size=2)
 
 
 _meetings: weakref.WeakKeyDictionary[Communicator, Meeting] = weakref.WeakKeyDictionary()

@@ -20,7 +20,7 @@ from omnireduce.programs.overlapped import run_overlapped
 from omnireduce.programs.passes import run_fused
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Seat, bound_sizes, check_names, input_value, sizes_in
-from omnireduce.programs.ranks import Ranks, meeting_of, ranks_of_a_group
+from omnireduce.programs.ranks import Ranks, Waiting, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
 from omnireduce.runtime.member.alike import Comparison
 from omnireduce.runtime.member.communicator import Communicator
@@ -45,7 +45,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     cannot be divided so; otherwise what the collectives raise.
     """
     meeting = meeting_of(comm)
-    with told_to_others(comm if pipeline.groups == 1 else meeting):
+    with told_to_others(comm if pipeline.groups == 1 else Waiting(meeting, comm, pipeline)):
         size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
         own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
         execution, arrays = _begun(pipeline, comm, own, size, values)

@@ -1,59 +1,91 @@
-"""Launches that cannot start, because one of their ranks was refused for good.
+"""Launches and groups that cannot start, because one of their ranks was refused for good, or has refused to come.
 
-Those of its ranks that wait are refused at once, and those that come later when they come. Only who could have joined
-the job can do that to it: the hello is in order, of the same team, job and launch, and gives a rank that is missing.
+Those of their ranks that wait are refused at once, and those that come later when they come.
 
-A job that is not elastic starts with all its ranks or not at all. Only a launch with an id can be doomed. Without one,
-the refused rank may be of another job of the same name, or started again by hand with other settings.
+Where a rank was refused, a launch cannot start. Only who could have joined the job can do that to it: the hello is in
+order, of the same team, job and launch, and gives a rank that is missing. A job that is not elastic starts with all its
+ranks or not at all. Only a launch with an id can be doomed. Without one, the refused rank may be of another job of the
+same name, or started again by hand with other settings. A rank that knows and comes again is of another start of the
+launch: then the shard forgets.
+
+A rank of a job that runs may itself refuse to come to a group of ranks of this job. The ranks go on afterwards, and may
+form a group of the same name at their next attempt. So each rank hears once of each attempt that was refused, unless it
+has refused, too; of several in their order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
-from omnireduce.protocol.gathering import Gathering, Meeting, member_name
+from omnireduce.protocol.gathering import Gathering, Place, member_name
 from omnireduce.protocol.hello_checks import difference
 from omnireduce.wire.control import Hello, other_version
 
-MAX_DOOMED = 64  # launches of which a shard remembers that they are doomed
+MAX_DOOMED = 64  # launches and attempts of which a shard remembers that they are doomed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Doom:
+    place: Place
     reason: str
     until: float
-    told: set[int]  # the ranks that know; one that comes again is of another start of the launch
+    told: set[int]  # the ranks that know; of a group, by their numbers in its job
+    world_size: int  # the largest that they gave: when so many know, all do
+    by_itself: bool  # a rank refuses
 
 
 class Doomed:
-    """What a shard remembers of launches that cannot start, each for `limit_s`."""
+    """What a shard remembers of launches and groups that cannot start, each for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._dooms: dict[tuple[str, Meeting], _Doom] = {}  # by team, the oldest first
+        self._dooms: deque[_Doom] = deque(maxlen=MAX_DOOMED)  # the oldest first
 
     def add(self, gathering: Gathering, refused: Hello, wrong: str, now: float) -> str:
         """The launch that gathers cannot start, because `refused` cannot join; return what to tell its ranks."""
         reason = f"job '{refused.job}' cannot start: {member_name(refused)} was refused: {wrong}"
-        for key in [key for key, doom in self._dooms.items() if now >= doom.until]:
-            del self._dooms[key]
-        if len(self._dooms) >= MAX_DOOMED:
-            del self._dooms[next(iter(self._dooms))]
-        told = {refused.rank, *gathering.attendees}
-        self._dooms[refused.team, Meeting.of(refused)] = _Doom(reason, now + self._limit_s, told)
+        self._remember(refused, gathering, reason, now, by_itself=False)
+        return reason
+
+    def decline(self, hello: Hello, gathering: Gathering | None, now: float) -> str:
+        """The rank of `hello` refuses to come to a group; return what to tell those who gather. Empty where they gather
+        for a later attempt than that which this rank refuses."""
+        if self.why(hello, now):
+            return ""
+        reason = f"group '{hello.job}' cannot start: {member_name(hello)} has refused: {hello.refuses}"
+        self._remember(hello, gathering, reason, now, by_itself=True)
         return reason
 
     def why(self, hello: Hello, now: float) -> str:
-        """Why the launch of a worker cannot start; empty for one that may, or that was started again."""
-        key = hello.team, Meeting.of(hello)
-        doom = self._dooms.get(key)
-        if doom is None:
-            return ""
-        if now >= doom.until or hello.rank in doom.told:
-            del self._dooms[key]
-            return ""
-        doom.told.add(hello.rank)
-        return doom.reason
+        """Why the launch, or group, of a worker cannot start; empty for one that may, or that was started again."""
+        place, rank = Place.of(hello), _number(hello)
+        for doom in [each for each in self._dooms if each.place == place]:
+            if now >= doom.until or (rank in doom.told and not doom.by_itself):
+                self._dooms.remove(doom)
+            elif rank not in doom.told:
+                self._tell(doom, [hello])
+                return doom.reason
+        return ""
+
+    def _remember(self, hello: Hello, gathering: Gathering | None, reason: str, now: float, *, by_itself: bool) -> None:
+        for old in [each for each in self._dooms if now >= each.until]:
+            self._dooms.remove(old)
+        doom = _Doom(Place.of(hello), reason, now + self._limit_s, set(), 1, by_itself)
+        self._dooms.append(doom)
+        here = () if gathering is None else gathering.attendees.values()
+        self._tell(doom, [hello, *(each.hello for each in here)])
+
+    def _tell(self, doom: _Doom, hellos: list[Hello]) -> None:
+        doom.told.update(map(_number, hellos))
+        doom.world_size = max(doom.world_size, *(each.world_size for each in hellos))
+        if len(doom.told) >= doom.world_size:
+            self._dooms.remove(doom)
+
+
+def _number(hello: Hello) -> int:
+    """What tells the ranks of a group apart, also where one does not know which ranks it has."""
+    return hello.rank if hello.parent_rank < 0 else hello.parent_rank
 
 
 def dooms(gathering: Gathering, hello: Hello, wrong: str, over: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.protocol.gathering import member_name
+from omnireduce.protocol.gathering import Gathering, Standing, member_name
 from omnireduce.wire.control import Hello
 from omnireduce.wire.words import SHOWN
 
@@ -58,6 +58,16 @@ def of_another_team(spec: Hello, hello: Hello) -> str:
     return f"the job '{hello.job}' that is here is none {own}: {advice}"
 
 
+def in_the_way(gathering: Gathering, survivor: Hello) -> dict[int, str]:
+    """Survivors go first: the ranks of others that disagree with one, or gave its rank, each with what is wrong."""
+    wrong = dict[int, str]()
+    for rank, (_, other, standing) in gathering.attendees.items():
+        if standing is not Standing.SURVIVOR:
+            differs = "" if gathering.is_led else difference(survivor, other)
+            wrong[rank] = taken(survivor) if rank == survivor.rank else differs
+    return {rank: text for rank, text in wrong.items() if text}
+
+
 def taken(other: Hello) -> str:
     return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
 
@@ -87,7 +97,8 @@ def malformed(hello: Hello) -> str:
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
     if not "".join(hello.relays).isprintable() or "" in hello.relays or bool(hello.relays) != bool(hello.relay):
         return f"relays {str(hello.relays)[:SHOWN]}; expected addresses of characters that can be printed, and a key"
-    if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not hello.smallest):
+    may_be_beyond = hello.smallest or hello.refuses  # of one that refuses it is the rank in the parent
+    if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not may_be_beyond):
         return f"rank {hello.rank} of {hello.world_size} does not exist"
     if not 2 <= hello.slots <= MAX_SLOTS:
         return f"{hello.slots} slots; expected 2 to {MAX_SLOTS}"
@@ -98,7 +109,16 @@ def malformed(hello: Hello) -> str:
         return f"slots from address {hello.verbs.address} on; expected them to end within 64 bits"
     if not MIN_TIMEOUT_S <= hello.timeout_s <= MAX_TIMEOUT_S:
         return f"a time-out of {hello.timeout_s:g} s; expected {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S}"
-    return _malformed_shards(hello) or _malformed_elastic(hello)
+    return _malformed_shards(hello) or _malformed_elastic(hello) or _malformed_refusal(hello)
+
+
+def _malformed_refusal(hello: Hello) -> str:
+    if not hello.refuses.isprintable():
+        return f"a refusal because of {hello.refuses[:SHOWN]!r}; expected characters that can be printed"
+    is_first = hello.shard == hello.formation == hello.smallest == 0
+    if hello.refuses and (hello.parent_rank != hello.rank or hello.compiling or not is_first):
+        return "a refusal of what is no group; expected one on shard 0, with the rank in the parent"
+    return ""
 
 
 def _malformed_shards(hello: Hello) -> str:

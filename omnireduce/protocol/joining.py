@@ -4,8 +4,9 @@
     then                         wait until all of them have said Welcome
 
 In an elastic job the first aggregator decides the ranks. The worker says Hello to that one alone. The Welcome has a
-seat, and the worker shows this seat to the other aggregators. It has less time for that: a worker that has a seat and
-does not come to the others is left out of the next attempt.
+seat, and the worker shows this seat to the others. It has less time for that: one that has a seat and does not come to
+them is left out of the next attempt. The ranks of a group of a job go to the first one alone, too: where it refuses
+them because one does not come, no other aggregator knows of this attempt when they come again.
 
 A connection that is lost before the Hello is made once more: nobody counts on this worker yet. Any other failure ends
 the attempt. A worker of an elastic job then hangs up, pauses and tries again, until its time to join is over or the
@@ -203,8 +204,8 @@ class Joining:
 
     def _attempt(self, now: float) -> Connect:
         self._begun, self._by, self._pauses, self._again_at = now, self._join_by, False, None
-        self._reminders = Reminders(now)
-        self._shards, self._seat, self.newcomers = 1 if self._is_elastic else len(self._addresses), None, 0
+        self._reminders, self._seat, self.newcomers = Reminders(now), None, 0
+        self._shards = 1 if self._is_elastic or self._hello.parent_rank >= 0 else len(self._addresses)
         return Connect(0, self._by)
 
     @property
@@ -291,12 +292,11 @@ class Joining:
                 self._hello = replace(self._hello, survived=seat.formation, ticket=seat.ticket)
             self._seated_at = now
             self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.settle_s))
-            self._shards = len(self._addresses)
-            if self._shards > 1:
-                self._reminders = Reminders(now)
-                yield Connect(1, self._by)
-                return
-        yield from self._joined(welcomes, now)
+        if self._shards < len(self._addresses):
+            self._shards, self._reminders = len(self._addresses), Reminders(now)
+            yield Connect(1, self._by)
+        else:
+            yield from self._joined(welcomes, now)
 
     def _joined(self, welcomes: list[Welcome], now: float) -> Iterator[JoiningEffect]:
         if len({welcome.whole_bytes for welcome in welcomes}) > 1:

@@ -25,8 +25,8 @@ from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEf
 from omnireduce.protocol.announced import NEWS_S, Announced
 from omnireduce.protocol.compilers import COMPILING_S, TOO_LONG, Compilers
 from omnireduce.protocol.doomed import Doomed, dooms
-from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Standing, member_name
-from omnireduce.protocol.hello_checks import difference, malformed, of_another_team, taken
+from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Place, Standing, member_name
+from omnireduce.protocol.hello_checks import difference, in_the_way, malformed, of_another_team, taken
 from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.room import Room
@@ -80,9 +80,13 @@ class Membership:
         meeting, standing, going = Meeting.of(hello), Standing.NEWCOMER, dict[int, str]()
         # first: nothing may depend on numbers without bounds
         wrong, temporary = other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
+        if not wrong and hello.refuses:
+            yield from self._decline(key, hello, meeting, now)
+            return
         if not wrong:
             standing = self._standing(hello, meeting)
-            going = self._in_the_way(hello, meeting, standing)
+            here = self._gathering.get(meeting)
+            going = in_the_way(here, hello) if here is not None and standing is Standing.SURVIVOR else {}
             wrong, temporary = self._doomed.why(hello, now), False
         if not wrong:
             wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._gathering)
@@ -247,6 +251,18 @@ class Membership:
             gathering.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
             gathering.is_news = True
 
+    def _decline(self, key: Hashable, hello: Hello, meeting: Meeting, now: float) -> Iterator[MembershipEffect]:
+        """A rank refuses by itself to come to a group. Only one of a job that runs here can, and of its own groups."""
+        if not any(each.has_group(hello) for each in self._running.values()):
+            yield Answer(key, Refused("a refusal from outside of the job; expected one of its ranks"))
+            return
+        yield Answer(key, Refused(hello.refuses))
+        here = self._gathering.get(meeting)
+        gathering = here if here is not None and here.place == Place.of(hello) else None
+        reason = self._doomed.decline(hello, gathering, now)
+        if gathering is not None and reason:
+            yield from self._disband(meeting, reason)
+
     def _disband(self, meeting: Meeting, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
         """Refuse all who gather."""
         gathering = self._gathering[meeting]
@@ -337,19 +353,6 @@ class Membership:
             return Standing.SURVIVOR if has_ticket else Standing.NEWCOMER if is_known else Standing.CLAIMANT
         is_member = has_ticket and hello.survived == self._running[generation].formation
         return Standing.SURVIVOR if is_member else Standing.NEWCOMER
-
-    def _in_the_way(self, hello: Hello, meeting: Meeting, standing: Standing) -> dict[int, str]:
-        """Survivors go first: the ranks of others that disagree with one, or that gave its rank, each with what is
-        wrong."""
-        gathering = self._gathering.get(meeting)
-        if gathering is None or standing is not Standing.SURVIVOR:
-            return {}
-        wrong = dict[int, str]()
-        for rank, (_, other, others_standing) in gathering.attendees.items():
-            if others_standing is not Standing.SURVIVOR:
-                differs = "" if gathering.is_led else difference(hello, other)
-                wrong[rank] = taken(hello) if rank == hello.rank else differs
-        return {rank: text for rank, text in wrong.items() if text}
 
     def _make_way(
         self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str], now: float

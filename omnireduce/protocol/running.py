@@ -20,6 +20,13 @@ class Running(NamedTuple):
     ranks: dict[int, Hello]
     asked: frozenset[int]
 
+    def has_group(self, hello: Hello) -> bool:
+        """Whether one of its ranks has said this hello to a group of them: the name of a group begins with that of its
+        job."""
+        mine, spec = self.ranks.get(hello.parent_rank), self.spec
+        is_named = hello.job.startswith(f"{spec.job}+") and (hello.team, hello.launch) == (spec.team, spec.launch)
+        return is_named and mine is not None and (mine.host, mine.pid) == (hello.host, hello.pid)
+
     def objection(self, hello: Hello, standing: Standing) -> str:
         """What is wrong with a hello to this job while it runs."""
         if not hello.smallest:

@@ -37,11 +37,12 @@ _RelayKey = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 _Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MOST_RELAYS)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-TEXT_CHARACTERS = 4096
+TEXT_CHARACTERS, REFUSED_CHARACTERS = 4096, 600
 # one peer's text goes to all others: it must fit their messages
 _Urgent = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _State = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS)]
+_Why = Annotated[str, msgspec.Meta(max_length=REFUSED_CHARACTERS)]
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -126,6 +127,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     relays: _Relays = ()  # the addresses of the relays that have passed this on, the last one first
     relay: _RelayKey = b""  # what tells the last one from others: it sends one sum for all who come through it
     compiling: bool = False  # a worker will say this hello on another connection, once its kernels are compiled
+    parent_rank: _I32 = -1  # of a rank of a group: its rank in the job that the group belongs to; -1: this is no group
+    refuses: _Why = ""  # why this rank does not come to a group: those who wait for it, or come later, are refused
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):

@@ -19,7 +19,7 @@ from local_cluster import WAIT_S, Daemon, Worker, configured, eventually, run_jo
 from oracle import reduce_by_tree
 from transports import WAYS, over
 
-from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError
+from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError, UsageError
 from omnireduce.aggregator.metrics import ShardCollector
 from omnireduce.config import Config
 from omnireduce.runtime.asking.observe import ask
@@ -131,6 +131,23 @@ def test_rows_objects_and_the_rest(tree: Tree, way: str) -> None:
         )
 
     assert run_job(tree.configs(*over(way)), 6, run) == [True] * 6
+
+
+def test_a_rank_that_refuses_a_group_is_named_to_the_others(tree: Tree) -> None:
+    """Whoever comes first, and the next attempt is sound."""
+
+    def run(comm: Communicator) -> str:
+        refuses = comm.rank in (1, 4)
+        with pytest.raises(UsageError if refuses else RefusedError) as caught:
+            comm.create_group([9] if refuses else None, name="all")
+        with comm.create_group(name="all") as group:
+            assert group.allreduce(np.ones(3))[0] == 6
+        return str(caught.value)
+
+    found = run_job(tree.configs(f"cluster.join_timeout_s={100 * WAIT_S}"), 6, run)
+    said = {found.pop(4), found.pop(1)}
+    assert said == {"ranks [9]: expected different ones from 0 to 5"}
+    assert all(each.endswith(f"has refused: {said.copy().pop()}") for each in found)
 
 
 def status_of(daemon: Daemon, job: str) -> JobStatus | None:

@@ -141,6 +141,8 @@ def control_is_proper(message: ControlMessage) -> bool:
         texts = [message.note]
         if message.generation < 1 or (message.verbs is not None and len(message.verbs.gid) > 39):
             return False
+    if isinstance(message, Hello) and len(message.refuses) > 600:
+        return False
     if isinstance(message, (Greeting, Challenge)) and len(message.nonce) != 32:
         return False
     if isinstance(message, Greeting) and not (
@@ -156,6 +158,7 @@ def hello_is_proper(hello: Hello) -> bool:
     """Whether this worker may wait for the others on a shard of the fuzzer."""
     return (
         hello.version == 21
+        and hello.refuses == ""
         and 1 <= len(hello.job) <= 128
         and all(letter.isascii() and (letter.isalnum() or letter in "._:@+-") for letter in hello.job)
         and len(hello.host) <= 255

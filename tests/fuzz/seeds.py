@@ -17,6 +17,7 @@ from messages import (
     GREETING,
     HELLO,
     MESSAGES,
+    REFUSES,
     SLOT_BYTES,
     TEAM_GREETING,
     TEAM_SECRET,
@@ -195,6 +196,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         + data(0, block_message([4, 13], 38, extra=FIRST)),
         "valid-runs-of-shard-1-of-2": control(msgspec.structs.replace(HELLO, shard=1, shards=2, stripe_blocks=4))
         + data(0, block_message([6, 7, 12, 13], 38, extra=FIRST, runs=[(6, 4)])),
+        "refuses-a-group": control(REFUSES),
         "another-version": control(msgspec.structs.replace(HELLO, version=99)),
         "ends-a-job": control(END),  # no drain: those of whom the operator is one would obey
         "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",

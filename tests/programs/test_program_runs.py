@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import Daemon, configured, eventually, run_job
+from local_cluster import WAIT_S, Daemon, configured, eventually, run_job
 from pictured import Timeline
 from random_programs import cut
 
-from omnireduce import AbortedError, Communicator, UsageError
+from omnireduce import AbortedError, Communicator, RefusedError, UsageError
 from omnireduce.dtypes import Array
 from omnireduce.programs import (
     AllGather,
@@ -163,6 +163,25 @@ def test_groups_that_send_both_ways_do_not_wait_for_one_another(daemon: Daemon) 
     one, other = run_job(configured(daemon.addresses), 2, run)
     np.testing.assert_array_equal(one["second"], [1] * 5)
     np.testing.assert_array_equal(other["first"], [3] * 5)
+
+
+def test_a_rank_that_refuses_the_first_run_is_named_to_the_rank_that_it_would_send_to(daemon: Daemon) -> None:
+    """They have no communicator yet. At once, not after `cluster.join_timeout_s`, and the next run is sound."""
+    near, far = Tensor(Float32, N, Local, "near"), Tensor(Float32, N, Local, "far", group=1)
+    there, back = Send(near, to=1), Send(far, to=0)
+    pipeline = Pipeline("both", [near, far], [Recv(there) + far, Recv(back) - near])
+
+    def run(comm: Communicator) -> str:
+        name = "far" if comm.rank else "near"
+        with pytest.raises(RefusedError if comm.rank else UsageError) as caught:
+            pipeline.run(comm, {name: np.ones(5, np.float32 if comm.rank else np.int64)})
+        pipeline.run(comm, {name: np.ones(5, np.float32)})
+        return str(caught.value)
+
+    config = configured(daemon.addresses, f"cluster.join_timeout_s={100 * WAIT_S}")
+    own, others = run_job(config, 2, run)
+    assert "cannot start: rank 0 (host " in others
+    assert others.endswith(f"has refused: {own}")
 
 
 def test_what_is_sent_once_may_be_received_twice(daemon: Daemon) -> None:

@@ -289,6 +289,20 @@ def test_aggregators_that_disagree_about_hosts() -> None:
     assert str(error) == "the aggregators disagree about which ranks share a host"
 
 
+def test_a_rank_of_a_group_comes_to_the_others_once_the_first_has_welcomed_it() -> None:
+    """So none of them knows of an attempt that the first one refused."""
+    group = replace(HELLO, job="job+pair.1", parent_rank=3)
+    joining = begun(group)
+    (first,) = joining.connected(0, NONCE, 1.0)
+    assert hello_in(first) == group
+    assert told(joining, 0, Pending([0], 1), Welcome(6), now=2.0) == [Connect(1, LIMIT_S)]
+    (second,) = joining.connected(1, NONCE, 2.0)
+    assert hello_in(second) == replace(group, shard=1)
+    (joined,) = told(joining, 1, Welcome(5))
+    assert isinstance(joined, Joined)
+    assert (joined.rank, joined.size, joined.generation) == (1, 2, 6)
+
+
 # elastic jobs
 
 

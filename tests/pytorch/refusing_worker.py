@@ -106,6 +106,18 @@ def a_batch_that_cannot_be_normalised() -> None:
     assert layer(torch.full((2, 3), float(hvd.rank()))).shape == (2, 3)
 
 
+def a_set_that_cannot_be() -> None:
+    """That of rank 1, or other ranks. All hear it, also who is in none of them. Then the number is the same."""
+    for wrong, words in (([0, 7], r"process set \[0, 7\]: expected ranks"), ([0, 2], r"process set \[0, [12]\]")):
+        with pytest.raises(UsageError, match=words):
+            hvd.add_process_set(wrong if hvd.rank() == 1 else [0, 1])
+    some = hvd.add_process_set([0, 1])
+    assert some.process_set_id == 3
+    if some.included():
+        assert hvd.allreduce(ONES, op=hvd.Sum, process_set=some).tolist() == [2, 2, 2]
+    assert hvd.remove_process_set(some)
+
+
 def main() -> None:
     rank, size, job, *scenarios = sys.argv[1:]
     torch.set_num_threads(1)

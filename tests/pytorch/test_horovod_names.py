@@ -26,6 +26,7 @@ REFUSALS = (
     "a_gradient_that_cannot_be_combined",
     "a_state_that_cannot_be_sent",
     "a_batch_that_cannot_be_normalised",
+    "a_set_that_cannot_be",
 )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Daemon, configured, run_job
+from local_cluster import WAIT_S, Daemon, configured, eventually, run_job
 
-from omnireduce import AbortedError, ClosedError, Communicator, UsageError
+from omnireduce import AbortedError, ClosedError, Communicator, OmniReduceError, RefusedError, UsageError
+from omnireduce.runtime.asking.observe import ask
 
 
 def test_some_ranks_have_a_communicator_of_their_own(daemon: Daemon) -> None:
@@ -71,6 +73,72 @@ def test_ranks_that_name_other_ranks_are_told(daemon: Daemon) -> None:
         "'ranks of the group' differs between ranks: rank 0 has [0, 1], rank 1 has [2, 1]; expected the same on all"
     )
     assert run_job(configured(daemon.addresses), 3, run) == [f"{differ} ranks"] * 2 + [""]
+
+
+@pytest.mark.parametrize("who_is_first", ["the rank that refuses", "the others"])
+def test_a_rank_that_refuses_a_group_is_named_to_the_others(daemon: Daemon, who_is_first: str) -> None:
+    """At once: not after `cluster.join_timeout_s`. The next attempt is sound, of whatever ranks."""
+    config = configured(daemon.addresses, f"cluster.join_timeout_s={100 * WAIT_S}")
+    has_refused = threading.Event()
+
+    def others_wait() -> bool:
+        jobs = [each for each in ask(daemon.addresses[0], config, WAIT_S).jobs if "+pair." in each.name]
+        return any(each.joined == 2 for each in jobs)
+
+    def run(comm: Communicator) -> str:
+        if comm.rank == 1:
+            assert who_is_first != "the others" or eventually(others_wait)
+            with pytest.raises(UsageError) as raised:
+                comm.create_group([0, 2], name="pair")
+            has_refused.set()
+            said = str(raised.value)
+        else:
+            assert who_is_first == "the others" or has_refused.wait(WAIT_S)
+            with pytest.raises(RefusedError) as refused:
+                comm.create_group(name="pair")
+            said = str(refused.value)
+        with comm.create_group(name="pair") as group:
+            assert group.allreduce(np.ones(3))[0] == 3
+        assert comm.allreduce(np.ones(3))[0] == 3
+        return said
+
+    found = run_job(config, 3, run)
+    assert found[1] == "ranks [0, 2]: this is rank 1, which is not among them"
+    for each in (found[0], found[2]):
+        assert "cannot start: rank 1 (host " in each
+        assert each.endswith(f"has refused: {found[1]}")
+
+
+REFUSALS: dict[str, tuple[Callable[[Communicator], object], str]] = {
+    "ranks": (lambda comm: comm.create_group([0, 0], name="g"), "expected different ones"),
+    "no number": (lambda comm: comm.create_group(["one"], name="g"), "rank is 'one'"),
+    "state": (lambda comm: comm.create_group(name="g", state_bytes=-1), "protocol.state_bytes"),
+    "by itself": (lambda comm: _refuse(comm, OSError("the disk is full")), "OSError: the disk is full"),
+}  # fmt: skip
+
+
+def _refuse(comm: Communicator, error: Exception) -> None:
+    comm.refuse_group(error, name="g")
+    comm.refuse_group(error, name="g")  # once for each error
+    raise error
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_whatever_a_rank_refuses_reaches_the_others(daemon: Daemon, what: str) -> None:
+    """Also where all ranks refuse it, which nobody has to wait for."""
+    wrong, said = REFUSALS[what]
+    config = configured(daemon.addresses, f"cluster.join_timeout_s={100 * WAIT_S}")
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises((OmniReduceError, OSError)) as caught:
+            wrong(comm) if comm.rank == 0 else comm.create_group(name="g")
+        with pytest.raises((OmniReduceError, OSError)):
+            wrong(comm)
+        with comm.create_group(name="g") as group:
+            assert group.allreduce(np.ones(3))[0] == 2
+        return str(caught.value)
+
+    assert said in run_job(config, 2, run)[1]
 
 
 def test_what_cannot_be(daemon: Daemon) -> None:

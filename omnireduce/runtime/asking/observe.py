@@ -25,7 +25,7 @@ from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tls_files import worker_context
-from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Hello, encode_control
 
 log = logging.getLogger("omnireduce")
 AT_ONCE = 64  # aggregators that are asked at the same time
@@ -119,6 +119,15 @@ def request(address: str, config: Config, timeout_s: float, wanted: AdminRequest
         if not isinstance(answer, AdminAnswer):
             raise TransportError(f"aggregator {link.peer} answered the request with {type(answer).__name__}")
         return answer.jobs
+
+
+def refuse(address: str, config: Config, timeout_s: float, hello: Hello, secret: Secret | None) -> None:
+    """Say a hello that refuses to come to the shard at `address`. Raises RefusedError when it has heard, with what it
+    says of that; otherwise what `ask` raises."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.closing(reach(address, config, secret, deadline)) as link:
+        link.send_control(encode_control(hello))
+        _answer(link, deadline, timeout_s)
 
 
 def _answer(link: StreamLink, deadline: float, timeout_s: float) -> ControlMessage:

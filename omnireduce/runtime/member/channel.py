@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config
 from omnireduce.config.schema import URGENT
+from omnireduce.errors import RefusedError
 from omnireduce.logs import tagged
 from omnireduce.protocol.deeds import Joined
 from omnireduce.protocol.hello_checks import MIN_SLOT_BYTES, PAGE
@@ -25,8 +26,9 @@ from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import Place, WithPool
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.pool import Pool
-from omnireduce.runtime.member.rendezvous import Arrival
+from omnireduce.runtime.member.rendezvous import Arrival, join_beside
 from omnireduce.runtime.member.ways import Way
+from omnireduce.secret import Secret
 from omnireduce.wire.control import Hello
 
 T = TypeVar("T")
@@ -74,6 +76,21 @@ class Channel:
         return [each.counters.sent_bytes + each.counters.received_bytes for each in self.links]
 
 
+def join_urgent(
+    first: Channel, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool], pool: Pool
+) -> Channel:
+    """The channel for urgent collectives beside the `first` one, which `hello` has joined. Raises what `join_beside`
+    and `Channel` raise."""
+    config = for_urgent(config)
+    hello = _urgent_hello(hello, first, config.protocol.slot_bytes)
+    try:
+        arrival = join_beside(first.engine, config, hello, secret, gave_up)
+    except RefusedError as error:
+        why = f"no channel for urgent tensors (protocol.urgent_bytes; it is a second job, '{hello.job}'): {error}"
+        raise RefusedError(why, temporary=error.temporary) from None
+    return Channel(config, hello.job, arrival, pool)
+
+
 def for_urgent(config: Config) -> Config:
     """The configuration of the channel for urgent collectives."""
     protocol = config.protocol
@@ -86,7 +103,7 @@ def for_urgent(config: Config) -> Config:
     )
 
 
-def urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
+def _urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
     """What a rank says to join the urgent channel, which is formed anew with each formation of the first one."""
     joined = first.joined
     launch = (

@@ -16,24 +16,24 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config, check_config
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.errors import ClosedError, RefusedError, UsageError, left_because
+from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import Progress
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.alike import check_alike
 from omnireduce.runtime.member.calls import check_codec_of
-from omnireduce.runtime.member.channel import Channel, for_urgent, urgent_hello
+from omnireduce.runtime.member.channel import Channel, join_urgent
 from omnireduce.runtime.member.compiling import make_kernels_ready, progress_of, say_trouble, tell_aggregators
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.fused import FusedCollectives
 from omnireduce.runtime.member.launcher import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.member.numbers import whole
-from omnireduce.runtime.member.parts_of_job import check_group, config_of_group
+from omnireduce.runtime.member.parts_of_job import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
-from omnireduce.runtime.member.refusals import settle
+from omnireduce.runtime.member.refusals import names_told, reason_of, settle, told
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join_beside
 from omnireduce.runtime.member.statistics import Statistics, statistics_of
 from omnireduce.runtime.member.ways import Member
@@ -112,8 +112,9 @@ class Communicator(FusedCollectives):
         self._pictures = Pictures(config.trace, name, self._log)
         self._pools = Pool(), Pool()  # of each channel
         self._groups = set[Communicator]()  # that this one has created, until they are shut down
-        self._name_in_parent, self._gave_up = "", False  # `shutdown` was called
         self.rank, self.drives_in_background = rank, True
+        self._name_in_parent, self._rank_in_parent = "", -1 if _parent is None else _parent.rank
+        self._gave_up = False  # `shutdown` was called
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         is_named = config.cluster.job != "auto" or name != job_name(config, None)
         self._embedded: Embedded | None = None
@@ -147,7 +148,7 @@ class Communicator(FusedCollectives):
         hello = hello_of(config, self._job, identity_of(config, rank, size), rank, size)
         if config.elastic.enabled:
             hello = replace(hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
-        return hello
+        return replace(hello, parent_rank=self._rank_in_parent)
 
     def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
@@ -188,14 +189,21 @@ class Communicator(FusedCollectives):
         `state_bytes` is its `protocol.state_bytes`.
 
         Raises UsageError for ranks or a name that cannot be, or without this rank, and on all ranks that meet where
-        they name other ranks; otherwise what construction raises. For a rank that does not come, because it has raised
-        UsageError by itself, the others wait up to `cluster.join_timeout_s`, and say so.
+        they name other ranks; RefusedError where another rank has raised UsageError by itself, or has called
+        `refuse_group`; otherwise what construction raises.
         """
-        ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
-        check_group(ranks, self.rank, self.size, name, [each._name_in_parent for each in self._groups])
-        config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
-        job = f"{self._job}+{name}.{self.generation}"
-        found = Communicator(config, rank=ranks.index(self.rank), size=len(ranks), job=job, _parent=self)
+        config, size, job = None, None, job_of_group(self._job, name, self.generation)
+        try:
+            ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
+            check_group(ranks, self.rank, self.size, name, [each._name_in_parent for each in self._groups])
+            size = len(ranks)
+            config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
+            found = Communicator(config, rank=ranks.index(self.rank), size=size, job=job, _parent=self)
+        except Exception as error:
+            if config is None:
+                self.refuse_group(error, name=name, size=size)
+            told(error, job)
+            raise
         found._name_in_parent, found._on_shutdown = name, self._groups.discard
         self._groups.add(found)
         found._pictures.follow(self._pictures)
@@ -205,6 +213,16 @@ class Communicator(FusedCollectives):
             found.shutdown()
             raise
         return found
+
+    def refuse_group(self, error: Exception, *, name: str, size: int | None = None) -> None:
+        """Let the ranks that call `create_group` with this `name` know that this one does not, because of `error`: they
+        raise RefusedError, now or when they come. For programs that find by themselves that they cannot create it.
+        `size`: of the group (None: not known). Does nothing where they know of the error. Raises nothing.
+        """
+        job = job_of_group(self._job, name, self.generation)
+        if self.size > 1 and not self._engine.is_closed and job not in names_told(error):
+            hello = replace(self._hello, job=job, rank=self.rank, world_size=size or self.size, parent_rank=self.rank)
+            refuse_to_come(self.config, hello, reason_of(told(error, job)), self._own_secret)
 
     def take_over(self) -> None:
         """From now on, this thread is the one that may start collectives without a name.
@@ -269,7 +287,8 @@ class Communicator(FusedCollectives):
         channels = [Channel(self.config, self._job, arrival, self._pools[0])]
         if self.config.protocol.urgent_bytes:
             try:
-                channels.append(self._join_urgent(channels[0], hello, secret))
+                pool, gave_up = self._pools[1], lambda: self._gave_up
+                channels.append(join_urgent(channels[0], self.config, hello, secret, gave_up, pool))
             except BaseException as error:
                 if not self._gave_up:
                     channels[0].engine.abort(left_because(error))
@@ -286,20 +305,9 @@ class Communicator(FusedCollectives):
             first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)
             last.engine.names = first.engine.names
         for each in channels:
-            each.engine.on_closed = _telling(self)
+            each.engine.on_closed = _weakly(self._has_closed)
         self._pictures.opened(self.rank, self.size, channels)
         ending.opened(self)
-
-    def _join_urgent(self, first: Channel, hello: Hello, secret: Secret | None) -> Channel:
-        """The channel for urgent collectives."""
-        config = for_urgent(self.config)
-        hello = urgent_hello(hello, first, config.protocol.slot_bytes)
-        try:
-            arrival = join_beside(first.engine, config, hello, secret, lambda: self._gave_up)
-        except RefusedError as error:
-            why = f"no channel for urgent tensors (protocol.urgent_bytes; it is a second job, '{hello.job}'): {error}"
-            raise RefusedError(why, temporary=error.temporary) from None
-        return Channel(config, hello.job, arrival, self._pools[1])
 
     def __repr__(self) -> str:
         shards = "1 aggregator" if self.shards == 1 else f"{self.shards} aggregators"
@@ -379,13 +387,12 @@ class Communicator(FusedCollectives):
         return statistics_of(self._channels)
 
 
-def _telling(communicator: Communicator) -> Callable[[], None]:
-    """This is no method: a communicator that refers to itself would keep its memory until the cycle collector runs."""
-    known = weakref.ref(communicator)
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A communicator that refers to itself would keep its memory until the cycle collector runs."""
+    known = weakref.WeakMethod(method)
 
-    def tell() -> None:
-        found = known()
-        if found is not None:
-            found._has_closed()
+    def call() -> None:
+        if (found := known()) is not None:
+            found()
 
-    return tell
+    return call

@@ -1,14 +1,20 @@
-"""Some ranks of a job that have a communicator of their own."""
+"""Some ranks of a job that have a communicator of their own, and a rank that refuses to come to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
-from omnireduce.config import Config
+from omnireduce.config import Config, check_config
 from omnireduce.config.schema import Elastic
-from omnireduce.errors import UsageError
+from omnireduce.errors import OmniReduceError, UsageError
+from omnireduce.runtime.asking.observe import refuse
+from omnireduce.secret import Secret, load_secret
+from omnireduce.wire.control import Hello
+
+HEARD_S = 3.0  # how long a rank that refuses waits until the aggregator has heard it
 
 
 def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
@@ -22,11 +28,33 @@ def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Seq
         raise UsageError(f"ranks {list(ranks)}: this is rank {own}, which is not among them")
 
 
+def job_of_group(job: str, name: str, generation: int) -> str:
+    """As which job its ranks join. The aggregators know from it to which job the group belongs."""
+    return f"{job}+{name}.{generation}"
+
+
 def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
-    """With which they join: the launch is that of the job. Programs may keep so much on each shard."""
-    return replace(
-        config,
-        cluster=replace(config.cluster, launch=launch),
-        elastic=Elastic(),
-        protocol=replace(config.protocol, urgent_bytes=0, state_bytes=state_bytes),
+    """With which they join: the launch is that of the job. Programs may keep so much on each shard. Raises
+    ConfigError."""
+    return check_config(
+        replace(
+            config,
+            cluster=replace(config.cluster, launch=launch),
+            elastic=Elastic(),
+            protocol=replace(config.protocol, urgent_bytes=0, state_bytes=state_bytes),
+        )
     )
+
+
+def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None) -> None:
+    """Let the ranks that wait for this one in the group of `hello` know why it does not come.
+
+    The first aggregator tells them, to which all of them come first. Returns when it has heard: the next hello of this
+    rank must not overtake this one. Raises nothing where it cannot be reached: then the job is about to end.
+    """
+    hello = replace(
+        hello, refuses=why, smallest=0, settle_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",
+    )  # fmt: skip
+    with suppress(OmniReduceError, OSError):
+        secret = load_secret(config.security) if secret is None else secret
+        refuse(config.cluster.aggregators[0], config, HEARD_S, hello, secret)

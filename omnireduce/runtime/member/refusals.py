@@ -53,9 +53,14 @@ def told(error: E, name: str = "") -> E:
     return error
 
 
+def names_told(error: Exception) -> set[str]:
+    """The names of `told`."""
+    return set(error.__dict__.get("told", ()))
+
+
 def is_told(error: Exception, name: str = "") -> bool:
     """Whether the others know of the error; those that wait for this `name`, if one is given."""
-    return not {"", name}.isdisjoint(error.__dict__.get("told", ()))
+    return not {"", name}.isdisjoint(names_told(error))
 
 
 def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:

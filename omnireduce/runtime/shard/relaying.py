@@ -101,7 +101,7 @@ class Relaying:
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
         wrong, temporary = self._objection(hello, terms)
-        if not wrong:
+        if not wrong and not hello.refuses:
             wrong, temporary = self.intake.objection(hello, now, gathers=Meeting.of(hello) in self._gathering)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
@@ -123,7 +123,7 @@ class Relaying:
             wrong = f"more than {MOST_RELAYS} relays one above the other: does aggregator.upstream lead in a circle?"
         if wrong:
             return wrong, False
-        if Meeting.of(hello) in self._gathering:
+        if Meeting.of(hello) in self._gathering or hello.refuses:
             return "", False
         jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True

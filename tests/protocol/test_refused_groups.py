@@ -1,0 +1,182 @@
+"""A rank that refuses by itself to come to a group: those who wait for it hear it at once, once, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_membership import LIMITS, hello, join
+
+from omnireduce.protocol.admissions import Admit, Answer
+from omnireduce.protocol.doomed import MAX_DOOMED
+from omnireduce.protocol.hello_checks import malformed
+from omnireduce.protocol.membership import Membership
+from omnireduce.wire.control import Pending, Refused
+
+JOB, GROUP, WHY = "job", "job+pair.1", "ranks [7]: expected different ones from 0 to 3"
+RANKS = 4
+
+
+def running(**changes: Any) -> Membership:
+    """A shard on which a job of four ranks runs."""
+    membership = Membership(LIMITS)
+    (admit,) = join(membership, *range(RANKS), world_size=RANKS, **changes)
+    assert isinstance(admit, Admit)
+    return membership
+
+
+def come(membership: Membership, rank: int, at: int, size: int, now: float = 0.0, **changes: Any) -> list[Any]:
+    """Rank `rank` of the job says hello as rank `at` of the group."""
+    said = hello(at, size, **({"job": GROUP, "pid": 100 + rank, "parent_rank": rank} | changes))
+    return list(membership.hello((rank, now), said, now))
+
+
+def refuse(membership: Membership, who: int, now: float = 0.0, **changes: Any) -> list[Any]:
+    """Rank `who` of the job refuses to come to the group."""
+    fields = {"job": GROUP, "rank": who, "pid": 100 + who, "parent_rank": who, "refuses": WHY, "world_size": RANKS}
+    return list(membership.hello((who, "refuses", now), hello(**(fields | changes)), now))
+
+
+def told(rank: int) -> Refused:
+    return Refused(f"group '{GROUP}' cannot start: rank {rank} (host h, pid {100 + rank}) has refused: {WHY}")
+
+
+@pytest.mark.parametrize("launch", ["", "mpirun-7"])
+def test_who_waits_and_who_comes_later_hears_it_and_the_next_attempt_is_sound(launch: str) -> None:
+    membership = running(launch=launch)
+    come(membership, 2, 0, 3, launch=launch)
+    first, other = refuse(membership, 3, launch=launch)
+    assert first.message == Refused(WHY)
+    assert (other.key, other.message) == ((2, 0.0), told(3))
+    assert [each.message for each in come(membership, 3, 1, 3, 1.0, launch=launch)] == [Pending([0, 2], 2)]
+    assert [each.message for each in come(membership, 0, 2, 3, 1.0, launch=launch)] == [told(3)]
+    come(membership, 2, 0, 3, 2.0, launch=launch)
+    assert isinstance(come(membership, 0, 2, 3, 2.0, launch=launch)[0], Admit)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"team": "another"}, id="another team"),
+        pytest.param({"launch": "another"}, id="another launch"),
+        pytest.param({"host": "elsewhere"}, id="another host"),
+        pytest.param({"pid": 7}, id="another process"),
+        pytest.param({"job": "jo+pair.1"}, id="the group of another job"),
+        pytest.param({"job": JOB}, id="no group"),
+        pytest.param({"rank": 4, "parent_rank": 4, "pid": 104}, id="a rank that the job has not"),
+        pytest.param({"rank": 2}, id="two ranks"),
+        pytest.param({"parent_rank": -1}, id="no rank of a job"),
+        pytest.param({"refuses": "\n"}, id="what cannot be shown"),
+        pytest.param({"smallest": 1}, id="an elastic group"),
+        pytest.param({"shard": 1, "shards": 2}, id="another shard"),
+        pytest.param({"version": 3}, id="another version"),
+    ],
+)
+def test_a_stranger_ends_no_gathering(changes: dict[str, Any]) -> None:
+    membership = running()
+    come(membership, 0, 0, 2)
+    assert [each.key for each in refuse(membership, 3, **changes)] == [(3, "refuses", 0.0)]
+    assert isinstance(come(membership, 1, 1, 2)[0], Admit)
+
+
+def test_a_gathering_of_another_team_under_the_same_name_goes_on() -> None:
+    membership = running(team="red")
+    come(membership, 0, 0, 2, team="blue")
+    assert len(refuse(membership, 3, team="red")) == 1
+    assert isinstance(come(membership, 1, 1, 2, team="blue")[0], Admit)
+
+
+def test_who_has_left_the_job_refuses_nothing_any_more() -> None:
+    membership = running()
+    membership.departed(1, 3)
+    come(membership, 0, 0, 2)
+    assert len(refuse(membership, 3)) == 1
+
+
+def test_it_is_forgotten_after_the_time_to_join_and_only_few_are_remembered() -> None:
+    membership = running()
+    refuse(membership, 3)
+    for number in range(10 * MAX_DOOMED):
+        refuse(membership, 3, job=f"job+group-{number}.1", now=1.0)
+    assert len(membership._doomed._dooms) == MAX_DOOMED
+    refuse(membership, 3, now=2.0)
+    assert isinstance(come(membership, 0, 0, 2, now=32.0)[0].message, Pending)
+
+
+def test_a_rank_that_refuses_has_a_size_and_a_reason_that_can_be() -> None:
+    fields = {"job": GROUP, "parent_rank": 3, "refuses": WHY}
+    assert malformed(hello(3, 2, **fields)) == ""
+    assert "exist" in malformed(hello(3, 0, **fields))
+    assert "exist" in malformed(hello(3, 2, **(fields | {"refuses": ""})))
+
+
+class Attempts:
+    """Ranks that make their attempts to form a group one after another: `refusing` says for each attempt which ranks
+    refuse it. `heard`: by attempt and rank what became of it."""
+
+    def __init__(self, refusing: list[set[int]], *, knows_size: bool) -> None:
+        self.membership, self._refusing, self._size = running(), refusing, 3 if knows_size else RANKS
+        self._at, self._keys = dict.fromkeys(range(3), 0), count()
+        self._waiting = dict[Any, int]()
+        self.heard = dict[tuple[int, int], str]()
+
+    @property
+    def ready(self) -> list[int]:
+        """The ranks that can begin their next attempt."""
+        waiting = self._waiting.values()
+        return [rank for rank, at in self._at.items() if at < len(self._refusing) and rank not in waiting]
+
+    def begin(self, rank: int) -> None:
+        key, refuses = next(self._keys), rank in self._refusing[self._at[rank]]
+        fields = {"job": GROUP, "pid": 100 + rank, "parent_rank": rank}
+        if refuses:
+            said = hello(rank, self._size, refuses=f"attempt {self._at[rank]}", **fields)
+        else:
+            said = hello(2 - rank, 3, **fields)
+        self._waiting[key] = rank
+        for effect in self.membership.hello(key, said, 0.0):
+            self._deal(effect)
+
+    def _deal(self, effect: Any) -> None:
+        if isinstance(effect, Admit):
+            for key in effect.keys:
+                self._end(key, "admitted")
+            self.membership.finished(effect.generation, 0.0)
+            self.membership.released(effect.generation)
+        elif isinstance(effect, Answer) and isinstance(effect.message, Refused):
+            self._end(effect.key, effect.message.reason)
+
+    def _end(self, key: Any, outcome: str) -> None:
+        rank = self._waiting.pop(key)
+        self.heard[self._at[rank], rank] = outcome
+        self._at[rank] += 1
+
+    def expected(self) -> Iterator[tuple[tuple[int, int], str]]:
+        """What must become of each attempt, by its end."""
+        for at, refusing in enumerate(self._refusing):
+            for rank in range(3):
+                yield (at, rank), f"attempt {at}" if refusing else "admitted"
+
+
+@given(
+    refusing=st.lists(st.sets(st.integers(0, 2)), min_size=1, max_size=6),
+    order=st.lists(st.integers(0, 2), max_size=40),
+    knows_size=st.booleans(),
+)
+def test_whoever_comes_first_each_attempt_ends_alike_on_all_its_ranks(
+    refusing: list[set[int]], order: list[int], *, knows_size: bool
+) -> None:
+    attempts = Attempts(refusing, knows_size=knows_size)
+    for choice in order:
+        if attempts.ready:
+            attempts.begin(attempts.ready[choice % len(attempts.ready)])
+    while attempts.ready:
+        attempts.begin(attempts.ready[0])
+    for key, outcome in attempts.expected():
+        assert attempts.heard[key].endswith(outcome)
+    if knows_size:
+        assert not attempts.membership._doomed._dooms
