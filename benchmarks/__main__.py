@@ -1,16 +1,4 @@
-"""The benchmark against what a user would pick instead.
-
-`run` measures on this host, `shaped` between hosts with shaped links, `training` trains with torch on both; all say in
-summary.json which targets are met.
-`plot` draws what they wrote. A case that is measured again replaces what the files had of it; `--resume` leaves it out.
-`profile` shows where the service's own time goes, `compare` what a change costs, `dispatch` what torch adds to a call,
-`all-reduce` how its `all_reduce` compares with that of gloo, `urgent` how long small tensors wait behind large ones,
-`threads` what a second thread of a rank gains, `codecs` what blocks of fewer bytes gain, `selectors` what it takes to
-select, `elements` what it takes to sum single elements, `replay` what it gains to exchange gradients while layers
-compute, `queue` what it costs to submit by name, `updates` what it gains to update weights on the shards, `overlap`
-what it gains to reduce a product while it is computed, `inputs` what it costs to compare what programs are given,
-`frameworks` what a step of Needle gains, `plan` how near predictions come.
-"""
+"""The benchmarks: `python -m benchmarks --help` lists them."""
 
 from __future__ import annotations
 
@@ -34,7 +22,6 @@ from benchmarks.compare import compare as compare_cases
 from benchmarks.contest import OURS, PEERS, labels
 from benchmarks.dispatch import measure_dispatch
 from benchmarks.environments import Tree
-from benchmarks.group import PeerError
 from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
 from benchmarks.plans import compare_plans, show_plans
 from benchmarks.profiling import profile_case
@@ -44,8 +31,8 @@ from benchmarks.single import SINGLE
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
-from omnireduce.cli import NumberRange
-from omnireduce.errors import OmniReduceError
+from omnireduce.cli import Group, NumberRange
+from omnireduce.errors import UsageError
 from omnireduce.extras import install
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
@@ -55,12 +42,21 @@ RESUME = click.option("--resume", is_flag=True, help="Leave out the cases that t
 ROUNDS = click.option("--rounds", type=click.IntRange(1), help="Timed rounds of each case, instead of its own.")
 
 
-@click.group(help=__doc__)
+@click.group(
+    cls=Group,
+    help="""
+    Compare omnireduce with what a user would pick instead, and with itself.
+
+    `run`, `shaped`, `relays` and `training` say in summary.json which targets are met; `plot` draws what they
+    wrote. A case that is measured again replaces what the files had of it; --resume leaves it out. The other commands
+    end with status 3 where a target is missed.
+    """,
+)
 def main() -> None:
     pass
 
 
-@main.command()
+@main.command(help="Measure on this host, print a table for each case, and write rows.json and summary.json.")
 @click.option("--quick", is_flag=True, help="Only the cases that have a target.")
 @ONLY
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Whom to compare with.")
@@ -68,17 +64,13 @@ def main() -> None:
 @RESUME
 @RESULTS
 def run(quick: bool, only: str, peers: str, rounds: int | None, resume: bool, results: Path) -> None:
-    """Measure on this host, print a table for each case, and write rows.json and summary.json."""
     cases = [case for case in (target_cases() if quick else all_cases()) if only in case.name]
     chosen = _known(peers)
     if not cases:
         raise click.UsageError(f"no case's name contains {only!r}")
     expected = {replace(case, rounds=rounds or case.rounds): labels(case, chosen) for case in cases}
     found, left = _opened(results, "rows.json", expected, resume, rounds=rounds, peers=chosen)
-    try:
-        _measure(found, left, sweep(left, chosen))
-    except PeerError as error:
-        raise click.ClickException(str(error)) from error
+    _measure(found, left, sweep(left, chosen))
 
 
 def _known(peers: str) -> list[str]:
@@ -88,7 +80,7 @@ def _known(peers: str) -> list[str]:
     return chosen
 
 
-@main.command()
+@main.command(help="Measure between hosts with shaped links (needs root), and write testbed.json and summary.json.")
 @click.option("--rate", default=RATE, show_default=True, help="Of every link, each way, as tc writes it.")
 @click.option("--layout", type=click.Choice(LAYOUTS), multiple=True, default=LAYOUTS, show_default=True)
 @click.option(
@@ -112,7 +104,6 @@ def shaped(
     resume: bool,
     results: Path,
 ) -> None:
-    """Measure on hosts with shaped links (network namespaces; needs root), and write testbed.json and summary.json."""
     settings = [Setting.of(*each, rate) for each in itertools.product(layout, ranks)]
     cases = {each: [case for case in each.cases(rounds) if only in case.name] for each in settings}
     expected = {case: labels(case, each.peers) for each in settings for case in cases[each]}
@@ -128,26 +119,22 @@ def shaped(
         _not_measured(error, optional)
 
 
-@main.command()
+@main.command(help="Measure two racks with relays and without (needs root), and write relays.json and summary.json.")
 @click.option("--rate", default=relays_between.RATE, show_default=True, help="Of the link that a rack shares.")
 @click.option("--optional", is_flag=True, help="Where there can be no such hosts say so, and succeed.")
 @ROUNDS
 @RESUME
 @RESULTS
 def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results: Path) -> None:
-    """Measure two racks of two hosts with relays and without (network namespaces; needs root), and write relays.json
-    and summary.json."""
     expected = {case: set(relays_between.ENTRANTS) for case in relays_between.cases(rate, rounds)}
     found, left = _opened(results, "relays.json", expected, resume, rounds=rounds)
     try:
         _measure(found, left, relays_between.run_relays(rate, left), relays_between.ENTRANTS)
     except TestbedError as error:
         _not_measured(error, optional)
-    except PeerError as error:
-        raise click.ClickException(str(error)) from error
 
 
-@main.command()
+@main.command(help="Train the examples over omnireduce and gloo (shaped links need root), and write training.json.")
 @click.option(
     "--links", type=click.Choice((THIS_HOST, RATE)), multiple=True, default=(THIS_HOST, RATE), show_default=True
 )
@@ -160,8 +147,6 @@ def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results:
 def training(
     links: tuple[str, ...], ranks: tuple[str, ...], only: str, turns: int, optional: bool, resume: bool, results: Path
 ) -> None:
-    """Train the examples with omnireduce and with gloo, on this host and on two with shaped links (needs root), and
-    write training.json and summary.json."""
     every = [Training(model, int(size), each) for each, model, size in itertools.product(links, MODELS, ranks)]
     expected = {case: set(case.labels) for case in every if only in case.name}
     if not expected:
@@ -171,42 +156,30 @@ def training(
         _measure(found, left, run_trainings(left, turns))
     except TestbedError as error:
         _not_measured(error, optional)
-    except (PeerError, RuntimeError) as error:
-        raise click.ClickException(str(error)) from error
 
 
-@main.command()
+@main.command(help="Show what torch adds to the time of a small all-reduce, and comparing to that of an all-gather.")
 @click.option("--turns", type=click.IntRange(1), default=50, show_default=True, help="Of a hundred calls each.")
 def dispatch(turns: int) -> None:
-    """Show what torch adds to the time of a small all-reduce on this host, and comparing to that of an all-gather."""
-    try:
-        click.echo(measure_dispatch(turns), nl=False)
-    except (PeerError, RuntimeError) as error:
-        raise click.ClickException(str(error)) from error
+    click.echo(measure_dispatch(turns), nl=False)
 
 
-@main.command("all-reduce")
+@main.command("all-reduce", help="Time torch's all_reduce on this host, with omnireduce and with gloo in turns.")
 @click.option("--ranks", type=click.IntRange(2, 1024), default=2, show_default=True)
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
 @ONLY
 def all_reduce(ranks: int, device: str, only: str) -> None:
-    """Time `dist.all_reduce` of torch on this host, with omnireduce and with gloo in turns."""
-    try:
-        click.echo(measure_all_reduce(ranks, device, only), nl=False)
-    except (PeerError, RuntimeError) as error:
-        raise click.ClickException(str(error)) from error
+    click.echo(measure_all_reduce(ranks, device, only), nl=False)
 
 
-@main.command()
+@main.command(help="Show how near `omnireduce plan` comes to what `shaped` has measured; the target is 10 %.")
 @RESULTS
 def plan(results: Path) -> None:
-    """Show how near the predictions of `omnireduce plan` come to the rows that `shaped` has left in the folder of
-    results. Exit status 3 when one is more than 10 % away."""
     try:
         if not (found := compare_plans(results)):
             raise ValueError("no row of omnireduce")
     except (OSError, ValueError, KeyError) as error:
-        raise click.ClickException(f"{results / 'testbed.json'}: {error}. `shaped` writes it") from error
+        raise UsageError(f"{results / 'testbed.json'}: {error}. `shaped` writes it") from error
     show_plans(Console(width=140, markup=False), found)
     if not all(each.verdict.met for each in found):
         sys.exit(3)
@@ -237,10 +210,7 @@ def _opened(
     if set(peers) != set(PEERS):
         options.append(f"--peers {','.join(sorted(peers))}")
     options += [f"--set {each}" for each in sorted(sets)]
-    try:
-        found = Results(folder, rows, " ".join(options))
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
+    found = Results(folder, rows, " ".join(options))
     left = [case for case, entrants in expected.items() if not (resume and found.has(case, entrants))]
     found.forget(left)
     return found, left
@@ -266,31 +236,28 @@ def _measure(
         raise click.ClickException(f"targets without a verdict: {lines}. Try again with --resume")
 
 
-@main.command()
+@main.command(help="Measure the checkout BEFORE and this one in turns: no case may take --most times as much.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.option("--shaped", is_flag=True, help="Between hosts with shaped links (needs root), not on this host.")
 @click.option("--most", default=1.05, show_default=True, help="The ratio that no case may pass.")
 @click.option("--starts", type=click.IntRange(1), default=STARTS, show_default=True, help="Of all processes.")
 @ONLY
 def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> None:
-    """Measure the checkout BEFORE and this one in turns, in all cases that have a target. Exit status 3 when a case
-    takes more than `--most` times as long, or as much memory."""
     settings = [Setting.of(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
     of_setting = {each: [case for case in each.cases() if only in case.name] for each in settings}
     cases = [] if shaped else [case for case in target_cases() if only in case.name]
     if not any([*of_setting.values(), cases]):
         raise click.UsageError(f"no case's name contains {only!r}")
-    more = []
+    more, older = [], checkout(before)
+    cases = _measurable(cases, older)
+    if not any([*of_setting.values(), cases]):
+        raise UsageError("nothing is left to compare")
+    between_hosts = (compare_shaped(each, chosen, older, starts) for each, chosen in of_setting.items() if chosen)
     try:
-        older = checkout(before)
-        cases = _measurable(cases, older)
-        if not any([*of_setting.values(), cases]):
-            raise click.ClickException("nothing is left to compare")
-        between_hosts = (compare_shaped(each, chosen, older, starts) for each, chosen in of_setting.items() if chosen)
         for found in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
             more += [found.name] if found.ratio > most else []
             click.echo(found)
-    except (ValueError, PeerError, TestbedError) as error:
+    except TestbedError as error:
         raise click.ClickException(str(error)) from error
     if more:
         click.echo(f"{len(more)} take more than {most:g} times what they took: {'; '.join(more)}", err=True)
@@ -308,7 +275,7 @@ def _measurable(cases: list[Case], older: Tree) -> list[Case]:
     return found
 
 
-@main.command()
+@main.command(help="Trace all-reduces on this host, print where the time goes, and write a timeline, profile.json.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=MEMORY, show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--shards", type=click.IntRange(1, 64), default=2, show_default=True)
@@ -317,29 +284,23 @@ def _measurable(cases: list[Case], older: Tree) -> list[Case]:
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Traced rounds.")
 @RESULTS
 def profile(transport: str, ranks: int, shards: int, size: str, density: float, rounds: int, results: Path) -> None:
-    """Trace all-reduces on this host, print where the time goes in each rank and shard, and write profile.json, which
-    ui.perfetto.dev shows."""
     case = Case(transport, ranks, size, density, rounds=rounds)
-    try:
-        wrong = profile_case(Console(width=140, highlight=False, markup=False), case, shards, results)
-    except (PeerError, OmniReduceError) as error:
-        raise click.ClickException(str(error)) from error
+    wrong = profile_case(Console(width=140, highlight=False, markup=False), case, shards, results)
     sys.exit(1 if wrong else 0)
 
 
-@main.command()
+@main.command(help="Draw the rows in the folder of results.")
 @RESULTS
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the pictures, instead of that of the results.")
 @click.option("--format", "formats", type=click.Choice(("png", "svg")), multiple=True, default=("png", "svg"))
 def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
-    """Draw the rows in the folder of results."""
     try:
         from benchmarks.plots import draw
     except ImportError as error:
         raise click.ClickException(f"{error}: {install('matplotlib', 'plot')}") from error
     made = draw(results, out or results, formats)
     if not made:
-        raise click.ClickException(f"no rows to draw in {results}: `python -m benchmarks run` writes them")
+        raise UsageError(f"no rows to draw in {results}: `python -m benchmarks run` writes them")
     for path in made:
         click.echo(path)
 

@@ -47,7 +47,7 @@ CASES = [
 
 def measure_all_reduce(ranks: int, device: str, only: str) -> str:
     """Run the ranks, for the cases whose name contains `only`; return what they print. Raises PeerError where they
-    fail, RuntimeError where torch cannot be installed, UsageError where there is no such case."""
+    fail, OmniReduceError where torch cannot be installed, UsageError where there is no such case."""
     if not any(only in case.name for case in CASES):
         raise UsageError(f"no case's name contains {only!r}; there are {', '.join(case.name for case in CASES)}")
     return run_ranks("benchmarks.all_reduce", ranks, device, only)

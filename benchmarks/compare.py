@@ -26,6 +26,7 @@ from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.memory import measure
 from benchmarks.shaped import OPEN, PORT, Setting
 from omnireduce.dtypes import Array
+from omnireduce.errors import UsageError
 from omnireduce.printing import carriers_text
 
 Trees = Sequence[tuple[str, Tree]]  # with what each is called
@@ -55,11 +56,11 @@ class Compared(NamedTuple):
 
 def checkout(root: Path) -> Tree:
     """An older checkout, with the environment that its `make` made. Its ranks take orders as those of this one do.
-    Raises ValueError where there is none."""
+    Raises UsageError where there is none."""
     root = root.resolve()
     python = root / ".venv" / "bin" / "python"
     if not (python.exists() and (root / "benchmarks" / "rank.py").exists()):
-        raise ValueError(f"{root}: expected a checkout of omnireduce; run `make .venv/.ready` in it first")
+        raise UsageError(f"{root}: expected a checkout of omnireduce; run `make .venv/.ready` in it first")
     return Tree(root, python)
 
 

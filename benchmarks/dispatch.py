@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
 
 def measure_dispatch(turns: int) -> str:
-    """Run the ranks; return what they print. Raises PeerError where they fail, RuntimeError where torch cannot be
+    """Run the ranks; return what they print. Raises PeerError where they fail, OmniReduceError where torch cannot be
     installed."""
     return run_ranks("benchmarks.dispatch", RANKS, str(turns))
 

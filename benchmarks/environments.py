@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from omnireduce.errors import OmniReduceError
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -43,7 +45,7 @@ PACKAGES = {  # what each needs beside omnireduce itself
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of environment `name`; makes it when needed. Raises RuntimeError with pip's last words."""
+    """The interpreter of environment `name`; makes it when needed. Raises OmniReduceError with pip's last words."""
     if name not in PACKAGES:
         return Path(sys.executable)
     folder = ROOT / f".venv-{name}"
@@ -61,4 +63,4 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"{' '.join(command[:4])} ... failed: {last}")
+        raise OmniReduceError(f"{' '.join(command[:4])} ... failed: {last}")

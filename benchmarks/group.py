@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from benchmarks.carriers import NOTHING, together, wrong_carrier
 from benchmarks.environments import HERE, Tree, python_of
+from omnireduce.errors import OmniReduceError
 from omnireduce.printing import carriers_text
 
 START_S = 120.0  # imports, joining, compiling the kernels once
@@ -36,7 +37,7 @@ T = TypeVar("T")
 Prefixes = Sequence[Sequence[str]]
 
 
-class PeerError(Exception):
+class PeerError(OmniReduceError):
     """A competitor, the group `name`, could not start, or failed in a round."""
 
     def __init__(self, name: str, reason: str) -> None:

@@ -19,7 +19,8 @@ from benchmarks.cases import Case
 from benchmarks.contest import OURS, SCAN, Measured, Result
 from benchmarks.memory import Memory
 from benchmarks.targets import Verdict, memory_verdicts, verdicts
-from omnireduce.files.output import write_json
+from omnireduce.errors import UsageError
+from omnireduce.files.output import make_folder, write_json
 from omnireduce.printing import carriers_text
 
 Row = dict[str, Any]
@@ -176,7 +177,7 @@ class Results:
 
     def __init__(self, folder: Path, rows: str = "rows.json", options: str = "") -> None:
         self.folder, self._file, self.options = folder, rows, options
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         try:
             self.rows = self._read(rows)
             self.verdicts = [Verdict(**each) for each in self._read(SUMMARY)]
@@ -184,7 +185,7 @@ class Results:
             for row in self.rows:
                 self._entrants[row["case"]].add(row["entrant"])
         except (TypeError, KeyError, AttributeError):
-            raise ValueError(f"{folder} has files of another version: remove {rows} and {SUMMARY}") from None
+            raise UsageError(f"{folder} has files of another version: remove {rows} and {SUMMARY}") from None
 
     def has(self, case: AnyCase, entrants: Iterable[str] = (OURS,)) -> bool:
         """Whether there are rows of the case, of all these entrants."""
@@ -213,10 +214,10 @@ class Results:
         try:
             found: list[Row] = json.loads(path.read_text()) if path.exists() else []
         except ValueError as error:
-            raise ValueError(f"{path}: not what a run wrote ({error}): remove it") from None
+            raise UsageError(f"{path}: not what a run wrote ({error}): remove it") from None
         if other := {each.pop("options", "") for each in found} - {self.options}:
             theirs, ours = (each or "the defaults" for each in (other.pop(), self.options))
-            raise ValueError(
+            raise UsageError(
                 f"{path} has results of {theirs}, and this is a run of {ours}: choose another folder with --results"
             )
         return found

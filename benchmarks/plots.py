@@ -18,6 +18,7 @@ from matplotlib.ticker import LogFormatter
 from benchmarks.cases import TRANSPORTS
 from benchmarks.contest import BOUND, OURS, SCAN
 from benchmarks.outcomes import Row
+from omnireduce.files.output import make_folder
 
 Points = list[tuple[float, float]]
 DENSE = ("mpich out of place", "mpich in place", "openmpi out of place", "openmpi in place", "gloo")
@@ -31,7 +32,7 @@ SAME = {"svg": {"Date": None}, "png": {"Software": None}}  # else a file tells w
 
 def draw(results: Path, out: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Draw into `out` all figures for which the files in `results` have rows; return the pictures."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     made = []
     with mpl.rc_context(STYLE):
         read = [_read(results / f"{name}.json") for name in ("rows", "testbed", "relays", "training")]

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from benchmarks.experiments import EXPERIMENTS, LARGE, SMALL, measure, read_rows, runs_of
-from omnireduce.errors import OmniReduceError
+from omnireduce.errors import UsageError
 from omnireduce.extras import install
 
 
-@click.command()
+@click.command(help="Run an experiment of CoCoNet, and write its CSV and its figures to the folder RESULTS.")
 @click.argument("experiment", metavar=f"[{'|'.join(EXPERIMENTS)}]")
 @click.argument("results", type=click.Path(path_type=Path))
 @click.option("--epochs", type=click.IntRange(1), default=10, show_default=True, help="Steps of each size.")
@@ -27,22 +27,16 @@ from omnireduce.extras import install
 def programs(
     experiment: str, results: Path, epochs: int, rounds: int, large: bool, draw_only: bool, **sizes: int | None
 ) -> None:
-    """Run an experiment of CoCoNet with NPROC processes (2) and the words of MPI_ARGS for mpirun, write its CSV to the
-    folder RESULTS, and draw its figures there, as PDF and SVG: Figure10a and Figure10b, Figure11, or Figure12."""
     try:
         from benchmarks.figures import draw
     except ImportError as error:
         raise click.ClickException(f"{error}: {install('matplotlib', 'plot')}") from error
     scale = (LARGE if large else SMALL)._replace(**{name: size for name, size in sizes.items() if size is not None})
     if scale.first > scale.last:
-        raise click.ClickException(f"--first {scale.first} --last {scale.last}: expected --first <= --last")
-    try:
-        runs_of(experiment, scale)
-        table = results / f"{experiment}.csv"
-        if not draw_only:
-            measure(experiment, results, scale=scale, epochs=epochs, rounds=rounds)
-        made = [table, *draw(read_rows(table), results)]
-    except OmniReduceError as error:
-        raise click.ClickException(" ".join(str(error).split())) from None
-    for path in made:
+        raise UsageError(f"--first {scale.first} --last {scale.last}: expected --first <= --last")
+    runs_of(experiment, scale)
+    table = results / f"{experiment}.csv"
+    if not draw_only:
+        measure(experiment, results, scale=scale, epochs=epochs, rounds=rounds)
+    for path in [table, *draw(read_rows(table), results)]:
         click.echo(path)

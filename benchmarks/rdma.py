@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.carriers import wrong_carrier
 from benchmarks.environments import ROOT
 from benchmarks.group import daemon
+from omnireduce.cli import reporting_errors
 from omnireduce.config import Verbs
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.verbs.devices import choose
@@ -122,7 +123,7 @@ def rate(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Measure all-reduces over RDMA, against perftest's ib_write_bw.")
     parser.add_argument("--device", default="rxe0")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -164,4 +165,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reporting_errors():
+        main()

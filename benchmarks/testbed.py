@@ -25,6 +25,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from omnireduce.cli import reporting_errors
+from omnireduce.errors import UsageError
+
 MAX_HOSTS = 250
 NAMES = re.compile(r"omni(\d+)(?:sw|h\d+)")
 COMMAND_S = 20.0  # ip and tc answer within milliseconds
@@ -79,10 +82,10 @@ def racked_testbed(hosts: int, rate: str, racks: Racks, *, ipv6: bool = False) -
     At the end, also after an exception, processes that still run on a host are killed and everything is removed. A
     testbed whose process died without that is removed by the next one. A process has one testbed at a time.
 
-    Raises TestbedError when the hosts cannot be made, ValueError for a number of hosts out of range.
+    Raises TestbedError when the hosts cannot be made, UsageError for a number of hosts out of range.
     """
     if not 2 <= hosts <= MAX_HOSTS:
-        raise ValueError(f"a testbed has 2 to {MAX_HOSTS} hosts, not {hosts}")
+        raise UsageError(f"a testbed has 2 to {MAX_HOSTS} hosts, not {hosts}")
     _check_rights()
     _remove_leftovers()
     switch = f"omni{os.getpid()}sw"
@@ -282,7 +285,7 @@ def _show(rate: str, count: int, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Measure hosts on one machine, with shaped links; needs root.")
     parser.add_argument("--rate", default="1gbit", help="of every link, each way, as tc understands it")
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
@@ -293,8 +296,9 @@ def main() -> None:
         return _send(address, int(number)) if role == "send" else _receive(address, float(number))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        _show(options.rate, options.hosts, options.seconds)
-    except (TestbedError, ValueError) as error:
+        with reporting_errors():
+            return _show(options.rate, options.hosts, options.seconds)
+    except TestbedError as error:
         sys.exit(f"Error: {error}")
 
 

@@ -19,7 +19,7 @@ def run_ranks(module: str, ranks: int, *arguments: str) -> str:
     """Run a module on so many ranks of this host: in this environment, if it has torch, else in that of gloo. Return
     what they print.
 
-    Raises PeerError where they fail, RuntimeError where torch cannot be installed.
+    Raises PeerError where they fail, OmniReduceError where torch cannot be installed.
     """
     python = sys.executable if find_spec("torch") else str(python_of("gloo"))
     start = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -98,7 +98,7 @@ class Place(NamedTuple):
 
 def run_trainings(cases: Sequence[Training], turns: int) -> Iterator[Outcome]:
     """Run these; yield what became of each. A run that fails is said to, and left out. Raises TestbedError where there
-    can be no hosts with shaped links, PeerError where a daemon does not start, RuntimeError where torch cannot be
+    can be no hosts with shaped links, PeerError where a daemon does not start, OmniReduceError where torch cannot be
     installed."""
     for case in cases:
         with _place(case) as place:

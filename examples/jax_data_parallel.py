@@ -32,7 +32,7 @@ def step(params: Parameters, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Par
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a network that is written in JAX, data parallel.")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=100, help="samples of all ranks together")

@@ -43,7 +43,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="A large batch needs a learning rate that grows.")
     parser.add_argument("--warmup_epochs", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=32, help="images of each rank")

@@ -41,7 +41,7 @@ def network(width: int, blocks: int, device: object) -> ndl.nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a residual network of Needle, data parallel.")
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=128, help="samples of all ranks together")

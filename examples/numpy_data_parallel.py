@@ -43,7 +43,7 @@ def loss_and_gradients(params: Parameters, x: np.ndarray, y: np.ndarray) -> tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a network that is written in plain NumPy, data parallel.")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=100, help="samples of all ranks together")

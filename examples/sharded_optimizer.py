@@ -36,7 +36,7 @@ def gradients(tables: Tables, who: np.ndarray, what: np.ndarray, given: np.ndarr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Learn from stars, with weights that the aggregators update.")
     parser.add_argument("--users", type=int, default=20_000)
     parser.add_argument("--items", type=int, default=5_000)
     parser.add_argument("--width", type=int, default=16)

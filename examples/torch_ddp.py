@@ -47,7 +47,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a network to read handwritten digits, data parallel.")
     parser.add_argument("--backend", default="omnireduce")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64, help="images of all ranks together")

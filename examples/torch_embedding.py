@@ -54,7 +54,7 @@ class Text:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a language model with a big embedding, data parallel.")
     parser.add_argument("--backend", default="omnireduce")
     parser.add_argument("--dense", action="store_true", help="gradients are dense tensors, of which most is zero")
     parser.add_argument("--steps", type=int, default=100)

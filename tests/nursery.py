@@ -185,8 +185,7 @@ def _main() -> None:
         importlib.import_module(name)
     from omnireduce.kernels import warm
 
-    warm.warm_up_worker()
-    warm.warm_up_aggregator()
+    warm.warm_up_all()
     gc.freeze()  # or the first collection in a child copies all that it shares with the others
     order = _Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()
     if order is not None:

@@ -17,7 +17,7 @@ from omnireduce.errors import AbortedError, ConfigError, UsageError
 
 @click.group(cls=Group)
 def program() -> None:
-    """A program with subcommands."""
+    pass
 
 
 @program.command()

@@ -28,7 +28,7 @@ import omnireduce
 from omnireduce import Communicator
 from omnireduce.config import load_config
 from omnireduce.files.cache import cache_folders
-from omnireduce.kernels.warm import warm_up_worker
+from omnireduce.kernels.warm import make_ready, worker_kernels
 from omnireduce.runtime.member.collectives import Collectives
 from omnireduce.wire.control import PROTOCOL_VERSION
 
@@ -184,7 +184,7 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     if "import jax" in block.text:
         pytest.importorskip("jax", reason="no jax here; `make keras` installs it")
     paths = [str(ROOT), *([str(NEEDLE)] if "import needle" in block.text else [])]
-    warm_up_worker()
+    make_ready([worker_kernels()])
     (tmp_path / "example.py").write_text(block.text)
     done = subprocess.run(
         [str(MPIRUN), "-n", "2", sys.executable, "example.py"],

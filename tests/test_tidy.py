@@ -40,6 +40,7 @@ from tidy_checks import (
     check_placed,
     check_positional,
     check_pure,
+    check_shown,
     dotted,
     layer_of,
     modules,
@@ -95,6 +96,12 @@ def test_files(check: Check) -> None:
 def test_no_test_sleeps() -> None:
     sources = [(path, text) for path, text in text_files() if path.endswith(".py")]
     found = [message for path, source in sources for message in check_no_sleep(path, source)]
+    assert not found, "\n".join(found)
+
+
+def test_nothing_shown_depends_on_docstrings() -> None:
+    sources = [(path, text) for path, text in text_files() if path.endswith(".py")]
+    found = [message for path, source in sources for message in check_shown(path, source)]
     assert not found, "\n".join(found)
 
 
@@ -255,6 +262,9 @@ LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
         (check_paths, "omnireduce.files.output", "Path(name).expanduser()"),
         (check_articles, "omnireduce.dtypes", 'f"{x} is a {' + 'type(x).__name__}"'),
         (check_addresses, "omnireduce.transport.tcp", "socket.create_server(('', 0))"),
+        (check_shown, "tools/x.py", "ArgumentParser(description=__doc__)"),
+        (check_shown, "tools/x.py", "print(main.__doc__)"),
+        (check_shown, "benchmarks/x.py", "@main.command('x')\n@A\ndef f(x):\n    'Help.'"),
         (check_no_sleep, "tests/test_x.py", "import time\ntime.sleep(1)"),
         (check_no_sleep, "tests/test_x.py", "from time import sleep"),
         (check_no_marker, "docs/x.md", "text\nTO" + "DO: more"),
@@ -316,6 +326,8 @@ def test_a_violation_is_seen(check: Check, name: str, text: str) -> None:
         (check_articles, "omnireduce.dtypes", 'f"{x} is {a_type(x)}, a {kind} of it"'),
         (check_addresses, "omnireduce.addresses", "socket.getaddrinfo(host, 1)"),
         (check_addresses, "omnireduce.transport.shm", "socket.socket(socket.AF_UNIX)"),
+        (check_shown, "x.py", "@click.group(help='Help.')\ndef f():\n    'More.'"),
+        (check_shown, "x.py", "@A.x()\ndef f():\n    'Not shown.'"),
         (check_no_sleep, "benchmarks/x.py", "time.sleep(1)"),
         (check_no_marker, "x.py", "todo = XXXL = 1"),
         (check_no_machine_path, "x.md", "GET https://example.org/home/x, team/work/x, /tmp/x, ~/work/x"),

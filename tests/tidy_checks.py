@@ -64,6 +64,7 @@ BASE = {
     "files",
     "layout",
     "interpreters",
+    "launchers",
     "loading",
     "logs",
     "printing",
@@ -322,6 +323,29 @@ def matches(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
 
 def dotted(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
+
+
+def check_shown(path: str, source: str) -> list[str]:
+    """What users see stays with python -OO, which leaves docstrings out."""
+    what = "not there with python -OO: write the help as `help=` or `description=`"
+    lines = [
+        node.lineno
+        for node in ast.walk(tree_of(source))
+        if "__doc__" in (getattr(node, "id", ""), getattr(node, "attr", ""))
+        or (
+            isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and any(map(_is_command, node.decorator_list))
+        )
+    ]
+    return [f"{path}:{line}: {what}" for line in lines]
+
+
+def _is_command(decorator: ast.expr) -> bool:
+    """Whether it makes a command of click that takes its help from the docstring."""
+    return (
+        isinstance(decorator, ast.Call)
+        and getattr(decorator.func, "attr", "") in ("command", "group")
+        and not any(each.arg == "help" for each in decorator.keywords)
+    )
 
 
 def check_articles(path: str, text: str) -> list[str]:

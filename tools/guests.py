@@ -35,7 +35,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from guest.image import CannotRunError, Image, output_of, pack_init, prepare
+from guest.image import CannotRunError, Image, missing_packages, output_of, pack_init, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "omnireduce"
@@ -190,9 +190,10 @@ def folder(text: str) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Run a command in QEMU guests that have Soft-RoCE devices.")
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("prepare", help="fetch the kernel, compile omnireduce's kernels")
+    actions.add_parser("missing", help="print the Debian packages that this machine or a guest would miss")
     runner = actions.add_parser("run", help="boot, run a command, print its output, return its exit status")
     runner.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     runner.add_argument("--share", type=folder, action="append", default=[], help="a folder to share, writable")
@@ -205,6 +206,9 @@ def main() -> int:
     try:
         if arguments.action == "run":
             return run(arguments.command, arguments.nodes, arguments.share, arguments.silent, arguments.timeout)
+        if arguments.action == "missing":
+            sys.stdout.write(" ".join(missing_packages()) + "\n")
+            return 0
         prepare(CACHE)
         compile_kernels()
         say(f"ready in {CACHE}")

@@ -13,23 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from omnireduce.errors import ConfigError
+from omnireduce.launchers import LAUNCHERS
 
 PREFIX = "HOROVOD_"
 LEVELS = {"trace": "debug", "fatal": "error"}  # all others have the same name here
-# The ranks that launchers tell by, beside 0: these do not repeat what rank 0 says.
-RANKS = (
-    *(
-        "OMNIRUN_RANK",
-        "OMPI_COMM_WORLD_RANK",
-        "PMI_RANK",
-        "RANK",
-        "SLURM_PROCID",
-        "HOROVOD_RANK",
-        "MV2_COMM_WORLD_RANK",
-    ),
-    *("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "LWS_WORKER_INDEX", "AWS_BATCH_JOB_NODE_INDEX"),
-    "SKYPILOT_NODE_RANK",
-)
 # What launchers tell ranks, what the scripts of users read, and what `omnireduce run` reads.
 _OF_LAUNCHERS = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"}
 _OF_LAUNCHERS |= {"START_TIMEOUT", "ELASTIC_TIMEOUT"}
@@ -138,7 +125,7 @@ def meaningless(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, 
 def tell_meaningless(environ: Mapping[str, str], keys: Collection[str]) -> None:
     """Warn once in a process, on rank 0, of the variables without effect."""
     global _said
-    if _said or any(environ.get(name, "0") not in ("0", "") for name in RANKS) or "OMNIRUN_TOLD" in environ:
+    if _said or any(environ.get(each.rank, "0") not in ("0", "") for each in LAUNCHERS) or "OMNIRUN_TOLD" in environ:
         return
     found = meaningless(environ, keys)
     if found:

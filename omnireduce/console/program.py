@@ -249,7 +249,7 @@ def density(
         json_path=json_path,
         methods=methods,
     )
-    sys.exit(0 if complete else 1)
+    sys.exit(0 if complete else 2)  # a file is wrong input
 
 
 @main.command(

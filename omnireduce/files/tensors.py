@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.errors import OmniReduceError
+from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.files.paths import user_path, without_waiting
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -43,7 +43,7 @@ _SAFETENSORS_DTYPES: dict[str, Any] = {
 }
 
 
-class FileError(OmniReduceError):
+class FileError(UsageError):
     """A file that cannot be read as its name promises; the message names the file and the reason."""
 
 

@@ -43,25 +43,19 @@ def warm_up_aggregator(progress: Progress = _silent) -> None:
     make_ready([list(_of_aggregator())], progress)
 
 
-def warm_up_worker(progress: Progress = _silent, *, in_memory: bool = True) -> None:
-    """Make the worker's kernels ready, those of the exchange inside a host only if ranks may exchange `in_memory`; call
-    `progress` about once a second while they are compiled."""
-    make_ready([list(_of_worker(in_memory))], progress)
-
-
 def warm_up_all(progress: Progress = _silent) -> None:
     """Make all kernels ready that workers and aggregators need."""
-    make_ready([list(_of_worker()), list(_of_aggregator())], progress)
+    make_ready([worker_kernels(), list(_of_aggregator())], progress)
 
 
-def is_worker_warm(*, in_memory: bool = True) -> bool:
-    """Whether `warm_up_worker` has nothing to compile, as far as is known."""
-    return are_kept(list(_of_worker(in_memory)))
+def worker_kernels(*, in_memory: bool = True) -> list[Kernel]:
+    """What a worker calls; the kernels of the exchange inside a host only if ranks may exchange `in_memory`."""
+    return list(_of_worker(in_memory))
 
 
-def make_ready(lists: Sequence[Sequence[Kernel]], progress: Progress) -> None:
-    """Call each kernel of `lists`. A thread calls `progress` meanwhile, if one is compiled, here or by another process:
-    to load them is no news, however busy the machine is. Raises what `progress` raises."""
+def make_ready(lists: Sequence[Sequence[Kernel]], progress: Progress = _silent) -> None:
+    """Call each kernel of `lists`. A thread calls `progress` about once a second, if one is compiled, here or by
+    another process: to load them is no news, however busy the machine is. Raises what `progress` raises."""
     ready, total, are_cold = 0, sum(map(len, lists)), not all(map(are_kept, lists))
     with watching_the_compiler() as has_compiled:
 

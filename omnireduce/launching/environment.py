@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping
 
 from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.launchers import variables_of_launchers
 from omnireduce.launching.hosts import Slot
-from omnireduce.runtime.member.launchers import variables_of_launchers
 
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
 _OF_HOST = {  # what says where this login is; another host has its own

@@ -79,7 +79,7 @@ def test_all_reduce_of_torch_against_gloo() -> None:
 
 def test_an_all_reduce_that_is_none_is_refused() -> None:
     done = CliRunner().invoke(main, ["all-reduce", "--only", "5 KiB"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no case's name contains '5 KiB'; there are 100 MiB, density 1" in done.output
 
 

@@ -119,7 +119,7 @@ def test_what_an_older_checkout_cannot_measure_is_left_out(monkeypatch: pytest.M
 
 def test_who_compares_with_no_checkout_hears_what_is_expected(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["compare", str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert f"{tmp_path}: expected a checkout of omnireduce; run `make .venv/.ready` in it first" in done.output
 
 
@@ -247,5 +247,5 @@ def test_rows_that_cannot_be_read_are_an_error(tmp_path: Path, text: str | None)
     if text is not None:
         (tmp_path / "testbed.json").write_text(text)
     done = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "`shaped` writes it" in done.output

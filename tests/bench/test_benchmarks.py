@@ -191,10 +191,10 @@ def test_two_commands_share_one_summary(tmp_path: Path) -> None:
 def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text('[{"entrant": "omnireduce"}]')
     done = command("run", "--results", tmp_path)
-    assert (done.exit_code, "of another version: remove rows.json and summary.json" in done.output) == (1, True)
+    assert (done.exit_code, "of another version: remove rows.json and summary.json" in done.output) == (2, True)
     (tmp_path / "rows.json").write_text("[{")
     done = command("run", "--results", tmp_path)
-    assert (done.exit_code, "rows.json: not what a run wrote" in done.output) == (1, True)
+    assert (done.exit_code, "rows.json: not what a run wrote" in done.output) == (2, True)
 
 
 RESUMED = ("run", "--quick", "--only", ONE.name, "--resume", "--results")
@@ -227,7 +227,7 @@ def test_a_run_with_other_options_leaves_the_results_alone(tmp_path: Path, optio
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     word = "shaped" if options[0] == "--set" else "run"
     done = command(word, *options, "--results", tmp_path)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert f"results of the defaults, and this is a run of {options[0]} {options[1]}: choose another" in done.output
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -237,7 +237,7 @@ def test_the_other_way_round_as_well(tmp_path: Path) -> None:
     other.add(outcome(complete(ONE, ours=1.0)))
     assert Results(tmp_path, options="--rounds 3").rows == other.rows
     done = command(*RESUMED, tmp_path)
-    assert (done.exit_code, "results of --rounds 3, and this is a run of the defaults" in done.output) == (1, True)
+    assert (done.exit_code, "results of --rounds 3, and this is a run of the defaults" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_on_shared_hosts_dense_tensors_are_compared_with_gloo_the_best_and_the_b
 
 def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
     done = command("plot", "--results", tmp_path)
-    assert (done.exit_code, f"no rows to draw in {tmp_path}" in done.output) == (1, True)
+    assert (done.exit_code, f"no rows to draw in {tmp_path}" in done.output) == (2, True)
     found = Results(tmp_path)
     for transport in ("shm", "tcp"):
         for ranks in (2, 4):

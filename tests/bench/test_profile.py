@@ -34,5 +34,5 @@ def test_a_table_and_a_timeline(tmp_path: Path, transport: str) -> None:
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = CliRunner().invoke(main, ["profile", "--results", str(tmp_path / "file")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.output == f"Error: {tmp_path / 'file'}: cannot be made a folder: File exists\n"

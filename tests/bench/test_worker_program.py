@@ -182,8 +182,8 @@ def run(*arguments: str) -> Result:
             "2 workers cannot have disjoint blocks at density 1",
         ),
         (["bench", "--input", "x.npy"], 2, "got 'x.npy', expected the file of every rank, such as gradients/"),
-        (["bench", "--input", "none-{rank}.npy"], 1, "none-0.npy: No such file or directory"),
-        (["bench", "--input", "{rank}.txt"], 1, "0.txt: expected a file name that ends in .npy, .npz, .safetensors"),
+        (["bench", "--input", "none-{rank}.npy"], 2, "none-0.npy: No such file or directory"),
+        (["bench", "--input", "{rank}.txt"], 2, "0.txt: expected a file name that ends in .npy, .npz, .safetensors"),
         (["bench", "--set", "bench.elemnts=1"], 2, "--set: bench.elemnts: unknown key"),
         (["train", "--config", "none.toml"], 2, "none.toml: no such file"),
         (["train", "--set", "train.max_files=9"], 2, "--set: train.max_files: got 9, "),
@@ -299,7 +299,7 @@ def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> 
     np.savez(mixed, names=np.array(["a", "b"]), ones=np.ones(10))
     good = gradient(tmp_path)
     result = run("density", str(broken), str(missing), str(mixed), str(good), "--json", str(tmp_path / "out.json"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.splitlines() == [
         f"Error: {broken}: is 20 bytes long, which its header does not fit into",
         f"Error: {missing}: No such file or directory",
@@ -316,7 +316,7 @@ def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> 
 def test_density_of_a_file_without_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "none.npz")
     result = run("density", str(tmp_path / "none.npz"))
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"Error: {tmp_path / 'none.npz'}: holds no arrays\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually
 
 from omnireduce.config import Config
 from omnireduce.errors import RefusedError, TransportError
+from omnireduce.kernels.claims import Kernel
 from omnireduce.runtime.member import compiling
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -22,9 +23,10 @@ class Compiler:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_done, self._this = threading.Event(), threading.local()
-        self._warm_up = compiling.warm_up_worker
-        monkeypatch.setattr(compiling, "is_worker_warm", lambda in_memory: not self.is_needed)
-        monkeypatch.setattr(compiling, "warm_up_worker", self.warm_up)
+        self._make_ready, self._list, self.lists = compiling.make_ready, compiling.worker_kernels, 0
+        monkeypatch.setattr(compiling, "worker_kernels", self.list_once)
+        monkeypatch.setattr(compiling, "are_kept", lambda kernels: not self.is_needed)
+        monkeypatch.setattr(compiling, "make_ready", self.make_ready)
 
     @property
     def is_needed(self) -> bool:
@@ -33,10 +35,14 @@ class Compiler:
     def begin(self) -> None:
         self._this.is_cold = True
 
-    def warm_up(self, progress: compiling.Progress, *, in_memory: bool) -> None:
+    def list_once(self, *, in_memory: bool) -> list[Kernel]:
+        self.lists += 1
+        return self._list(in_memory=in_memory)
+
+    def make_ready(self, lists: Sequence[Sequence[Kernel]], progress: compiling.Progress) -> None:
         while self.is_needed and not self.is_done.wait(0.01):
             progress(1, 2)
-        self._warm_up(progress, in_memory=in_memory)
+        self._make_ready(lists, progress)
 
 
 @pytest.fixture
@@ -83,6 +89,7 @@ def test_nobody_is_refused_while_kernels_compile(
     finally:
         compiler.is_done.set()
     assert ranks.results(READY_S) == [2.0, 2.0]
+    assert compiler.lists == 2  # one for each rank, cold or not
 
 
 def test_ranks_of_an_aggregator_of_their_own_wait_for_one_that_compiles(

@@ -33,7 +33,9 @@ from users import set_user
 
 from omnireduce import AbortedError, ClosedError, Communicator, ConfigError, RefusedError, TransportError, connect
 from omnireduce.config import Config
+from omnireduce.runtime.member.embedded import identify
 from omnireduce.runtime.member.invitations import place_of
+from omnireduce.runtime.member.launcher import Launch
 
 NOBODY = 65534
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")
@@ -302,12 +304,7 @@ def test_nobody_listens_once_all_have_met() -> None:
     ("overrides", "size", "local_size", "message"),
     [
         ((), 4, 2, r"only 2 of the 4 workers are on this host: start `omnireduce aggregator .*HOST:7400"),
-        (
-            (),
-            2,
-            None,
-            r"nothing tells this launch of 2 workers from another one on this host: set another",
-        ),
+        ((), 2, None, r"nothing tells this launch of 2 workers from another one: set another"),
         (("elastic.enabled=true", "cluster.job=x"), 2, 2, r"elastic\.enabled wants one that outlives rank 0"),
     ],
 )
@@ -319,13 +316,18 @@ def test_where_rank_0_cannot_start_one(
             Communicator(plain(*overrides), rank=rank, size=size, local_size=local_size)
 
 
+def test_who_says_that_no_other_launch_can_be_there_is_believed() -> None:
+    """As beside a daemon."""
+    assert identify(plain('cluster.launch=""'), Launch(0, 2, None, None, "arguments", 2), is_named=False) == ""
+
+
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (3, 4)])
 def test_a_launcher_around_several_launches(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches in a shell that mpirun has started, or of ranks that a program counts itself."""
     for name, value in {"RANK": str(rank), "SIZE": str(size)}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-host-42@1")
-    with pytest.raises(ConfigError, match="nothing tells this launch of 2 workers from another one on this host"):
+    with pytest.raises(ConfigError, match="nothing tells this launch of 2 workers from another one: set another"):
         connect(plain("cluster.join_timeout_s=0.1"), rank=1, size=2)
 
 

@@ -69,7 +69,7 @@ def test_wrong_input_is_named(arguments: list[str], message: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named() -> None:
     result = run("/nowhere.npy")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "/nowhere.npy: No such file" in result.output
 
 

@@ -13,12 +13,15 @@ import click
 sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "cluster")]
 
 
-@click.group(name="python -m tests.faults", invoke_without_command=True)
+@click.group(
+    name="python -m tests.faults",
+    invoke_without_command=True,
+    help="Kill and pause real processes; exit status 1 when anything goes wrong.",
+)
 @click.option("--rounds", default=200, show_default=True, help="How many; each has the next seed.")
 @click.option("--seed", type=int, help="Of the first round. [default: drawn and printed]")
 @click.pass_context
 def main(context: click.Context, rounds: int, seed: int | None) -> None:
-    """Kill, stop and pause real workers and shards at random moments; exit status 1 when anything goes wrong."""
     os.environ.pop("OMNIREDUCE_SECURITY_SECRET", None)
     if context.invoked_subcommand is not None:
         return
@@ -31,10 +34,9 @@ def main(context: click.Context, rounds: int, seed: int | None) -> None:
     sys.exit(1 if campaign.failed else 0)
 
 
-@main.command()
+@main.command(help="Run many jobs on one daemon; exit status 1 unless descriptors and memory stay flat.")
 @click.option("--jobs", default=3000, show_default=True, help="How many, on one daemon.")
 def soak(jobs: int) -> None:
-    """Run jobs in parallel and in sequence on one daemon; exit status 1 unless descriptors and memory stay flat."""
     from .soak import soak as run
 
     sys.exit(0 if run(jobs, click.echo) else 1)

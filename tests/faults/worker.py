@@ -19,14 +19,14 @@ from transports import check_carried
 
 from omnireduce import Communicator, OmniReduceError
 from omnireduce.dtypes import Array
-from omnireduce.kernels.warm import warm_up_worker
+from omnireduce.kernels.warm import make_ready, worker_kernels
 
 BLOCK = 256
 ROW = 64
 CLONE_NEWNET = 0x40000000
 ARE_YOU_THERE, FINISH = "are you there", "finish"  # what a worker may be told during a job
 
-warm_up_worker()
+make_ready([worker_kernels()])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ import click
 sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "cluster")]
 
 
-@click.command(name="python -m tests.fuzz")
+@click.command(
+    name="python -m tests.fuzz",
+    help="Play hostile input to TARGET..., or to all of them; exit status 1 when one fails.",
+)
 @click.argument("targets", nargs=-1)
 @click.option(
     "--examples", default=1000, show_default=True, help="Inputs per target; a twentieth where it is a process."
@@ -23,7 +26,6 @@ sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "clust
 @click.option("--seed", type=int, help="What the inputs follow from. [default: drawn and printed]")
 @click.option("--write-seeds", is_flag=True, help="Write the seeds of the corpus anew instead.")
 def main(targets: tuple[str, ...], examples: int, seed: int | None, write_seeds: bool) -> None:
-    """Play hostile input to TARGET..., or to all of them; exit status 1 when one fails."""
     from . import explore, seeds
 
     os.environ.pop("OMNIREDUCE_SECURITY_SECRET", None)

@@ -22,7 +22,7 @@ from omnireduce.dtypes import ELEMENT_TYPES, Array, ElementType
 from omnireduce.kernels import jit
 from omnireduce.kernels.checksum import checksum
 from omnireduce.kernels.codecs.table import BUILT_IN, codec_named
-from omnireduce.kernels.warm import warm_up_aggregator, warm_up_worker
+from omnireduce.kernels.warm import make_ready, warm_up_aggregator, worker_kernels
 from omnireduce.protocol.operands import as_writable
 from omnireduce.runtime.member.arguments import combine_duplicates
 from tests.simulator import draw
@@ -123,7 +123,7 @@ def run_program(comm: Communicator) -> None:
 
 
 def main(addresses: list[str]) -> None:
-    warm_up_worker()
+    make_ready([worker_kernels()])
     for codec in BUILT_IN:  # as the first call with it does, before it begins
         codec_named(codec)
     asked = needed()

@@ -113,7 +113,10 @@ def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
     yield from (f"{len(failed):5} failed", *failed)
 
 
-@click.command(name="python -m tests.pytorch.torch_suite")
+@click.command(
+    name="python -m tests.pytorch.torch_suite",
+    help="Run torch's own tests against a backend; exit status 1 if one fails.",
+)
 @click.option("--backend", default="omnireduce", show_default=True, help="What runs them.")
 @click.option("--like", default="gloo", show_default=True, help="Whose tests; mpi has others.")
 @click.option("-k", "pattern", default="", help="Only tests whose names this regular expression matches.")
@@ -121,7 +124,6 @@ def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
 @click.option("--timeout", default=60, show_default=True, help="Seconds that a test may take.")
 @click.option("-v", "verbose", is_flag=True, help="Show all that a test that failed has said.")
 def main(backend: str, like: str, pattern: str, world_size: int, timeout: int, verbose: bool) -> None:
-    """Run torch's own tests against a backend; exit status 1 if one fails."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

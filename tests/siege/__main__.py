@@ -14,7 +14,9 @@ from rich.console import Console
 sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "cluster")]
 
 
-@click.command(name="python -m tests.siege")
+@click.command(
+    name="python -m tests.siege", help="Attack a daemon beside an honest job; exit status 1 when it does not hold."
+)
 @click.option("--seconds", default=600.0, show_default=True, help="Of attack in all: each kind has its share.")
 @click.option("--secret", is_flag=True, help="The daemon has a secret; attackers know it or not.")
 @click.option("--tls", is_flag=True, help="The daemon has a certificate.")
@@ -22,7 +24,6 @@ sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "clust
 @click.option("--pairs", default=3, show_default=True, help="How often the honest job is alone, then attacked.")
 @click.option("--seed", type=int, help="Of what attackers draw. [default: drawn and printed]")
 def main(seconds: float, secret: bool, tls: bool, kinds: str | None, pairs: int, seed: int | None) -> None:
-    """Let a hostile peer attack a daemon beside an honest job, and judge what becomes of it."""
     os.environ.pop("OMNIREDUCE_SECURITY_SECRET", None)
     from .campaign import campaign
     from .field import Options

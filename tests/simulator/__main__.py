@@ -25,7 +25,9 @@ def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str,
     return found
 
 
-@click.command(name="python -m tests.simulator")
+@click.command(
+    name="python -m tests.simulator", help="Run clusters in virtual time; exit status 1 when one goes wrong."
+)
 @click.option(
     "--seeds",
     default=["0:500"],
@@ -52,7 +54,6 @@ def main(
     seeds: list[range], hosts: int, relays: int, programs: int, refusals: int, new: int, jobs: int, replay: int | None,
     fault: str, event: int, failures: int, verbose: bool, mutation: str, mutations: bool,
 ) -> None:  # fmt: skip
-    """Run simulated clusters in virtual time; exit status 1 when one goes wrong."""
     if mutations:
         sys.exit(0 if mutate.hunt_all(jobs, click.echo) else 1)
     if mutation:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from omnireduce.kernels.warm import warm_up_aggregator, warm_up_worker
+from omnireduce.kernels.warm import warm_up_all
 
 from .cluster import Cluster
 from .draw import draw_plan, fault_at
@@ -117,8 +117,7 @@ def run_task(task: Task, before_run: Callable[[], None] = lambda: None) -> Outco
 
 def run_all(tasks: Iterable[Task], processes: int) -> Iterator[Outcome]:
     """Run tasks in `processes` processes, in this one if that is 1; yield the outcomes in the order of the tasks."""
-    warm_up_worker()  # compiling keeps references to slots for a while
-    warm_up_aggregator()
+    warm_up_all()  # compiling keeps references to slots for a while
     if processes == 1:
         yield from map(run_task, tasks)
         return

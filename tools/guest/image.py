@@ -23,15 +23,11 @@ KERNEL_PACKAGES = {"debian": "linux-image-amd64", "ubuntu": "linux-image-generic
 MODULES = ("virtio_pci", "virtio_net", "virtio_console", "9p", "9pnet_virtio", "overlay", "veth")
 RDMA_MODULES = ("ib_uverbs", "rdma_rxe", "rdma_ucm")
 OPTIONAL_MODULES = ("virtio_rng", "crc32_generic", "crc32_pclmul")  # rxe asks for crc32, and no modprobe is there
-TOOLS = {
+TOOLS = {  # beside what nodes have, and the packages that bring them
     "qemu-system-x86_64": "qemu-system-x86",
     "busybox": "busybox-static",
     "cpio": "cpio",
-    "depmod": "kmod",
     "hostname": "hostname",
-    "rdma": "iproute2",
-    "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server",
     "sysctl": "procps",
     "zstd": "zstd",
 }
@@ -63,16 +59,20 @@ def distribution() -> str:
     raise CannotRunError(f"expected Debian 12, 13 or Ubuntu 24.04 on x86_64, found {here}: use a container with one")
 
 
-def check_tools() -> None:
-    """Raise CannotRunError with all packages that this machine or a guest would miss. A guest cannot install any."""
+def missing_packages() -> list[str]:
+    """All packages that this machine or a guest would miss. A guest cannot install any."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     missing = [package for tool, package in TOOLS.items() if not shutil.which(tool, path=path)]
     busybox = shutil.which("busybox")
     if busybox and b"/ld-linux" in Path(busybox).read_bytes()[:4096]:  # the initramfs has no libraries
         missing.append("busybox-static")
-    missing += output_of(OF_NODES, "--missing").decode().split()
-    if missing:
-        names, sudo = " ".join(sorted(set(missing))), "" if os.geteuid() == 0 else "sudo "
+    return sorted({*missing, *output_of(OF_NODES, "--missing").decode().split()})
+
+
+def check_tools() -> None:
+    """Raise CannotRunError where packages are missing."""
+    names, sudo = " ".join(missing_packages()), "" if os.geteuid() == 0 else "sudo "
+    if names:
         raise CannotRunError(f"missing: {names}. Install with: {sudo}apt-get install -y {names}")
 
 

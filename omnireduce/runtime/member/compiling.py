@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError
-from omnireduce.kernels.warm import COMPILING, Progress, is_worker_warm, take_trouble, warm_up_worker
+from omnireduce.kernels.claims import are_kept
+from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.progress import Seldom
 from omnireduce.runtime.asking.observe import reach
@@ -48,9 +49,9 @@ def make_kernels_ready(
     """Compile, or load, what this rank needs, and `meet` the other ranks of its host. Where there is something to
     compile, both go on at the same time, and then `tell` tells the aggregators, until the event is set. Raises what
     `meet` raises."""
-    in_memory = config.transport.host_exchange != "off"
-    if is_worker_warm(in_memory=in_memory):
-        warm_up_worker(progress, in_memory=in_memory)
+    kernels = worker_kernels(in_memory=config.transport.host_exchange != "off")
+    if are_kept(kernels):
+        make_ready([kernels], progress)
         meet()
         return
     over, has_met = threading.Event(), Future[None]()
@@ -72,7 +73,7 @@ def make_kernels_ready(
 
     threading.Thread(target=meet_and_tell, name="omnireduce-meet", daemon=True).start()
     try:
-        warm_up_worker(progress_or_end, in_memory=in_memory)
+        make_ready([kernels], progress_or_end)
     finally:
         over.set()
     has_met.result()

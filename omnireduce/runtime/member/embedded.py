@@ -39,7 +39,7 @@ from omnireduce.runtime.embedding import (
     encode,
 )
 from omnireduce.runtime.member.invitations import HOW, LISTED, Deadline, Invitations, be_invited, place_of
-from omnireduce.runtime.member.launcher import Launch, identity_of
+from omnireduce.runtime.member.launcher import Launch, check_told_apart, identity_of
 from omnireduce.runtime.reserve import shortage
 from omnireduce.secret import Secret
 from omnireduce.transport.shm import holder_of
@@ -61,19 +61,14 @@ def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
     Raises ConfigError where rank 0 cannot start an aggregator for all: workers on several hosts, an elastic job, or
     workers of which nothing tells that they belong together.
     """
-    identity = identity_of(config, launch.rank, launch.size)
     nothing = "no aggregator is configured (cluster.aggregators)"
     if launch.local_size is not None and launch.local_size < launch.size:
         here = f"only {launch.local_size} of the {launch.size} workers are on this host"
         raise ConfigError(f"{nothing}, and {here}: {HOW}; docs/operations.md")
     if config.elastic.enabled:
         raise ConfigError(f"{nothing}, and elastic.enabled wants one that outlives rank 0: {HOW}")
-    if launch.size > 1 and not identity and not is_named:
-        raise ConfigError(
-            f"{nothing}, and nothing tells this launch of {launch.size} workers from another one on this host: set "
-            f"another cluster.job for each launch (OMNIREDUCE_CLUSTER_JOB=NAME), or {HOW}"
-        )
-    return identity
+    check_told_apart(config, launch.rank, launch.size, is_named=is_named)
+    return identity_of(config, launch.rank, launch.size)
 
 
 class Embedded:

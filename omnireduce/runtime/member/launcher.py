@@ -22,8 +22,7 @@ from typing import NamedTuple
 from omnireduce.addresses import is_loopback, is_wildcard
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.logs import tagged
-from omnireduce.runtime.member.launchers import (
+from omnireduce.launchers import (
     BEHIND_ID,
     HINTS,
     LAUNCHERS,
@@ -33,6 +32,7 @@ from omnireduce.runtime.member.launchers import (
     TORCHRUN,
     Variables,
 )
+from omnireduce.logs import tagged
 from omnireduce.runtime.member.numbers import whole
 
 LONGEST = 128  # characters of a job's name and of a launch's id
@@ -166,7 +166,7 @@ def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) ->
     which nobody has named, and nothing tells them apart. cluster.launch = "" says that this cannot be."""
     if size > 1 and not is_named and config.cluster.launch == "auto" and not identity_of(config, rank, size):
         raise ConfigError(
-            f"nothing tells this launch of {size} workers from another one on the same aggregators: set another "
+            f"nothing tells this launch of {size} workers from another one: set another "
             "cluster.job for each launch (OMNIREDUCE_CLUSTER_JOB=NAME), the same for all its workers, or start them by "
             "omnireduce run, mpirun, srun or torchrun"
         )
