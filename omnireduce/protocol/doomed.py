@@ -31,8 +31,9 @@ class _Doom:
     reason: str
     until: float
     told: set[int]  # the ranks that know; of a group, by their numbers in its job
-    world_size: int  # the largest that they gave: when so many know, all do
     by_itself: bool  # a rank refuses
+    world_size: int = 0  # when so many ranks know, all do: the largest that those gave who have come,
+    guessed_size: int = 0  # or, until one has, who has refused, who may have it wrong
 
 
 class Doomed:
@@ -71,15 +72,19 @@ class Doomed:
     def _remember(self, hello: Hello, gathering: Gathering | None, reason: str, now: float, *, by_itself: bool) -> None:
         for old in [each for each in self._dooms if now >= each.until]:
             self._dooms.remove(old)
-        doom = _Doom(Place.of(hello), reason, now + self._limit_s, set(), 1, by_itself)
+        doom = _Doom(Place.of(hello), reason, now + self._limit_s, set(), by_itself)
         self._dooms.append(doom)
         here = () if gathering is None else gathering.attendees.values()
         self._tell(doom, [hello, *(each.hello for each in here)])
 
     def _tell(self, doom: _Doom, hellos: list[Hello]) -> None:
-        doom.told.update(map(_number, hellos))
-        doom.world_size = max(doom.world_size, *(each.world_size for each in hellos))
-        if len(doom.told) >= doom.world_size:
+        for each in hellos:
+            doom.told.add(_number(each))
+            if each.refuses:
+                doom.guessed_size = max(doom.guessed_size, each.world_size)
+            else:
+                doom.world_size = max(doom.world_size, each.world_size)
+        if len(doom.told) >= (doom.world_size or doom.guessed_size):
             self._dooms.remove(doom)
 
 

@@ -87,7 +87,7 @@ class Membership:
             standing = self._standing(hello, meeting)
             here = self._gathering.get(meeting)
             going = in_the_way(here, hello) if here is not None and standing is Standing.SURVIVOR else {}
-            wrong, temporary = self._doomed.why(hello, now), False
+            wrong = "" if hello.compiling else self._doomed.why(hello, now)  # who compiles hears it when it comes
         if not wrong:
             wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._gathering)
         if not wrong and hello.compiling:

@@ -55,6 +55,18 @@ def test_who_comes_later_is_told_at_once() -> None:
     assert membership.deadline is None
 
 
+def test_a_rank_that_compiles_hears_it_when_it_comes() -> None:
+    """It says many times that it compiles, and does not read what is wrong with it. That is no other start."""
+    membership = gathered(0)
+    join(membership, 1, world_size=4, launch=LAUNCH, slots=5)
+    for attempt in range(3):
+        compiles = hello(2, 4, launch=LAUNCH, compiling=True)
+        assert refusals(list(membership.hello(("compiles", attempt), compiles, 0.0))) == {}
+        membership.gone(("compiles", attempt), 1.0)
+    for rank in (2, 3):
+        assert refusal(join(membership, rank, world_size=4, launch=LAUNCH, now=2.0)).startswith(WHY)
+
+
 def test_a_launch_that_starts_again_is_not_held_to_it() -> None:
     membership = gathered(0)
     join(membership, 1, world_size=4, launch=LAUNCH, slots=5)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
-from typing import Any
+from itertools import count, takewhile
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -114,29 +114,39 @@ def test_a_rank_that_refuses_has_a_size_and_a_reason_that_can_be() -> None:
     assert "exist" in malformed(hello(3, 2, **(fields | {"refuses": ""})))
 
 
-class Attempts:
-    """Ranks that make their attempts to form a group one after another: `refusing` says for each attempt which ranks
-    refuse it. `heard`: by attempt and rank what became of it."""
+class Attempt(NamedTuple):
+    """Which ranks of the job the group has, and which of them refuse."""
 
-    def __init__(self, refusing: list[set[int]], *, knows_size: bool) -> None:
-        self.membership, self._refusing, self._size = running(), refusing, 3 if knows_size else RANKS
-        self._at, self._keys = dict.fromkeys(range(3), 0), count()
-        self._waiting = dict[Any, int]()
+    ranks: list[int]
+    refusing: set[int]
+
+
+class Attempts:
+    """Ranks that make their attempts to form a group one after another. Other ranks than the last time come when all
+    know what became of that. `heard`: by attempt and rank what became of it."""
+
+    def __init__(self, attempts: list[Attempt], *, knows_size: bool) -> None:
+        self.membership, self._attempts, self._knows_size = running(), attempts, knows_size
+        self._keys, self._waiting = count(), dict[Any, int]()
+        self._left = {rank: [at for at, each in enumerate(attempts) if rank in each.ranks] for rank in range(RANKS)}
         self.heard = dict[tuple[int, int], str]()
 
     @property
     def ready(self) -> list[int]:
         """The ranks that can begin their next attempt."""
-        waiting = self._waiting.values()
-        return [rank for rank, at in self._at.items() if at < len(self._refusing) and rank not in waiting]
+        waiting, next_of = self._waiting.values(), {rank: left[0] for rank, left in self._left.items() if left}
+        oldest = min(next_of.values(), default=0)
+        same = list(takewhile(lambda each: each.ranks == self._attempts[oldest].ranks, self._attempts[oldest:]))
+        return [rank for rank, at in next_of.items() if at < oldest + len(same) and rank not in waiting]
 
     def begin(self, rank: int) -> None:
-        key, refuses = next(self._keys), rank in self._refusing[self._at[rank]]
+        key, at = next(self._keys), self._left[rank][0]
+        ranks, refusing = self._attempts[at]
         fields = {"job": GROUP, "pid": 100 + rank, "parent_rank": rank}
-        if refuses:
-            said = hello(rank, self._size, refuses=f"attempt {self._at[rank]}", **fields)
+        if rank in refusing:
+            said = hello(rank, len(ranks) if self._knows_size else RANKS, refuses=f"attempt {at}", **fields)
         else:
-            said = hello(2 - rank, 3, **fields)
+            said = hello(ranks.index(rank), len(ranks), **fields)
         self._waiting[key] = rank
         for effect in self.membership.hello(key, said, 0.0):
             self._deal(effect)
@@ -152,25 +162,32 @@ class Attempts:
 
     def _end(self, key: Any, outcome: str) -> None:
         rank = self._waiting.pop(key)
-        self.heard[self._at[rank], rank] = outcome
-        self._at[rank] += 1
+        self.heard[self._left[rank].pop(0), rank] = outcome
 
     def expected(self) -> Iterator[tuple[tuple[int, int], str]]:
         """What must become of each attempt, by its end."""
-        for at, refusing in enumerate(self._refusing):
-            for rank in range(3):
+        for at, (ranks, refusing) in enumerate(self._attempts):
+            for rank in ranks:
                 yield (at, rank), f"attempt {at}" if refusing else "admitted"
 
 
-@given(
-    refusing=st.lists(st.sets(st.integers(0, 2)), min_size=1, max_size=6),
-    order=st.lists(st.integers(0, 2), max_size=40),
-    knows_size=st.booleans(),
-)
+@st.composite
+def attempts_of(draw: st.DrawFn, *, all_may_refuse: bool) -> list[Attempt]:
+    """The same ranks several times in a row, then others. Where all refuse and none knows how many they are, the shard
+    cannot know when all know."""
+    found = list[Attempt]()
+    for _ in range(draw(st.integers(1, 3))):
+        ranks = draw(st.permutations(range(RANKS)))[: draw(st.integers(2, RANKS))]
+        refusing = st.sets(st.sampled_from(ranks), max_size=len(ranks) - (not all_may_refuse))
+        found += [Attempt(ranks, each) for each in draw(st.lists(refusing, min_size=1, max_size=3))]
+    return found
+
+
+@given(data=st.data(), order=st.lists(st.integers(0, RANKS - 1), max_size=40), knows_size=st.booleans())
 def test_whoever_comes_first_each_attempt_ends_alike_on_all_its_ranks(
-    refusing: list[set[int]], order: list[int], *, knows_size: bool
+    data: st.DataObject, order: list[int], *, knows_size: bool
 ) -> None:
-    attempts = Attempts(refusing, knows_size=knows_size)
+    attempts = Attempts(data.draw(attempts_of(all_may_refuse=knows_size)), knows_size=knows_size)
     for choice in order:
         if attempts.ready:
             attempts.begin(attempts.ready[choice % len(attempts.ready)])
@@ -178,5 +195,4 @@ def test_whoever_comes_first_each_attempt_ends_alike_on_all_its_ranks(
         attempts.begin(attempts.ready[0])
     for key, outcome in attempts.expected():
         assert attempts.heard[key].endswith(outcome)
-    if knows_size:
-        assert not attempts.membership._doomed._dooms
+    assert not attempts.membership._doomed._dooms

@@ -185,7 +185,9 @@ class Communicator(FusedCollectives):
 
         The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
         so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
-        has it. It ends with this one, and with `reform`. It knows nothing of `protocol.urgent_bytes` and `elastic`.
+        has it, nor do other ranks use it at the same time. Give other ranks another name: some may be late, or may not
+        have heard of an attempt that was refused. It ends with this one, and with `reform`. It knows nothing of
+        `protocol.urgent_bytes` and `elastic`.
         `state_bytes` is its `protocol.state_bytes`.
 
         Raises UsageError for ranks or a name that cannot be, or without this rank, and on all ranks that meet where
