@@ -9,6 +9,7 @@ import sys
 import click
 import pytest
 from click.testing import CliRunner, Result
+from local_cluster import WAIT_S
 
 from omnireduce.cli import Command, Group, config_options, reporting_errors
 from omnireduce.config import load_config
@@ -91,6 +92,24 @@ def test_a_command_alone_and_a_plain_block_report_too() -> None:
     with pytest.raises(SystemExit) as caught, reporting_errors():
         raise UsageError("wrong")
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("module", ["omnireduce", "omnireduce.aggregator", "omnireduce.worker"])
+def test_ctrl_c_shows_no_traceback_while_a_program_is_imported(module: str) -> None:
+    source = (
+        "import os, runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'click': os.write(1, b'imports\\n'), signal.pause()\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"runpy.run_module({module!r}, run_name='__main__')"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"imports\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == (-signal.SIGINT, b"")
 
 
 def test_ctrl_c_on_a_real_process() -> None:

@@ -72,6 +72,7 @@ BASE = {
     "progress",
     "rounding",
     "secret",
+    "starting",
     "status",
     "teams",
     "torch_backend",

@@ -2,7 +2,10 @@
 worker's.
 """
 
-from omnireduce.worker.cli import main
+from omnireduce.starting import slow_imports
+
+with slow_imports():
+    from omnireduce.worker.cli import main
 
 if __name__ == "__main__":
     main()

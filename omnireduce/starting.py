@@ -1,0 +1,21 @@
+"""How a program begins."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def slow_imports() -> Iterator[None]:
+    """Ctrl-C ends the process without a traceback while the imports inside go on. Later it is the program's to answer,
+    as it was before."""
+    told = signal.getsignal(signal.SIGINT)
+    is_pythons = told is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_pythons:  # not where a shell has it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    if is_pythons:
+        signal.signal(signal.SIGINT, told)
