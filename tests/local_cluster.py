@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import selectors
 import shutil
@@ -32,6 +33,9 @@ from omnireduce.runtime.member.communicator import Communicator
 ROOT = Path(__file__).resolve().parent.parent
 SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor
 WAIT_S = 30.0 * (1 + SLOWNESS)  # longer than anything here takes on a busy machine
+BUSY = re.compile(
+    r"event=(waiting|waiting_for_ranks|compiling) |\bwaiting for .* since \d|compiling kernels|^bench: case "
+)
 READY_S = 2 * WAIT_S  # the first start on a machine compiles the kernels
 WHOLE_BYTES = 0  # `protocol.whole_bytes` in tests
 CLOSED = "closed"
@@ -327,6 +331,11 @@ def run_job(
 ) -> list[_T]:
     """`start_job`, and what each rank returned."""
     return start_job(config, size, function, job).results()
+
+
+def complaints(stderr: str) -> list[str]:
+    """The lines of what ranks said, without those that every program may say on a busy machine."""
+    return [line for line in stderr.splitlines() if not BUSY.search(line)]
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
