@@ -110,7 +110,6 @@ def test_it_is_said_while_one_kernel_compiles_for_long(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
-@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
 def test_ctrl_c_is_not_lost_in_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python handles it when LLVM, which has compiled a kernel, calls back with it."""
 
@@ -124,6 +123,7 @@ def test_ctrl_c_is_not_lost_in_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
         warm.make_ready([[partial(kernel(work), 1)]], lambda *_: None)
 
 
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
 def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """By the first rank of a host."""
     files = KernelFiles("tag", [])
