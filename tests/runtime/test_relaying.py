@@ -155,6 +155,22 @@ def test_a_hello_goes_up_with_the_name_of_the_relay() -> None:
     assert said.memory not in ("", "0" * 32)  # ranks behind another relay say something else
 
 
+def test_who_refuses_a_group_goes_up_and_is_no_job_that_gathers() -> None:
+    """It opens no way around the limits, or into a relay that drains."""
+    bench = Bench(limits=dataclasses.replace(LIMITS, max_jobs=0))
+    bench.come(1, job="job+g.1", parent_rank=1, refuses="because")
+    assert (bench.relaying.gathers, bench.relaying.gathering(0.0)) == (0, [])
+    bench.come(2, job="job+g.1", parent_rank=2)
+    assert "aggregator.max_jobs" in bench.refusal(2).reason
+    uplink = bench.connect()
+    (said,) = heard(uplink)
+    assert isinstance(said, Hello)
+    assert said.refuses == "because"
+    bench.say(uplink, Refused("because"))
+    assert bench.refusal(1).reason.endswith("because")
+    assert bench.is_empty()
+
+
 def test_a_job_begins_when_all_behind_the_relay_are_welcome() -> None:
     bench, third, first = two()
     bench.say(third, Pending([0], 1), welcome(3))

@@ -84,7 +84,7 @@ class Relaying:
         self._key = secrets.token_bytes(TOKEN_BYTES)  # hosts may have the same name
         self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
         self._visitors: dict[Hashable, Visitor] = {}
-        self._gathering: dict[Meeting, dict[Hashable, Visitor]] = {}  # the same, by job
+        self._gathering: dict[Meeting, dict[Hashable, Visitor]] = {}  # those that want to join, by job
         self._welcome = Counter[tuple[Meeting, int]]()  # how many of a generation are
         self._running: dict[int, Hello] = {}
         self._held: dict[int, Hello] = {}  # by generation until its memory is released
@@ -107,7 +107,8 @@ class Relaying:
             yield Answer(key, Refused(wrong, temporary))
             return
         visitor = self._visitors[key] = Visitor(key, hello, self._upstream.addresses[hello.shard], now)
-        self._gathering.setdefault(visitor.meeting, {})[key] = visitor
+        if not hello.refuses:
+            self._gathering.setdefault(visitor.meeting, {})[key] = visitor
         self._call(visitor)
 
     def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
@@ -152,9 +153,10 @@ class Relaying:
     def _take_out(self, key: Hashable) -> Visitor:
         """This worker waits no more."""
         visitor = self._visitors.pop(key)
-        del self._gathering[visitor.meeting][key]
-        if not self._gathering[visitor.meeting]:
-            del self._gathering[visitor.meeting]
+        waiting = self._gathering.get(visitor.meeting, {})
+        waiting.pop(key, None)  # one that refuses a group does not wait
+        if not waiting:
+            self._gathering.pop(visitor.meeting, None)
         if visitor.welcome is not None:
             place = visitor.meeting, visitor.welcome.generation
             self._welcome[place] -= 1
