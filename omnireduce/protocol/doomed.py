@@ -4,9 +4,9 @@ Those of their ranks that wait are refused at once, and those that come later wh
 
 Where a rank was refused, a launch cannot start. Only who could have joined the job can do that to it: the hello is in
 order, of the same team, job and launch, and gives a rank that is missing. A job that is not elastic starts with all its
-ranks or not at all. Only a launch with an id can be doomed. Without one, the refused rank may be of another job of the
-same name, or started again by hand with other settings. A rank that knows and comes again is of another start of the
-launch: then the shard forgets.
+ranks or not at all. Only a launch with an id can be doomed, or a group, whose name says to which generation of which job
+it belongs. Otherwise the refused rank may be of another job of the same name, or started again by hand with other
+settings. A rank that knows and comes again is of another start of the launch: then the shard forgets.
 
 A rank of a job that runs may itself refuse to come to a group of ranks of this job. The ranks go on afterwards, and may
 form a group of the same name at their next attempt. So each rank hears once of each attempt that was refused, unless it
@@ -102,6 +102,7 @@ def dooms(gathering: Gathering, hello: Hello, wrong: str, over: str) -> bool:
     spec = gathering.spec
     is_missing = hello.rank < spec.world_size and hello.rank not in gathering.attendees
     is_elastic = spec.smallest or spec.formation  # a formation is part of an elastic job
-    if is_elastic or not hello.launch or not is_missing:
+    is_group = min(hello.parent_rank, spec.parent_rank) >= 0
+    if is_elastic or not (hello.launch or is_group) or not is_missing:
         return False
     return wrong in (other_version(hello.version), over, difference(spec, hello))

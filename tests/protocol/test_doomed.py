@@ -117,6 +117,17 @@ def test_without_a_launch_a_rank_may_come_again_with_other_settings() -> None:
     assert isinstance(join(membership, 1)[0], Admit)
 
 
+def test_a_group_needs_no_launch() -> None:
+    """Its name says to which generation of which job it belongs: nobody else's is called so."""
+    membership = Membership(LIMITS)
+    group = {"job": "job+pair.1", "world_size": 3}
+    join(membership, 1, 2, parent_rank=5, **group)
+    assert list(refusals(join(membership, 0, slots=5, **group))) == [("job+pair.1", 0)]  # no rank of a job
+    (_, *others) = refusals(join(membership, 0, slots=5, parent_rank=3, **group)).items()
+    assert [key for key, _ in others] == [("job+pair.1", 1), ("job+pair.1", 2)]
+    assert all("cannot start: rank 0 (host h, pid 100) was refused: " in each.reason for _, each in others)
+
+
 def test_a_duplicate_of_a_rank_that_still_leaves_ends_no_gathering() -> None:
     membership = gathered(0, 1, world_size=2)
     membership.departed(1, 0)

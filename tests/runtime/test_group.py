@@ -75,6 +75,18 @@ def test_ranks_that_name_other_ranks_are_told(daemon: Daemon) -> None:
     assert run_job(configured(daemon.addresses), 3, run) == [f"{differ} ranks"] * 2 + [""]
 
 
+def test_ranks_that_name_more_ranks_than_the_others_are_told_at_once(daemon: Daemon) -> None:
+    """Also where nothing but `cluster.job` tells the launch from others."""
+    config = configured(daemon.addresses, f"cluster.join_timeout_s={100 * WAIT_S}")
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(RefusedError) as refused:
+            comm.create_group([0, 1] if comm.rank == 0 else None, name="pair")
+        return str(refused.value)
+
+    assert all("world_size" in each for each in run_job(config, 3, run))
+
+
 @pytest.mark.parametrize("who_is_first", ["the rank that refuses", "the others"])
 def test_a_rank_that_refuses_a_group_is_named_to_the_others(daemon: Daemon, who_is_first: str) -> None:
     """At once: not after `cluster.join_timeout_s`. The next attempt is sound, of whatever ranks."""
