@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -75,7 +76,11 @@ def make_ready(lists: Sequence[Sequence[Kernel]], progress: Progress = _silent) 
 @contextmanager
 def _nothing_lost_in_callbacks() -> Iterator[None]:
     """Raise what a signal handler, such as that of Ctrl-C, has raised inside a callback of the compiler. Python would
-    print that and go on. Where the callback should have taken the compiled kernel, numba then has none."""
+    print that and go on. Where the callback should have taken the compiled kernel, numba then has none. Handlers run in
+    the main thread alone; there is one hook for all threads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     lost = list[BaseException]()
     hook = sys.unraisablehook
 

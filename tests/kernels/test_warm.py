@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from local_cluster import ROOT, WAIT_S, Daemon
+from local_cluster import ROOT, WAIT_S, Daemon, Ranks
 from numba.core import event
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.registry import cpu_target
@@ -121,6 +121,22 @@ def test_ctrl_c_is_not_lost_in_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cpu_target.target_context, "_internal_codegen", engine)
     with pytest.raises(KeyboardInterrupt):
         warm.make_ready([[partial(kernel(work), 1)]], lambda *_: None)
+
+
+def test_threads_that_compile_at_once_leave_what_python_shows_as_it_is() -> None:
+    hook, both = sys.unraisablehook, threading.Barrier(2)
+
+    def compile_beside_the_other(first_to_end: threading.Event, waits: bool) -> None:
+        def kernel() -> None:
+            both.wait(WAIT_S)
+            assert not waits or first_to_end.wait(WAIT_S)
+
+        warm.make_ready([[partial(kernel)]], lambda *_: None)
+        first_to_end.set()
+
+    ended = threading.Event()
+    Ranks(2, lambda rank: compile_beside_the_other(ended, rank == 1)).results()
+    assert sys.unraisablehook is hook
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
