@@ -14,7 +14,7 @@ from omnireduce.runtime.asking.observe import refuse
 from omnireduce.secret import Secret, load_secret
 from omnireduce.wire.control import Hello
 
-HEARD_S = 3.0  # how long a rank that refuses waits until the aggregator has heard it
+HEARD_S = 10.0  # how long a rank that refuses waits until the aggregator has heard it
 
 
 def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
