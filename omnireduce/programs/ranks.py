@@ -122,7 +122,7 @@ def _name_of_pair(groups: int, source: int, target: int, at: int) -> str:
 
 
 class Waiting(NamedTuple):
-    """The ranks that wait, or will wait, for this rank of `comm` in a run of a program for several groups."""
+    """The ranks that wait, or will wait, for this rank of `comm` when it runs a program for several groups."""
 
     meeting: Meeting
     comm: Communicator

@@ -4,7 +4,7 @@ Those of their ranks that wait are refused at once, and those that come later wh
 
 Where a rank was refused, a launch cannot start. Only who could have joined the job can do that to it: the hello is in
 order, of the same team, job and launch, and gives a rank that is missing. A job that is not elastic starts with all its
-ranks or not at all. Only a launch with an id can be doomed, or a group, whose name says to which generation of which job
+ranks or not at all. Only a launch with an id can be doomed, or a group: its name says to which generation of which job
 it belongs. Otherwise the refused rank may be of another job of the same name, or started again by hand with other
 settings. A rank that knows and comes again is of another start of the launch: then the shard forgets.
 

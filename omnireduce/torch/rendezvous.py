@@ -30,7 +30,7 @@ from omnireduce.protocol.reminders import Reminders
 
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 8.0  # for what a signpost says: twice as long after one who said nothing in time
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 8.0  # for what a signpost says: doubled after a round in which some port was silent
 PAUSE_S = 0.1
 BACKLOG = 1024
 LONGEST = 300  # bytes that a signpost says

@@ -87,10 +87,10 @@ def test_a_rank_says_where_it_has_looked_for_rank_0(
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_rank_waits_longer_for_those_alone_who_say_nothing(
+def test_a_rank_waits_longer_only_after_a_port_was_silent(
     place: Place, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not because rank 0 comes late: whoever listens at a port and says nothing would then hold it up for as long."""
+    """Not because rank 0 comes late: a program that takes a port later, and says nothing, would then hold it up."""
     waits, asked = [], rendezvous._asked
 
     def noted(place: Place, port: int, wait_s: float) -> Address | None:
