@@ -134,8 +134,7 @@ class Relaying:
         generation."""
         mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
         last = max(mine, default=0) if hello.smallest or hello.formation else 0
-        gather = [next(iter(each.values())).hello for each in self._gathering.values()]
-        gather = [each for each in gather if Meeting.of(each) != Meeting.of(hello)]
+        gather = [next(iter(each.values())).hello for at, each in self._gathering.items() if at != Meeting.of(hello)]
         return [*gather, *(each for number, each in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
