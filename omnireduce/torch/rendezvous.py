@@ -31,7 +31,7 @@ from omnireduce.protocol.reminders import Reminders
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 8.0  # for what a signpost says: doubled after a round in which some port was silent
-PAUSE_S = 0.1
+PAUSE_S, MOMENT_S = 0.1, 0.001
 BACKLOG = 1024
 LONGEST = 300  # bytes that a signpost says
 PREFIXES_OF_USER = 2  # of the group and the device
@@ -151,10 +151,15 @@ class _SilentError(Exception):
 
 def _asked(place: Place, port: int, wait_s: float) -> Address | None:
     """Where the signpost at this port says that the store is, at the address of the host that has answered. None where
-    there is no signpost: what else listens may say anything. Raises _SilentError where it says nothing in time."""
+    there is no signpost: what else listens may say anything. Raises _SilentError where it says no line in time."""
+    said, part, deadline = b"", b"?", time.monotonic() + wait_s
     try:
-        with connect(place.address, port, wait_s) as found, found.makefile("rb") as stream:
-            said, host = stream.readline(LONGEST), host_of(found.getpeername())
+        with connect(place.address, port, wait_s) as found:
+            host = host_of(found.getpeername())
+            while part and len(said) < LONGEST and not said.endswith(b"\n"):
+                found.settimeout(max(deadline - time.monotonic(), MOMENT_S))  # 0 would not raise TimeoutError
+                part = found.recv(LONGEST - len(said))
+                said += part
     except OSError as error:
         if from_a_handler(error):
             raise

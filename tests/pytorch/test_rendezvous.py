@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +111,24 @@ def test_a_rank_waits_longer_only_after_a_port_was_silent(
         with pytest.raises(InterruptedError):
             next(_Meeting(place).begin(words(1), WAIT))
     assert (min(waits), max(waits)) == (first_s, longest_s if silent else first_s)
+
+
+def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(place: Place) -> None:
+    """Each byte comes in time; together they would take for ever."""
+    with socket.create_server((LOOPBACK, place.ports[0])) as listener, ExitStack() as stack:
+        is_over = threading.Event()
+
+        def trickle() -> None:
+            with listener.accept()[0] as guest, suppress(OSError):
+                while not is_over.wait(0.05):
+                    guest.send(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(is_over.set)
+        with pytest.raises(rendezvous._SilentError):
+            rendezvous._asked(place, place.ports[0], 0.5)
 
 
 @pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
