@@ -17,10 +17,12 @@ NO_COMPILER = "unset NUMBA_DISABLE_JIT"
 
 
 def warm() -> None:
-    """Compile all kernels, or load them, and print where they are kept. Raises UsageError where they are not."""
+    """Compile all kernels that the first folder for them does not have, and print where they are kept. Raises
+    UsageError where they are not."""
     if not has_compiler():
         raise UsageError(f"kernels run as plain Python, and there is nothing to compile: {NO_COMPILER}")
     console = make_console()
+    kernel_files().use_first_only()  # an image is for other users, who do not have this user's own folder
     took_s = _make_ready(console)
     if trouble := take_trouble():
         raise UsageError(trouble)

@@ -88,6 +88,10 @@ class KernelFiles:
         """Whether some folder has the file `name`."""
         return any(os.path.exists(place / name) for place in self._places)
 
+    def use_first_only(self) -> None:
+        """From now on, read kernels from the first folder, and keep them there, alone."""
+        del self._places[1:]
+
     @property
     def folder(self) -> Path | None:
         """Where new kernels would be kept; None where they cannot be. Makes the folder."""

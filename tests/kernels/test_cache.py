@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from omnireduce.console import kernels
 from omnireduce.files.cache import cache_folders
 from omnireduce.kernels import cache, jit
 from omnireduce.kernels.cache import KEPT, UNFINISHED, UNFINISHED_S, KernelFiles
@@ -152,6 +153,18 @@ def test_the_first_folder_that_can_be_written_to_keeps_what_is_new(tmp_path: Pat
     both = KernelFiles("tag", [tmp_path / "image", tmp_path / "own"])
     assert (both.load("two.kernel"), both.load(NAME)) == (b"2", CONTENT)
     assert (both.has(NAME), both.has("three.kernel")) == (True, False)
+
+
+@compiled
+def test_warm_fills_the_folder_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this user's own folder has the kernels: other users of an image do not have that one."""
+    named, own = tmp_path / "named", tmp_path / "own"
+    KernelFiles("kernels", [own]).save(NAME, CONTENT)
+    files = KernelFiles("kernels", [named, own])
+    monkeypatch.setattr(kernels, "kernel_files", lambda: files)
+    monkeypatch.setattr(kernels, "warm_up_all", lambda _: files.load(NAME) or files.save(NAME, CONTENT))
+    kernels.warm()
+    assert KernelFiles("kernels", [named]).load(NAME) == CONTENT
 
 
 def test_nothing_can_be_kept(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ class Communicator(FusedCollectives):
         self._form(hello)
 
     def create_group(self, ranks: Sequence[int] | None = None, *, name: str, state_bytes: int = 0) -> Communicator:
-        """A communicator of their own for these ranks (None: all) on the same aggregators. They call this together.
+        """A communicator of their own for these ranks (None: all) on the same aggregators. They alone call this.
 
         The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
         so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
