@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.carriers import SAID
 from benchmarks.cases import MEMORY
 from benchmarks.environments import ROOT
+from benchmarks.group import PeerError
 from omnireduce.errors import UsageError
 from omnireduce.extras import install
 from omnireduce.files.output import make_folder, write_file
@@ -137,7 +138,7 @@ def in_words_of_mpich(words: Sequence[str]) -> list[str]:
 
 def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds: int) -> list[Row]:
     """Run an experiment, and write its CSV to `results`. The schedules take turns, `rounds` times. Raises UsageError
-    where the environment says what cannot be, or a program fails."""
+    where the environment says what cannot be, PeerError where a program fails."""
     wanted, ranks = runs_of(experiment, scale), processes(experiment)
     make_folder(results)
     start = [*mpirun(), "-n", str(ranks), sys.executable]
@@ -153,7 +154,9 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
                 said, errors = _output([*start, *program, str(epochs), *run.words], run)
                 carriers[run].update(SAID.findall(errors))
                 if run.schedule == ON_SHARDS and carriers[run] == {MEMORY}:
-                    raise UsageError(f"{run.program}, {run.schedule}: memory carried all tensors, and nothing a shard")
+                    raise PeerError(
+                        f"{run.program}, {run.schedule}", "sent nothing to a shard: memory carried all tensors"
+                    )
                 for elements, stage, ms in parsed(said, run):
                     found.setdefault((run, elements, stage), []).append(ms)
     rows = [
@@ -169,13 +172,13 @@ def _file(run: Run, folder: str) -> Path:
 
 
 def _output(command: Sequence[str], run: Run) -> tuple[str, str]:
-    """What a program prints, and its standard error. Raises UsageError with its last words where it fails."""
+    """What a program prints, and its standard error. Raises PeerError with its last words where it fails."""
     environ = {**dict.fromkeys(THREADS, "1"), **os.environ}  # ranks share the processors
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["nothing"]
-        raise UsageError(f"{run.program}, {run.schedule}: ended with status {done.returncode}: {said[-1]}")
+        raise PeerError(f"{run.program}, {run.schedule}", f"ended with status {done.returncode}: {said[-1]}")
     return done.stdout, done.stderr
 
 

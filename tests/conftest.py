@@ -22,8 +22,11 @@ settings.register_profile(
     max_examples=20 if os.environ.get("NUMBA_DISABLE_JIT") == "1" else 60,  # plain Python kernels are slow
 )
 settings.load_profile("tests")
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it in the background; children inherit it
+# A shell may have made them ignored for what it starts in the background, and nohup; children inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.pop(SECRET_VARIABLE, None)  # what a developer has set does not count
 
 

@@ -71,7 +71,7 @@ def test_a_worker_that_cannot_log(daemon: Daemon, full: int) -> None:
     [
         (("bench", "--set", "bench.rounds=0"), 2),
         (("bench", "--nonsense"), 2),
-        (("density", "there-is-no-such-file.npy"), 1),
+        (("density", "there-is-no-such-file.npy"), 2),
     ],
 )
 def test_a_worker_that_cannot_say_what_is_wrong_has_the_right_status(

@@ -121,7 +121,7 @@ def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
     """Here mpirun starts nothing, because it does not know a word."""
     done = experiment("model-parallel", str(tmp_path), MPI_ARGS="--no-such-word")
     assert done.returncode == 1
-    assert "model-parallel, mm-ar-c: ended with status " in done.stderr
+    assert "model-parallel, mm-ar-c ended with status " in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
