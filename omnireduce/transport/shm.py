@@ -12,6 +12,8 @@ import os
 import socket
 import struct
 from collections import deque
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from omnireduce.addresses import Address, is_own, is_wildcard, look_up, where_to_listen
@@ -21,6 +23,7 @@ from omnireduce.transport.memory import map_slots
 from omnireduce.transport.stream import BACKLOG, CONTROL, FRAME, StreamLink
 
 MAX_DESCRIPTORS = 2
+ALL_USERS = ["0", "0", str(2**32 - 1)]  # user_namespaces(7): the first one here, the first one outside, how many
 WILDCARD = "*"  # in place of an address, of an aggregator that listens at all of them
 _CREDENTIALS = struct.Struct("iII")  # unix(7), struct ucred: process, user, group
 
@@ -34,10 +37,20 @@ class Peer(NamedTuple):
     @property
     def is_trusted(self) -> bool:
         """Whether it is of root or of the user of this process: its memory may be shared."""
-        return self.user in (0, os.geteuid())
+        return self.user in (0, os.geteuid()) and self.user != _user_of_strangers()
 
     def __str__(self) -> str:
         return f"process {self.process} of user {self.user}" if self.process else f"a process of user {self.user}"
+
+
+@cache
+def _user_of_strangers() -> int | None:
+    """The user whom the kernel names in place of all that the user namespace of this process does not know (65534, as a
+    rule). None where it knows all users."""
+    with contextlib.suppress(OSError):
+        if Path("/proc/self/uid_map").read_text().split() != ALL_USERS:
+            return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return None
 
 
 def peer_of(sock: socket.socket) -> Peer:

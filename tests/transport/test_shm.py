@@ -6,11 +6,14 @@ import array
 import os
 import select
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from local_cluster import ROOT
 
 from omnireduce.errors import TransportError
 from omnireduce.transport import memory
@@ -31,6 +34,33 @@ def joined() -> Iterator[tuple[ShmLink, ShmLink]]:
     yield aggregator, worker
     aggregator.close()
     worker.close()
+
+
+WHO = """
+import os, socket
+from omnireduce.transport.shm import peer_of
+peer = peer_of(socket.socket(fileno=0))
+print(peer.user == os.geteuid(), peer.is_trusted)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(
+    ("inside", "peer", "said"), [(7, 0, "True True"), (7, 1234, "False False"), (65534, 1234, "True False")]
+)
+def test_a_user_whom_a_namespace_does_not_know_is_a_stranger(inside: int, peer: int, said: str) -> None:
+    """The kernel gives all of them one number, 65534, which may be that of the process inside. It knows root alone."""
+    os.seteuid(peer)
+    try:
+        ours, theirs = socket.socketpair()
+    finally:
+        os.seteuid(0)
+    with ours, theirs:
+        command = ["unshare", "--user", f"--map-user={inside}", sys.executable, "-c", WHO]
+        done = subprocess.run(command, cwd=ROOT, stdin=theirs, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
+    assert (done.stdout.strip(), done.stderr) == (said, "")
 
 
 def read(link: ShmLink) -> None:
