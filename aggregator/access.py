@@ -1,4 +1,4 @@
-"""Who may join this daemon: its configuration, and what the files that it names hold at present."""
+"""Access to this daemon: reads the secrets, teams and certificates that the configuration names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from omnireduce.transport.tls_files import aggregator_context
 
 
 def make_access(config: Config) -> Access:
-    """Read who may talk to the shards.
+    """Read the access rules of the shards: teams and secrets, local users, TLS.
 
-    Raises ConfigError. It also does so when there is no secret and other hosts can reach the daemon, unless the
-    configuration allows that by `security.allow_no_secret`.
+    Raises ConfigError if a file is wrong. Raises it, too, if there is no secret and other hosts can reach the daemon,
+    unless `security.allow_no_secret` allows that.
     """
     teams, listen = load_teams(config.security), config.aggregator.listen
     reach = "" if teams is not None or config.security.allow_no_secret else beyond_loopback(listen)

@@ -1,4 +1,4 @@
-"""What a configuration allows, and most likely nobody means: said when the daemon starts, and after SIGHUP."""
+"""Warnings about settings that are allowed but most likely not meant, at the start and after SIGHUP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_PAGES = ("token_file", "tls_certificate", "tls_key", "tls_ca")
 
 
 def advice(config: Config, access: Access) -> Iterator[tuple[str, str]]:
-    """What to warn of: an event, and a text."""
+    """Yield each warning: its event and its text."""
     if access.teams is not None and not access.teams.known:
         folder = config.security.teams_folder
         yield (
@@ -46,7 +46,7 @@ def advice(config: Config, access: Access) -> Iterator[tuple[str, str]]:
 
 
 def _why_hidden(listen: str) -> Iterator[tuple[str, str]]:
-    """A name that is none for loopback, but means it on this host."""
+    """Yield a warning if the host name to listen at resolves to loopback on this host."""
     host, port = parse_listen(listen)
     with suppress(OSError):  # it cannot be looked up just now
         at = where_to_listen(host).host
@@ -58,7 +58,7 @@ def _why_hidden(listen: str) -> Iterator[tuple[str, str]]:
 
 
 def changed(running: Config, now: Config) -> list[str]:
-    """The keys of a daemon that differ, each with its value before and now."""
+    """The settings of a daemon that differ, each with its old and its new value."""
     return [
         f"{section}.{name} ({show(msgspec.to_builtins(old))}, now {show(msgspec.to_builtins(new))})"
         for section in _USED
@@ -68,7 +68,7 @@ def changed(running: Config, now: Config) -> list[str]:
 
 
 def refuse_itself_as_upstream(upstream: Sequence[str], own: Sequence[str]) -> None:
-    """Raise ConfigError if a daemon that listens at the addresses `own` has one of them above it."""
+    """Raise ConfigError if an `upstream` address is one of the daemon's `own`."""
     for address in upstream:
         if any(_is_the_same(address, each) for each in own):
             raise ConfigError(f"aggregator.upstream: {address} is this aggregator itself, expected the one above it")

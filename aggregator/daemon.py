@@ -49,7 +49,7 @@ BY_SIGNAL = Order("drain", "a signal", stops=True)
 
 
 class Daemon:
-    """All shards of this host. Raises ConfigError when the secret is missing or cannot be used, or a codec."""
+    """All shards of this host. Raises ConfigError if the secret is missing, or if a secret or codec cannot be used."""
 
     def __init__(self, config: Config, read_config: Callable[[], Config] | None = None) -> None:
         """`read_config` reads the configuration again, to compare it with the one that is in force."""
@@ -201,7 +201,7 @@ class Daemon:
         return [child for child in self._family.members if child.kind == "shard"]
 
     def _ends_now(self) -> bool:
-        """A signal wants the daemon to end. Return whether to wait no longer for the jobs that run."""
+        """Handle a signal to end. Return True to end now, False to drain first."""
         limit_s = self._config.aggregator.drain_s
         if self._draining.stops or not limit_s:
             return True
@@ -211,7 +211,7 @@ class Daemon:
         return False
 
     def _hear(self, shard: Child) -> None:
-        """Deal with what a shard says."""
+        """Handle the messages of a shard."""
         for message in shard.line.hear():
             if isinstance(message, Here):
                 self._draining.note(shard, message.jobs)
@@ -220,7 +220,7 @@ class Daemon:
                 self._do(message.order)
 
     def _do(self, order: Order, limit_s: float = math.inf) -> None:
-        """Let all shards do what somebody has asked of one, or a signal of the daemon."""
+        """Carry out an order on all shards. It comes from a client of a shard, or from a signal."""
         if order.action == "drain" and (self._draining.order is None or order.stops):
             within = f"; they have {limit_s:g} s" if limit_s < math.inf else ""
             log.info("draining, because %s says so: no new jobs%s", order.by, within, extra=tagged("draining"))

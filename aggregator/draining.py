@@ -1,4 +1,4 @@
-"""Whether the daemon drains, and what its shards say of that."""
+"""The drain state of the daemon, and the jobs that its shards still have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Draining:
 
     @property
     def stops(self) -> bool:
-        """It is not taken back any more."""
+        """Whether the drain can no longer be taken back."""
         return self.order is not None and self.order.stops
 
     def begin(self, order: Order, limit_s: float = math.inf) -> None:
@@ -38,20 +38,20 @@ class Draining:
             self._here.clear()
 
     def note(self, shard: Child, jobs: int) -> None:
-        """A shard has said how many jobs are there."""
+        """Record how many jobs a shard still has."""
         if self.order is not None:
             self._here[shard] = jobs
 
     def forget(self, shard: Child) -> None:
-        """A shard has died; the process that takes its place knows of nothing."""
+        """Drop the count of a shard that died. The process that replaces it has reported nothing yet."""
         self._here.pop(shard, None)
 
     def unheard(self, shards: list[Child]) -> list[Child]:
-        """The shards that have said nothing yet."""
+        """The shards that have not reported yet."""
         return [shard for shard in shards if shard not in self._here]
 
     def jobs(self) -> int:
-        """How many jobs are here: each is on all shards that it uses."""
+        """The number of jobs: the largest count, because a job may be on several shards."""
         return max(self._here.values(), default=0)
 
     def is_over(self, shards: list[Child], now: float) -> bool:

@@ -1,8 +1,7 @@
 """The aggregator of one job: rank 0 starts it where no aggregator is configured, and it ends with that rank.
 
-It is one process, a shard without a supervisor. It would be no use to start a shard again: its job would have ended.
-It ends when rank 0 has left or is gone, and the job with that. What both tell each other:
-omnireduce/runtime/embedding.py.
+It is one process: a shard without a supervisor. A restart would be useless, because the shard's job would have ended.
+The aggregator and the job end when rank 0 leaves or dies. The messages of both are in omnireduce/runtime/embedding.py.
 """
 
 from __future__ import annotations

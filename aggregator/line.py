@@ -1,7 +1,7 @@
-"""How the supervisor and one of its children talk: a pair of sockets on which each message is one packet.
+"""The channel between the supervisor and a child: a pair of sockets on which each message is one packet.
 
-Down go orders. Up go those that somebody has asked of a shard and, while it drains, how many jobs are there. When the
-supervisor closes its end, or dies, the child stops.
+The supervisor sends orders. A shard sends the orders that it got from clients and, while it drains, its number of jobs.
+The child stops when the supervisor closes its end or dies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ AT_ONCE = 64  # packets that are read in a row
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
-    """So many jobs run or gather on a shard that drains."""
+    """The number of jobs that run or gather on a shard that drains."""
 
     jobs: int
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """Somebody has asked this of a shard, which has done its part."""
+    """An order that a shard got from a client. The shard has done its own part."""
 
     order: Order
 
@@ -34,7 +34,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Line:
-    """One end. Nothing here waits."""
+    """One end of the channel. No call blocks."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -42,7 +42,7 @@ class Line:
 
     @classmethod
     def pair(cls) -> tuple[Line, Line]:
-        """The two ends of a new line."""
+        """The two ends of a new channel."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(one), cls(other)
 
@@ -58,7 +58,7 @@ class Line:
         return True
 
     def hear(self) -> Iterator[Message]:
-        """The messages that have come. `over` when the other end is closed."""
+        """Yield the messages that have arrived. Sets `over` if the other end is closed."""
         for _ in range(AT_ONCE):
             try:
                 packet = self._end.recv(LONGEST)

@@ -1,4 +1,4 @@
-"""Statuses of shards as metrics of Prometheus. Names and meanings: docs/operations.md."""
+"""Prometheus metrics from the statuses of shards. Names and meanings: docs/operations.md."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
 
 
 def _levels(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
-    """What is above a shard in a job, and next below it."""
+    """The upstream of a shard in a job, and the relays directly below it."""
     above = GaugeMetricFamily(
         "omnireduce_job_upstream", "1 for the aggregator above a relay", labels=[*_JOB, "upstream"]
     )

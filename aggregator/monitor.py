@@ -1,12 +1,12 @@
-"""Metrics and health by HTTP, in a process of its own: shards only serve jobs, and the supervisor has no threads.
+"""Metrics and health over HTTP, in a process of its own: shards only serve jobs, and the supervisor has no threads.
 
-The monitor asks the shards by a status request, as anybody could. For that the shards have Unix sockets that only the
-monitor uses. So it makes no difference which transports workers may use, and whether they use TLS. It proves no secret:
-the kernel tells the shards whose process it is. The monitor lives as long as the supervisor does.
+The monitor sends status requests to the shards, over Unix sockets that only the monitor uses. So it does not matter
+which transports workers may use, and whether they use TLS. The monitor proves no secret: the kernel tells the shards
+whose process it is. The monitor lives as long as the supervisor does.
 
 Each connection has one deadline for everything, TLS included. It gets a thread once the client has said something. When
 too many connections are silent, the oldest silent one is closed. The same holds for the others. So neither kind can
-keep a client from asking whether the daemon lives.
+keep a client from a health check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells systemd how the daemon is: sd_notify(3), for units of Type=notify."""
+"""Notification of systemd by sd_notify(3), for units of Type=notify."""
 
 from __future__ import annotations
 

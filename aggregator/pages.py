@@ -1,4 +1,4 @@
-"""Who may read the pages of metrics: the configuration, and what the files that it names hold at present."""
+"""Access to the pages of metrics: reads the tokens and certificates that the configuration names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ALL = Pages()
 
 
 def make_pages(metrics: Metrics) -> Pages:
-    """Read who may see the pages. Raises ConfigError."""
+    """Read the access rules of the pages. Raises ConfigError."""
     tokens = read_lines(metrics.token_file, "metrics.token_file", "token") if metrics.token_file else []
     for token in tokens:
         if not _TOKEN.match(token):
@@ -70,7 +70,7 @@ def make_pages(metrics: Metrics) -> Pages:
 
 
 def _own_names(listen: str) -> frozenset[str] | None:
-    """By which names pages on loopback may be asked for.
+    """The names under which pages on loopback are served. None: any name, because other hosts can reach them.
 
     A web site can give its name the address of loopback (DNS rebinding). Then a browser of this host takes the pages
     for the site's own, and hands them to its scripts.
@@ -81,7 +81,7 @@ def _own_names(listen: str) -> frozenset[str] | None:
 
 
 def why_open(metrics: Metrics) -> str:
-    """What to warn of, if hosts beyond this one can read the metrics; empty when they cannot."""
+    """A warning if hosts beyond this one can read the metrics; empty if they cannot."""
     reach = "" if not metrics.listen or metrics.token_file or metrics.tls_ca else beyond_loopback(metrics.listen)
     return reach and (
         f"metrics.listen: {metrics.listen} {reach}, and all of them may read the metrics, with the names of jobs and "

@@ -1,4 +1,4 @@
-"""How many processes a daemon is made of."""
+"""The number of processes of a daemon."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the supervisor's children read files again at SIGHUP, while they go on.
+"""Reloading of files at SIGHUP in the supervisor's children, while they serve.
 
-A child blocks the signal from its birth on; one thread waits for it. So signals that come while that thread reads count
-as one. A shard reads nothing in its turns. A folder that hangs holds up only this thread.
+A child blocks the signal from its start, and one thread waits for it. Signals that arrive while this thread reads count
+as one. A shard reads no files in its turns, so a folder that hangs holds up only this thread.
 """
 
 from __future__ import annotations

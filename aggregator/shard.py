@@ -42,7 +42,7 @@ log = logging.getLogger("omnireduce.aggregator")
 
 @dataclass(frozen=True)
 class Listeners:
-    """Where one shard can be reached. The supervisor keeps them, so that a restarted shard takes over at once."""
+    """The listening sockets of one shard. The supervisor keeps them, so that a restarted shard takes over at once."""
 
     address: str
     name: str  # what errors call the shard: a wildcard address would name no host
@@ -108,7 +108,7 @@ def _run_as_batch() -> None:
 
 
 def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[Door]:
-    """Where the shard listens. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
+    """The shard's listeners. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
 
     def tcp_link(sock: socket.socket) -> TcpLink:
         if config.transport.kind == "shm":
@@ -163,7 +163,7 @@ def own_codecs(config: Config) -> Codecs:
 
 
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
-    """What serves the jobs of a shard, whose process this is."""
+    """Make the server of the shard that runs in this process."""
     settings = config.aggregator
     if listeners.why_no_shm:
         text = "%s: they go by TCP. For shared memory end that process, and start the aggregator again"
@@ -212,7 +212,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Pulse
 
 
 class _Supervisor:
-    """What passes between `server` and the supervisor."""
+    """The shard's end of the channel to the supervisor."""
 
     def __init__(self, server: ShardServer, line: Line) -> None:
         self._server, self._line = server, line

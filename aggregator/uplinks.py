@@ -1,4 +1,4 @@
-"""How a relay connects to its upstream: beside the shard's own thread, because a connection may take long."""
+"""Connections of a relay to its upstream. Threads beside the shard's own make them, because they may take long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONNECT_S = 3.0  # for one attempt
 
 
 class Callers:
-    """Threads that connect, by TCP. The shard calls `hear` in its own thread when `fileno` is readable."""
+    """A pool of threads that connect by TCP. The shard calls `hear` in its own thread when `fileno` is readable."""
 
     def __init__(self, config: Config) -> None:
         self._config = replace(config, transport=replace(config.transport, kind="tcp"))
@@ -35,8 +35,8 @@ class Callers:
         return self._wake
 
     def connect(self, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
-        """Try once to connect to an aggregator; `done` gets the link, or why there is none. What is returned ends an
-        attempt that has not begun."""
+        """Try once to connect to an aggregator; `done` gets the link, or the reason why there is none. The result
+        is a function that cancels an attempt that has not begun."""
         return self._executor.submit(self._run, address, min(timeout_s, CONNECT_S), done).cancel
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Callers:
         os.eventfd_write(self._wake, 1)
 
     def hear(self) -> None:
-        """Hand over what has been connected."""
+        """Hand over the results of the attempts that are over."""
         os.eventfd_read(self._wake)
         while self._done:
             done, found = self._done.popleft()

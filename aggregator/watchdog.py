@@ -1,4 +1,4 @@
-"""Whether the shards take turns. Each shard notes its turns in memory that it shares with supervisor and monitor."""
+"""Heartbeats of the shards. Each shard notes its turns in memory that it shares with supervisor and monitor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOK_S = 1.0  # longest time between two looks of the supervisor, and between tw
 
 
 class Pulse:
-    """When a shard last took a turn. Made before the fork; a shard that is started again uses the same one."""
+    """The time of a shard's last turn. It is made before the fork, and a restarted shard uses the same one."""
 
     def __init__(self) -> None:
         self._at = memoryview(mmap.mmap(-1, 8)).cast("d")

@@ -1,8 +1,8 @@
-"""Where hosts are on the network: an address as users write it, looked up, listened at, connected to.
+"""Network addresses: how users write them, name look-up, listening and connecting.
 
 HOST is a name, an IPv4 address or an IPv6 address. With a port behind it, an IPv6 address stands in brackets. A name
-may have several addresses: who connects tries one after the other. "localhost" is not looked up, so it needs no entry
-anywhere: it is 127.0.0.1 and ::1, of which a host may have only one.
+may have several addresses: a client tries one after the other. "localhost" is never looked up, so it needs no entry in
+a hosts file. It stands for 127.0.0.1 and ::1. A host may have only one of these.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def normal(address: Address) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` stands for this host, and on each host for another one. A name is not looked up: that could give
+    """Whether `host` is an address of loopback, or a name that always means it. No name is looked up: that could give
     each process another answer."""
     name = host.rstrip(".").lower()
     ip = _unmapped(name)
@@ -145,7 +145,7 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address; of an IPv4 address that is written as an IPv6 address (::ffff:10.0.0.1), the former."""
+    """The address. An IPv4 address that is written as IPv6 (::ffff:10.0.0.1) becomes IPv4."""
     ip = _ip(host)
     return (isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped) or ip
 
@@ -154,8 +154,8 @@ def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None
 
 
 def host_of(address: Sequence[Any]) -> str:
-    """The host of an address of the system, such as `getpeername` returns: without what a socket of both families puts
-    before an IPv4 address, and with the interface of one that counts on a single link."""
+    """The host of a socket address, such as `getpeername` returns. An IPv4 address that is written as IPv6 becomes
+    IPv4. A link-local address keeps its interface."""
     host, scope = str(address[0]), address[3] if len(address) == 4 else 0
     if scope and "%" not in host:
         with suppress(OSError):  # the interface is gone
@@ -319,14 +319,14 @@ def reachable_address(peers: Sequence[str] = ()) -> str:
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this host at which others may reach it, those last that count on one link only."""
+    """The addresses of this host at which others may reach it, the link-local ones last."""
     hosts = [host for _, name in socket.if_nameindex() for host in addresses_of_interface(name)]
     return sorted((host for host in hosts if not is_loopback(host)), key=_is_of_one_link)
 
 
 def addresses_of_interface(name: str) -> list[str]:
-    """The IPv4 address of an interface, and its IPv6 addresses, those last that count on one link only. Raises OSError
-    where there is no such interface."""
+    """The IPv4 address of an interface, and its IPv6 addresses, the link-local ones last. Raises OSError if there is no
+    such interface."""
     if name not in (known for _, known in socket.if_nameindex()):
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
     hosts = []

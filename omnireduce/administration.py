@@ -1,4 +1,4 @@
-"""What those who run the service can ask of a daemon: to drain, and to end jobs.
+"""Requests of operators to a daemon: to drain, and to end jobs.
 
 An AdminRequest comes over the same connections as a StatusRequest, and has one answer, an AdminAnswer or a Refused. The
 shard that gets it acts at once. It passes an Order to the supervisor, so that all shards of the daemon act as one.
@@ -33,7 +33,7 @@ class AdminRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def text(self) -> str:
-        """What is asked for, behind "to"."""
+        """The request in words that follow "to"."""
         if self.action != "end":
             return {"drain": "drain the aggregator", "resume": "let it take jobs again"}[self.action]
         of_team = f" of team '{self.team}'" if self.team else ""
@@ -41,13 +41,13 @@ class AdminRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdminAnswer(msgspec.Struct, frozen=True, tag=True):
-    """It is done. `jobs` were ended on this shard, or are here while it drains."""
+    """The request was carried out. `jobs` were ended on this shard, or are still on it while it drains."""
 
     jobs: _Count
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """What somebody who may ask for it, `by`, has asked of a daemon.
+    """An accepted request to a daemon. `by` says who sent it.
 
     `team` is the only team whose jobs are meant; None: those of all teams. `stops`: the daemon drains because it stops,
     and this is not taken back.
@@ -61,10 +61,10 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     stops: bool = False
 
     def means(self, job: str, team: str) -> bool:
-        """Whether a job is one of those to be ended. What has a name may also have a channel for urgent tensors."""
+        """Whether a job is to be ended. A job's channel for urgent tensors ends with it."""
         return self.job in ("", job.removesuffix(URGENT)) and self.team in (None, team)
 
     @property
     def reason(self) -> str:
-        """What ranks of an ended job read, behind `by`."""
+        """The reason that ranks of an ended job read, in words that follow `by`."""
         return "ended this job with `omnireduce end-job`" + (f": {self.why}" if self.why else "")

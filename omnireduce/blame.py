@@ -1,5 +1,4 @@
-"""Where an OSError comes from: the system, which tells of a peer, or a signal handler, which tells of something
-else."""
+"""The origin of an OSError: the system, which reports about a peer, or a signal handler, which does not."""
 
 from __future__ import annotations
 

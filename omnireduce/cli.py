@@ -1,4 +1,4 @@
-"""What the command lines of all programs share: the configuration's options, and how errors end a program.
+"""Shared parts of all command lines: the options of the configuration, and how errors end a program.
 
 | what happened                                   | stderr               | exit status |
 |-------------------------------------------------|----------------------|-------------|

@@ -1,6 +1,6 @@
-"""What a collective is: the call that a user made. All ranks must make the same call in the same place.
+"""Descriptors of collectives. One describes a user's call. All ranks must make the same calls in the same order.
 
-Only the call travels. Both sides derive from it what the wire needs to know: type and number of elements, and blocks.
+Only the call is sent. Both sides derive from it the type and number of elements, and the blocks.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
 
     `shape`: that of the array; (n_rows, width) for `allreduce_rows`; that of one item for `allgather_ragged`.
     `block_size`: in elements. `item_bytes`: the size of an element where bytes are moved, else 0. `parts`: how many
-    arrays of this shape travel. `group`: where the arrays are some of a group, a text that stands for the whole group,
-    else empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
-    `codec`: how blocks travel; empty: as they are. `seed`: of what a codec draws at random. `program`: what the
+    arrays of this shape travel. `group`: a text that stands for the whole group if the arrays are part of one, else
+    empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
+    `codec`: how blocks travel; empty: as they are. `seed`: of the random numbers of a codec. `program`: what the
     shards do with sums before all ranks get them. `refused`: of a "refusal", which takes the place of a call that this
     rank has refused by itself, why it has; else empty.
     """
@@ -169,14 +169,14 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
 
     @property
     def reduces(self) -> bool:
-        """Whether numbers are combined. Otherwise bytes are moved: as a sum to which all ranks but one contribute
-        zeros."""
+        """Whether numbers are combined. Otherwise bytes are moved: as a sum to which all ranks except one
+        contribute zeros."""
         return self.kind in REDUCING
 
     @property
     def summed_by_host(self) -> bool:
-        """Whether each of several hosts sends one sum of it. In float16 that could be infinite where the result is
-        not. A refusal is each rank's own."""
+        """Whether each host sends a single sum, if a job runs on several hosts. In float16 that sum could be infinite
+        although the result is not. A refusal is each rank's own."""
         return self.element.name != "float16" and not self.refused
 
     @property
@@ -258,7 +258,7 @@ def decode_descriptor(data: bytes) -> Descriptor:
 
 
 def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
-    """Both descriptors in words. Where the words are the same, a difference that they do not show is added."""
+    """Both descriptors in words. If the words are equal, a difference that they do not show is added."""
     if str(one) != str(other) or one == other:
         return str(one), str(other)
     texts = list(zip(_unshown(one), _unshown(other), strict=True))

@@ -103,7 +103,7 @@ class CollectiveTimeoutError(AbortedError):
 
 
 def left_because(error: BaseException) -> str:
-    """What the other ranks read when `error` ends a rank."""
+    """The reason that the other ranks get when `error` ends a rank."""
     return f"left because of {in_a_line(error)}"
 
 
@@ -114,7 +114,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def fault_of_codec(error: BaseException) -> str:
-    """What the other ranks read when `error` is that of a codec; empty for any other one."""
+    """The reason that the other ranks get when `error` is that of a codec; empty for any other error."""
     return left_because(error) if isinstance(error, CodecError) else ""
 
 

@@ -1,4 +1,4 @@
-"""How another interpreter runs a module of this tree, wherever it is installed."""
+"""Code with which another interpreter runs a module of this tree, wherever it is installed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ TREE = str(Path(__file__).resolve().parents[1])
 
 
 def program_of(module: str, place: str = "", *, name: str = "") -> str:
-    """What `python -c` is given to call `main` of `module`. `place`: of TREE among the arguments; none: it is the last.
-    `name`: of the program, where `main` is a command of click.
+    """The code for `python -c` that calls `main` of `module`. `place`: the index of TREE in the arguments; empty: the
+    last. `name`: the name of the program, if `main` is a command of click.
 
-    A user's own module of that name is not taken for ours, and nothing of the current folder for a module of ours.
-    Ctrl-C ends it without a traceback while it imports.
+    It never imports a user's module, or one in the current folder, in place of ours. Ctrl-C ends it without a
+    traceback while it imports.
     """
     found = f"import signal, sys; sys.path.insert(0, sys.argv.pop({place}))"
     quiet = "told = signal.getsignal(2); told is signal.SIG_IGN or signal.signal(2, signal.SIG_DFL)"

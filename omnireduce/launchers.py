@@ -185,7 +185,7 @@ class Hint:
 
 
 def _count(name: str) -> Callable[[Environ], int]:
-    """Of how many a variable speaks, such as 4, or 2:4, which is two to four."""
+    """Read a number of processes from a variable: 4, or 2:4, which is two to four."""
 
     def read(environ: Environ) -> int:
         found = re.fullmatch(r"(?:[0-9]{1,9}:)?([0-9]{1,9})", environ.get(name, "").strip())
@@ -195,7 +195,7 @@ def _count(name: str) -> Callable[[Environ], int]:
 
 
 def _index(name: str) -> Callable[[Environ], int]:
-    """Of how many a variable speaks that has the number of one of them, from 0."""
+    """Read the least number of processes from a variable that has the index of one of them, from 0."""
     return lambda environ: int(environ[name]) + 1 if re.fullmatch("[0-9]{1,9}", environ.get(name, "")) else 0
 
 

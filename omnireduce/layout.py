@@ -1,4 +1,4 @@
-"""How a flat tensor is cut into blocks, and blocks into stripes owned by aggregator shards. Pure 64-bit arithmetic."""
+"""Layout of a flat tensor: its blocks, and the stripes of blocks that aggregator shards own. Pure 64-bit arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the programs print: one console, and numbers in few characters."""
+"""Printing by the programs: one console, and numbers in few characters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 def carriers_text(carried: Mapping[str, int]) -> str:
-    """What carried so many bytes, by transport: "tcp", "memory+tcp", "nothing". What carried less than a hundredth of
-    them is left out."""
+    """The transports that carried these bytes: "tcp", "memory+tcp", "nothing". One that carried less than a hundredth
+    of them is left out."""
     least = sum(carried.values()) / 100
     return "+".join(sorted(kind for kind, nbytes in carried.items() if nbytes > least)) or "nothing"
 

@@ -11,7 +11,7 @@ from omnireduce.control_groups import PROC, control_groups
 
 
 def usable() -> int:
-    """On which it may run: what its affinity and its cpuset allow."""
+    """The number of processors that its affinity and its cpuset allow."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""How a program begins."""
+"""Ctrl-C during the start of a program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def slow_imports() -> Iterator[None]:
-    """Ctrl-C ends the process without a traceback while the imports inside go on. Later it is the program's to answer,
-    as it was before."""
+    """Inside the block Ctrl-C ends the process without a traceback. After it the program handles Ctrl-C as before."""
     told = signal.getsignal(signal.SIGINT)
     is_pythons = told is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if is_pythons:  # not where a shell has it ignored

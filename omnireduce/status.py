@@ -1,4 +1,4 @@
-"""What an aggregator shard says about itself: it answers a StatusRequest with a Status, page by page.
+"""Status of an aggregator shard. It answers a StatusRequest with a Status, page by page.
 
 Bytes are counted as `Link.counters` does, framing included. Times are in seconds. `received` is from workers, `sent` is
 to workers. Densities count this shard's blocks of all-reduces and of row sets.
@@ -63,7 +63,7 @@ class Stragglers(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """How long the others have waited in all for `rank`, in those collectives that it began as the last one."""
+    """The total time for which the others waited for `rank`, in those collectives that it began last."""
 
     rank: _Count
     seconds: _Seconds

@@ -1,4 +1,4 @@
-"""Who may join an aggregator: those who know its own secret, and teams, each with a secret, jobs and limits of its own.
+"""Workers that may join an aggregator: those that know its own secret, and teams with their secrets, jobs and limits.
 
 `security.teams_folder` has a file NAME with the secret of each team. Where a team's `Terms` differ from the defaults,
 there is also a file NAME.toml with them.
@@ -54,11 +54,11 @@ class Team:
 
     @property
     def jobs(self) -> Sequence[str]:
-        """What the team's jobs may be called; * stands for any characters."""
+        """Patterns of the names of the team's jobs; * stands for any characters."""
         return self.terms.jobs or ((self.name, f"{self.name}.*") if self.name else ("*",))
 
     def may_use(self, job: str) -> bool:
-        """Whether the team's jobs may have this name. What has a name may also have a channel for urgent tensors."""
+        """Whether the team's jobs, or their channels for urgent tensors, may have this name."""
         return any(fnmatchcase(job.removesuffix(URGENT), pattern) for pattern in self.jobs)
 
 

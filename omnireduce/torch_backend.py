@@ -1,10 +1,10 @@
-"""What `import torch` learns of omnireduce: the name of the backend. So programs and frameworks need no other import.
+"""Registration of the backend at `import torch`, so that programs and frameworks need no other import.
 
 Torch calls `register`, the entry point of the group `torch.backends`, at the end of its own import. Nothing else of
 omnireduce is loaded then; the first process group loads it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns that off.
 
-Where torch has no place for what a backend brings, functions of torch are wrapped. They do what they did for all other
-backends.
+Torch has no hook for some features of a backend. For these, functions of torch are wrapped. All other backends see no
+change.
 """
 
 from __future__ import annotations

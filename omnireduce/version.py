@@ -1,3 +1,3 @@
-"""Which omnireduce this is."""
+"""The version of omnireduce."""
 
 __version__ = "0.1.0"

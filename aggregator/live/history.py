@@ -1,4 +1,4 @@
-"""What the jobs of a daemon did in the last minutes, as far as somebody has asked."""
+"""The traffic of a daemon's jobs in the last minutes. Each request to the monitor may add a sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOBS = 256  # of further ones nothing is kept
 
 
 class Look(NamedTuple):
-    """Totals of a job at a time, in seconds: bytes from and to its workers."""
+    """A sample of a job: its time, in seconds, and the total bytes from and to the workers."""
 
     at: float
     received: int
@@ -24,7 +24,7 @@ class Look(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """Bytes per second from and to workers, between two looks. `at`: the time of the later one."""
+    """Bytes per second from and to workers, between two samples. `at`: the time of the later one."""
 
     at: float
     received: float
@@ -32,13 +32,13 @@ class Rate(NamedTuple):
 
 
 class History:
-    """The looks at all jobs. A job that is over is forgotten at the next look."""
+    """The samples of all jobs. A job that is over is dropped at the next sample."""
 
     def __init__(self) -> None:
         self._looks: dict[tuple[str, str, bool], deque[Look]] = {}
 
     def note(self, jobs: Sequence[JobSummary], now: float) -> None:
-        """Keep what these jobs have done so far."""
+        """Add a sample of each of these jobs."""
         running = {job.key: job for job in jobs if not job.gathers}
         for gone in self._looks.keys() - running.keys():
             del self._looks[gone]
@@ -57,7 +57,7 @@ class History:
             looks.popleft()
 
     def rates(self, job: JobSummary) -> list[Rate]:
-        """How fast a job was, look by look."""
+        """The rates of a job, the oldest first."""
         looks = list(self._looks.get(job.key, ()))
         return [
             Rate(new.at, (new.received - old.received) / (new.at - old.at), (new.sent - old.sent) / (new.at - old.at))

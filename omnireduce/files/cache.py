@@ -1,4 +1,4 @@
-"""Where this user keeps what can be made again: compiled kernels, and what autotune has measured."""
+"""The cache folders of this user, for compiled kernels and for measurements of autotune."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CACHE_VARIABLE = "OMNIREDUCE_CACHE"
 
 
 def cache_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """The folders to look into, the first one first: that of `OMNIREDUCE_CACHE`, and this user's own, which is
-    `$XDG_CACHE_HOME/omnireduce` or `~/.cache/omnireduce`. What is new is kept in the first that can be written to.
+    """The folders to search, in this order: that of `OMNIREDUCE_CACHE`, and this user's own, which is
+    `$XDG_CACHE_HOME/omnireduce` or `~/.cache/omnireduce`. New files go to the first folder that is writable.
 
     A user without a home has no folder of its own. Root has none in the home of somebody else, as sudo may leave it:
     that user could not write to it later.

@@ -1,4 +1,4 @@
-"""What users mean by a path, and the text files that they write: read in one way, whatever names them.
+"""Paths that users give, and text files that they write. All parts of the program read them in the same way.
 
 `~` is a home folder. A path that a file names is relative to the folder of that file, any other path to the current
 folder. Text is UTF-8, with or without a byte order mark. Its lines may end as on Linux or as on Windows.
