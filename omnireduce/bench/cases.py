@@ -1,4 +1,4 @@
-"""What a benchmark runs: one case for each row, of synthetic tensors or of those in files."""
+"""The cases of a benchmark, one for each row, of synthetic tensors or of those in files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case(Protocol):
         """Raise UsageError if `tensors` would, without making them."""
 
     def tensors(self, world_size: int) -> TensorSource:
-        """The tensors. Raises UsageError if there are no such ones."""
+        """Make the tensors. Raises UsageError if that is not possible."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What Horovod's environment variables mean here. The table counts for every program that loads a configuration, under
-any launcher.
+"""The meaning of Horovod's environment variables here. The table applies to every program that loads a configuration,
+under any launcher.
 
 A row whose key the schema does not have has no effect. So a row may stand here before its key does.
 
@@ -44,7 +44,7 @@ def _text(text: str) -> object:
 
 
 def _never(text: str) -> object:
-    """0, "never", where a switch is on; None, which leaves the key alone, where it is off."""
+    """0, "never", if a switch is on. None, which leaves the key as it is, if it is off."""
     return 0 if is_on(text) else None
 
 

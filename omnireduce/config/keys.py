@@ -1,4 +1,4 @@
-"""What each key of the configuration allows, and the words for it when a value is wrong.
+"""Checks of each key of the configuration, and the messages for wrong values.
 
 Messages made here read `got ..., expected ...`; `omnireduce.config` puts the source and the key in front.
 """

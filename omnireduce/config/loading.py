@@ -196,7 +196,7 @@ class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the st
         return "[" + ", ".join(str(self.dump_value(item)) for item in v) + "]"
 
     def dump_value(self, v: object) -> str:
-        """The library's own way to write a text is wrong for some with a backslash."""
+        """A value as TOML. The library's own output is wrong for some texts with a backslash."""
         return _quoted(v) if isinstance(v, str) else str(super().dump_value(v))
 
 

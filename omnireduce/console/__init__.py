@@ -1,1 +1,1 @@
-"""What `omnireduce status`, `doctor`, `trace` and `density` show: of services, hosts, traces and saved arrays."""
+"""Reports of `omnireduce status`, `doctor`, `trace` and `density`: on services, hosts, traces and saved arrays."""

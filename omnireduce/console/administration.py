@@ -1,4 +1,4 @@
-"""`omnireduce drain` and `omnireduce end-job`: what those who run the service ask of it."""
+"""`omnireduce drain` and `omnireduce end-job`: requests of operators to the service."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Administrator:
         return {address: jobs for address, jobs in answers.items() if not isinstance(jobs, OmniReduceError)}
 
     def statuses(self, addresses: Sequence[str]) -> dict[str, Status | OmniReduceError]:
-        """What they say of themselves now, or why they say nothing."""
+        """The status of each aggregator now, or why it does not answer."""
         answers = ask_all(addresses, self._config, ANSWER_S, secret=self._secret)
         return dict(zip(addresses, answers, strict=True))
 

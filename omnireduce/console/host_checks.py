@@ -1,4 +1,4 @@
-"""What this host is like: versions, processor, kernels, limits."""
+"""Checks of this host: versions, launcher, processor, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled while somebody looks on: `omnireduce warm`, and a part of the doctor's work."""
+"""Compilation of kernels with progress shown: `omnireduce warm`, and a check of the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What links this host can make: its transports, its RDMA devices, and whether the aggregators answer."""
+"""Checks of this host's links: its transports, its RDMA devices, and whether the aggregators answer."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Look:
         self._secret = load_secret(config.security)
 
     def now(self) -> dict[str, Status | Exception]:
-        """What each of them says, or why it says nothing."""
+        """The status of each aggregator, or why it does not answer."""
         addresses = self._config.cluster.aggregators
         found = ask_all(addresses, self._config, self._timeout_s, secret=self._secret)
         return dict(zip(addresses, found, strict=True))

@@ -1,4 +1,4 @@
-"""What aggregators say about a job, its shards added up."""
+"""Summary of each job of the aggregators, with its shards added up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rank's side of `omnireduce.run`: reads a call from standard input, and writes what comes of it to its pipe.
+"""The rank's side of `omnireduce.run`: reads a call from standard input, and writes its result to a pipe.
 
-What it writes is a pickle of three: whether the call returned; the pickle of what it returned, or of its exception, or
-None where that has none; the traceback.
+The result is a pickle of three values: whether the call returned; the pickle of its value or exception, or None if that
+cannot be pickled; the traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`omnireduce.run`: a function in place of a command, called on all ranks, which gives back what it returns.
+"""`omnireduce.run`: calls a function on all ranks, in place of a command, and returns what it returned on each.
 
-The function travels by cloudpickle, so it may be one of a notebook. A rank reads it from its standard input, and writes
-what comes of it to a pipe of its own (`called`). Both ends are processes that this one has started.
+The function is sent by cloudpickle, so it may be one of a notebook. A rank reads it from its standard input, and writes
+the result to a pipe of its own (`called`). Both ends are processes that this one has started.
 """
 
 from __future__ import annotations

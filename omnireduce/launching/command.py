@@ -126,7 +126,7 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
 
 
 def read_words(words: Sequence[str], ranks: int = 0) -> Asked:
-    """What a command line with these words asks for; so many `ranks` where it does not say how many. Raises
+    """The request of a command line with these words. `ranks`: how many, if it does not say. Raises
     click.UsageError, and ConfigError."""
     with run.make_context("run", list(words)) as context:
         found = dict(context.params)

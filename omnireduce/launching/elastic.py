@@ -1,4 +1,4 @@
-"""The flags of jobs whose ranks come and go: what they mean together."""
+"""The flags of elastic jobs, and their meaning together."""
 
 from __future__ import annotations
 

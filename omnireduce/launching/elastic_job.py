@@ -1,4 +1,4 @@
-"""A job whose ranks come and go: a rank that fails is started again, on a slot that some host has.
+"""An elastic job: a rank that fails is started again, on a slot that some host has.
 
 The number of ranks is fixed when the job starts: as many as there are slots, up to --max-np. The ranks that are left go
 on meanwhile, if they are --min-np or more (docs/reliability.md). When the first rank has ended well, none is started

@@ -1,4 +1,4 @@
-"""What ranks are told by their environment.
+"""The environment variables of ranks.
 
 `OMNIRUN_…` is for the library (omnireduce/runtime/member/launcher.py), `RANK` and its like for torch, `HOROVOD_RANK`
 and its like for scripts that read these.
@@ -47,15 +47,15 @@ def draw_secret() -> str:
 
 
 def environ_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what another launcher has told this process. Output of Python comes at once, unless the user
-    said something about that."""
+    """`environ` without the variables of other launchers. Python's output is not buffered, unless `environ` says
+    otherwise."""
     gone = variables_of_launchers()
     kept = {name: text for name, text in environ.items() if name not in gone and not name.startswith(_OF_MPI)}
     return {"PYTHONUNBUFFERED": "1"} | kept
 
 
 def environ_of_other_host(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of `environ` counts on another host, too."""
+    """The part of `environ` that applies to other hosts, too."""
     return {
         name: text for name, text in environ.items() if name not in _OF_HOST and not name.startswith(_OF_HOST_PREFIXES)
     }
@@ -84,7 +84,7 @@ def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[st
 
 
 def of_service(addresses: tuple[str, ...], secret: str) -> dict[str, str]:
-    """Where the aggregators of a job are; and its own secret, unless it is empty."""
+    """The variables for the aggregators of a job, and for its own secret unless that is empty."""
     found = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
     return found | ({SECRET_VARIABLE: secret} if secret else {})
 

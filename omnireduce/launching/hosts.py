@@ -1,4 +1,4 @@
-"""Which ranks run on which hosts.
+"""The placement of ranks on hosts.
 
 Ranks fill the slots of the first host, then those of the next one, as Horovod and MPI place them.
 """

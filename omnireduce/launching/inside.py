@@ -1,5 +1,5 @@
-"""What mpirun, srun and torchrun start for `omnireduce run`: a process that says of its rank what scripts read, and
-then becomes the user's command."""
+"""The process that mpirun, srun and torchrun start for `omnireduce run`. It sets the variables of its rank that scripts
+read, and then becomes the user's command."""
 
 from __future__ import annotations
 

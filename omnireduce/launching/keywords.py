@@ -19,9 +19,9 @@ _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_c
 
 
 def read_keywords(given: Mapping[str, Any]) -> Asked:
-    """What keywords ask for that are named like flags, for ranks that call a function. None and False ask for nothing.
-    Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a command can
-    do; ConfigError for values that do not fit together."""
+    """The request of keywords that are named like flags, for ranks that call a function. None and False count as
+    absent. Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a
+    command can do; ConfigError for values that do not fit together."""
     options = [each for each in command.params if isinstance(each, click.Option) and each.name not in _SAY_AND_STOP]
     flags = {flag.lstrip("-").replace("-", "_"): (flag, each) for each in options for flag in each.opts}
     words: list[str] = []

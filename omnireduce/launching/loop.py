@@ -1,4 +1,4 @@
-"""The launcher's loop: all that it waits for, in one selector, so that nothing waits for something that is full.
+"""The event loop of the launcher. One selector waits for everything, so that no full pipe blocks the rest.
 
 Every wait ends: by what it waits for, by its limit, or by a signal to this process, which the loop always reads.
 """

@@ -1,7 +1,7 @@
-"""What the launcher and the supervisor of a host tell each other.
+"""The messages between the launcher and the supervisor of a host.
 
 Each message is MessagePack behind its length, four bytes, big-endian. Before its first message a supervisor writes
-MAGIC: a shell that starts on another host may write something before that, which does not count. Words and variables
+MAGIC. A shell that starts on another host may write text before MAGIC, which is skipped. Words and variables
 are bytes, because they need not be UTF-8.
 """
 

@@ -1,4 +1,4 @@
-"""Who serves a job, where, and what each rank's process is: decided before and while it starts."""
+"""The plan of a launch: its aggregators, their addresses, and the process of each rank. It is made up to the start."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def address_of_first(
     connections: Sequence[Connection] = (),
     by_name: bool = False,
 ) -> str:
-    """Where the other hosts of `names`, or others that come later if it `is_wide`, reach the first one. `connections`,
+    """The address at which other hosts, or later ones if it `is_wide`, reach the first of `names`. `connections`,
     which have greeted, may know how they see each other. `by_name`: its certificate is for its name. Raises ConfigError
     where nothing says it."""
     first, *others = names

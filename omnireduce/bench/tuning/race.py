@@ -1,11 +1,11 @@
 """Configurations that take turns on the same data.
 
-One round: every contender fills its arrays, meets its other ranks, and sums them through a queue; this is timed. Who
-was first in a round is last in the next one. A round takes as long as its slowest rank.
+One round: every contender fills its arrays, meets its other ranks, and sums them through a queue; this is timed. The
+first one of a round is the last one of the next. A round takes as long as its slowest rank.
 
-Rounds come in heats. For each heat the contenders form their jobs anew, in another order: of two jobs that are alike,
-the one that was there first may be slower. A heat begins with rounds that are not timed. Of the last of them every
-element is checked. From them the queue learns that steps are alike.
+Rounds come in heats. For each heat the contenders form their jobs anew, in another order: of two equal jobs, the one
+that was there first may be slower. A heat begins with rounds that are not timed. From these the queue learns that steps
+are alike. In the last of these every element is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = 3  # a queue takes two steps that are alike before it leaves its round
 
 
 class Contender:
-    """A configuration, and a job of these ranks that has it."""
+    """A configuration, and a job of these ranks that uses it."""
 
     def __init__(self, config: Config, job: str, stack: ExitStack) -> None:
         self.comm = stack.enter_context(omni.connect(config, job=job))

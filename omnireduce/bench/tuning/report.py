@@ -1,4 +1,4 @@
-"""What a search leaves: a line for each sample in a CSV file, a table, and a file of the configuration."""
+"""Output of a search: a line for each sample in a CSV file, a table, and a file of the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"
 
 
 class Log:
-    """The CSV file; a line is there as soon as its sample is over. Without a file it is nothing.
+    """The CSV file. It gets a line as soon as a sample is over. Without a file, lines are dropped.
 
     `score` and `default_score` are bytes per microsecond in the same rounds, `ratio` says how many times as fast as the
     default a sample is. A sample that is `impossible` has none of them.

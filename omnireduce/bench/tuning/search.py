@@ -1,7 +1,7 @@
-"""Which point is measured next: Optuna's TPE sampler, and its median pruner.
+"""The choice of the next point to measure: Optuna's TPE sampler, and its median pruner.
 
-The sampler is that of Bergstra et al., "Algorithms for Hyper-Parameter Optimization", 2011: it draws where good samples
-were dense and bad ones were not. The pruner ends a sample that is worse than the median was after as many rounds.
+The sampler is that of Bergstra et al., "Algorithms for Hyper-Parameter Optimization", 2011: it draws points where good
+samples are dense and bad ones are not. The pruner ends a sample that is worse than the median after as many rounds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Search:
         return not self._trial.should_prune()
 
     def tell(self, point: Point, ratio: float | None) -> None:
-        """What came of the sample; None where it was pruned, or cannot be."""
+        """Record the ratio of the sample; None if it was pruned, or is impossible."""
         self._known[tuple(point.values())] = ratio
         if ratio is not None:
             self._complete.append((ratio, point))
@@ -91,7 +91,7 @@ class Search:
             self._combine()
 
     def _combine(self) -> None:
-        """Let the next sample be what was good in one key, of all keys together."""
+        """Make a next sample that joins all values which were good alone."""
         start, best = self._space.start, dict(self._space.start)
         for _, point in sorted((each for each in self._complete if each[0] > _GAIN), key=lambda each: each[0]):
             best |= {key: value for key, value in point.items() if value != start[key]}

@@ -63,7 +63,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What rank 0 tells who has started it. `refusal`: why nothing was measured. `share`: of the best of the grid."""
+    """What rank 0 sends to its parent. `refusal`: why nothing was measured. `share`: of the best of the grid."""
 
     refusal: str = ""
     share: float | None = None
@@ -75,7 +75,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """The process of a rank. What is wanted comes by standard input, as JSON; the verdict goes to a pipe."""
+    """The process of a rank. It reads its task from standard input, as JSON, and writes the verdict to a pipe."""
     pipe = int(os.environ.pop(RESULT_FD))
     os.set_inheritable(pipe, False)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 class Session:
-    """One search. `comm` is for what ranks tell each other between samples."""
+    """One search. `comm` carries what ranks exchange between samples."""
 
     def __init__(self, wanted: Wanted, config: Config, comm: Communicator, log: Log) -> None:
         self._wanted, self._comm, self._log = wanted, comm, log
@@ -135,7 +135,7 @@ class Session:
         return best
 
     def _told(self, x: Any) -> Any:
-        """What rank 0 says."""
+        """The value of rank 0."""
         return self._comm.broadcast_object(x, 0, name="tune")
 
     def _sample(
@@ -235,6 +235,6 @@ class Session:
 
 
 def _file_of_user() -> dict[str, str]:
-    """The environment, for a configuration without what the launcher says to ranks."""
+    """The environment for a configuration, without the launcher's variables for ranks."""
     name = "OMNIREDUCE_CONFIG"
     return {name: os.environ[name]} if name in os.environ else {}

@@ -1,4 +1,4 @@
-"""What is tuned: keys of the configuration, each with values in order."""
+"""The search space: keys of the configuration, each with values in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BY_KEY = {each.key: each for each in PARAMETERS}
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What decides which keys have an effect. `in_memory`: ranks exchange tensors in memory alone, and aggregators get
+    """Conditions for keys to have an effect. `in_memory`: ranks exchange tensors in memory alone, and aggregators get
     none. `in_order`: every step is like the last one, so that the queue has no rounds."""
 
     shards: int

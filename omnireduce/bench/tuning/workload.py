@@ -1,4 +1,4 @@
-"""What a sample sums: the arrays of one step of a training, each by its name."""
+"""The workload of a sample: the arrays of one training step, each summed by its name."""
 
 from __future__ import annotations
 

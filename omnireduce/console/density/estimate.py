@@ -128,7 +128,7 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
 
 
 def union_density(density: float, world_size: int) -> float:
-    """Of what all workers have together, if each has this density, at places of its own."""
+    """The density of the union of all workers, if each has this density, at independent places."""
     return float(1 - (1 - density) ** world_size)
 
 

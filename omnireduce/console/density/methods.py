@@ -1,8 +1,8 @@
-"""What each method of compression would take for one array, and what one step of it would lose.
+"""Estimates for each method of compression: the bytes that it sends for an array, and the loss of one step.
 
-Bytes, unions and times are those of `estimate`: of blocks, of rows, of blocks that are encoded, or of single elements
-with steps between them. What is selected of the array, and what its blocks become, is found by doing it. As there, the
-places of the workers are taken for independent of each other, but for those that all draw alike.
+Bytes, unions and times are computed as in `estimate`: for blocks, rows, encoded blocks, or single elements with steps
+between them. The array is really selected from and encoded. As there, the places of the workers are assumed to be
+independent, except where all workers draw the same ones.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _lossy(x: Array, part: Density, world_size: int) -> Iterator[tuple[str, floa
 
 
 def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
-    """What stands for `x` in one step, and which places are selected."""
+    """The array that is sent for `x` in one step, and the selected places."""
     places, sent = method.selector.select(x), x
     if not isinstance(method.selector, Everything):
         sent = np.zeros_like(x)

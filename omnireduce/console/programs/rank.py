@@ -22,7 +22,7 @@ from omnireduce.runtime.member.communicator import Communicator
 
 
 def main() -> None:
-    """The process of a rank. What is wanted comes by standard input, as JSON; whether all is right goes to a pipe."""
+    """The process of a rank. It reads its task as JSON from standard input. Whether all is right goes to a pipe."""
     pipe = int(os.environ.pop(RESULT_FD))
     os.set_inheritable(pipe, False)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _on_all_ranks(wanted: Wanted, pipeline: Pipeline, comm: Communicator) -> Outcome:
-    """Run a schedule. What came of it is the same on all ranks that have it; if not, it is NaN."""
+    """Run a schedule. The result is NaN if it is not the same on all ranks that have it."""
     outcome = run_schedule(wanted, pipeline, comm)
     result: Array = comm.broadcast_object(outcome.result, comm.size - 1, name="coconet: result")
     is_same = outcome.result is None or np.array_equal(outcome.result, result)

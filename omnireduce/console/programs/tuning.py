@@ -32,7 +32,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """The process of a rank. What is asked comes by standard input, as JSON; that all went well goes to a pipe."""
+    """The process of a rank. It reads its task from standard input, as JSON, and writes success to a pipe."""
     pipe = int(os.environ.pop(RESULT_FD))
     os.set_inheritable(pipe, False)
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)

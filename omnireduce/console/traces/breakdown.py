@@ -1,4 +1,4 @@
-"""Where the time of a collective goes: per rank and shard, the milliseconds of each activity."""
+"""Breakdown of a collective's time: per rank and shard, the milliseconds of each activity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced job has reduced: its tensors by size, and which share of their blocks the ranks had."""
+"""Reductions of a traced job: its tensors by size, and the share of their blocks that the ranks had."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Reduced(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What one rank tells of its collectives, in order: bytes; what its instants say, -1 where there are none, (n,
+    """The collectives that one rank traced, in order: bytes; what its instants say, -1 where there are none, (n,
     OF_TENSOR); for how long each was under way, in nanoseconds."""
 
     nbytes: Array
@@ -99,7 +99,7 @@ def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
 
 
 def _together(ranks: Sequence[Lane]) -> list[_Told]:
-    """What the ranks tell of the collectives that all of them have recorded, which are the same on each."""
+    """The traces of the collectives that all ranks have recorded, which are the same on each."""
     told = [_told(lane) for lane in ranks]
     count = min(each.nbytes.size for each in told)
     told = [_Told(*(part[:count] for part in each)) for each in told]
