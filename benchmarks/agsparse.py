@@ -1,4 +1,4 @@
-"""AGsparse: an all-gather of what is not zero, summed by every rank.
+"""AGsparse: an all-gather of non-zero elements or rows, summed by every rank.
 
 All that a round needs, other than a few row numbers, is kept from round to round, so that none pays for fresh pages.
 Every rank adds in the order of the ranks, so that all get the same bits.

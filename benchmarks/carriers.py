@@ -1,12 +1,12 @@
-"""What carried the bytes of a benchmark: as its ranks have counted, and not as they were configured.
+"""The transports that carried the bytes of a benchmark, as its ranks counted them, not as configured.
 
     python -m benchmarks.carriers FILE ARGUMENTS...
 
-runs a Python file, and says on standard error what carried its bytes: those of omnireduce, or, where it has made no
+runs a Python file, and says on standard error what carried its bytes: those of omnireduce or, if it made no
 communicator, those of torch's process group.
 
 A transport that is configured may carry nothing: ranks of one host exchange in memory, unless that is turned off. So
-each row says what carried its bytes, and a benchmark that names a transport fails where another one carried.
+each row says what carried its bytes. A benchmark that names a transport fails if another one carried them.
 """
 
 from __future__ import annotations

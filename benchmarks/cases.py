@@ -1,4 +1,4 @@
-"""What is measured: cases, each one table row per competitor."""
+"""The cases that are measured. Each has one table row per competitor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What codecs gain: the same all-reduce as float32 and with each codec, on shaped links and over shared memory.
+"""The gain from codecs: the same all-reduce as float32 and with each codec, on shaped links and over shared memory.
 
 `python -m benchmarks.codecs SOCKET OPTIONS` is one rank of it.
 """

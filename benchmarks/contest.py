@@ -55,7 +55,7 @@ PEERS = tuple(METHODS)
 
 
 def labels(case: Case, peers: Sequence[str]) -> set[str]:
-    """Who has to have a row of the case when all these competitors run."""
+    """The labels that must have a row of the case when all these competitors run."""
     return {OURS} | {each.label for peer in peers for each in METHODS[peer] if each.fits(case)}
 
 

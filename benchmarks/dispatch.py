@@ -1,7 +1,7 @@
-"""What it costs to ask torch for a collective of omnireduce, beside the collective itself.
+"""The overhead of a call of omnireduce's collectives through torch.
 
-`torchrun --nproc-per-node 2 -m benchmarks.dispatch` does small all-reduces in turns, directly and through torch; and
-all-gathers of two sizes, which gloo does, alone and after ranks have compared what they ask for. All are checked.
+`torchrun --nproc-per-node 2 -m benchmarks.dispatch` does small all-reduces in turns, directly and through torch. It
+also does all-gathers of two sizes by gloo, alone and after ranks have compared their calls. All results are checked.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What it costs to sum single elements of a gradient: on the service, and by an all-gather of the same selection.
+"""The cost of a sum of single elements of a gradient: on the service, and by an all-gather of the same selection.
 
 Four ranks on hosts with shaped links have each selected a part of the elements, by their magnitudes. The service sums
 them by their numbers. The all-gather is gloo's, of values (float32) and numbers (int64, as torch.topk gives them, or
 int32); each rank then adds what all have sent. Both begin with a selection and end with a dense sum on each rank.
 
-Links are slow ones, because that is where a part is selected: from 100 Mbit/s on, two processors are the bound of eight
-hosts. Messages are short, so that results come back while the rest goes up.
+The links are slow, because users select elements for slow links. From 100 Mbit/s on, two processors are the bound of
+eight hosts. Messages are short, so that results come back while the rest goes up.
 
-Gradients of ranks have something in common, or they would not train one model. Here each is a part that all have in
-common and a part of its own, of equal variance. `apart` has no common part.
+Gradients of ranks have a common part, because the ranks train one model. Here each gradient is the sum of a common part
+and a part of its own, of equal variance. `apart` has no common part.
 
 `python -m benchmarks.elements SOCKET OPTIONS` is one rank of it.
 """

@@ -1,10 +1,10 @@
-"""How long a step's gradients take to be averaged: Needle's own way, parameter by parameter over MPI, against one
-exchange of the service.
+"""The time to average a step's gradients: Needle's own way, parameter by parameter over MPI, against one exchange of
+the service.
 
 Needle's own way takes an array out of each gradient, adds it to those of the other ranks, divides, and makes a new
-tensor. What is timed is that and nothing else; before it both ways get new gradients, as a backward pass leaves them.
-The tensors are those of the checkout in OMNIREDUCE_NEEDLE, whose backend for the processor must be built; without one,
-those of the stand-in of the tests, which keeps its values behind a handle, too, and copies them as that backend does.
+tensor. Only this is timed. Before it both ways get new gradients, as a backward pass leaves them.
+The tensors are those of the checkout in OMNIREDUCE_NEEDLE, whose backend for the processor must be built. Without a
+checkout they are those of the tests' stand-in, which keeps values behind a handle and copies them as that backend does.
 
 `python -m benchmarks.frameworks SOCKET` is one rank of it, under mpirun.
 """

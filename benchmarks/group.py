@@ -247,7 +247,7 @@ def service_group(
 
 @dataclass(frozen=True)
 class Servers:
-    """What ranks connect to, such as the shards of a daemon: addresses and processes. They took `ready_s` to start."""
+    """The servers of ranks, such as the shards of a daemon: addresses and processes. They took `ready_s` to start."""
 
     name: str
     addresses: list[str]

@@ -1,7 +1,7 @@
-"""What it costs that ranks compare what they give a program alike: runs of one program that compare, and runs that do
-not, which take turns.
+"""The cost of comparing a program's inputs between ranks: runs of one program that compare, and runs that do not, take
+turns.
 
-The program is SGD, of a gradient without zeros and weights that all ranks have: the weights are read once more.
+The program is SGD on a gradient without zeros. All ranks have the weights. A comparison reads them once more.
 
 `python -m benchmarks.inputs SOCKET OPTIONS` is one rank of it.
 """

@@ -1,4 +1,4 @@
-"""What plain TCP sockets on loopback need to carry tensors up and down: the bound of an exchange over TCP on one host.
+"""The bound of an exchange over TCP on one host: plain TCP sockets on loopback that carry tensors up and down.
 
     python -m benchmarks.loopback       an echo server: prints `ready HOST:PORT`, ends with its standard input
 

@@ -1,11 +1,11 @@
-"""What the service's processes take in memory, each measured in a process that has done nothing else.
+"""The memory of the service's processes, each measured in a process that has done nothing else.
 
-Of a worker the peak counts beyond its tensor and its imports (see `benchmarks.peak_memory`): the compiled kernels, its
-slots, and whatever exchanges need. Of an aggregator shard, beyond the anonymous memory of a process that has only
-imported what a shard imports, and beyond the slots, which are (ranks + 1) x slots x slot size: the compiled kernels,
-every page of a library that it touched, and whatever exchanges need. A shard shares most of that with the supervisor
-which it was forked from; it counts all the same. The daemon finds its kernels compiled: where it has to compile them,
-at the first start on a machine, shards take more.
+For a worker, its peak counts without its tensor and its imports (see `benchmarks.peak_memory`). What remains are the
+compiled kernels, its slots, and whatever exchanges need. For an aggregator shard, its peak counts without the anonymous
+memory of a process that only has its imports, and without the slots, (ranks + 1) x slots x slot size. What remains are
+the compiled kernels, every library page that it touched, and whatever exchanges need. A shard shares most of that with
+its supervisor; it counts all the same. The daemon finds its kernels compiled. If it has to compile them, at the first
+start on a machine, shards take more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What became of cases: on the terminal as tables, in results/*.json for everything else."""
+"""The outcomes of cases: as tables on the terminal, and in results/*.json for everything else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AnyCase(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: a row for each entrant, and a verdict on each target that it has."""
+    """The outcome of a case: a row for each entrant, and a verdict on each target that it has."""
 
     case: AnyCase
     rows: list[Row]
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def outcome(measured: Measured) -> Outcome:
-    """Of a contest on one host."""
+    """The outcome of a contest on one host."""
     return Outcome(measured.case, rows_of(measured), verdicts(measured))
 
 

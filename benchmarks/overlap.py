@@ -1,4 +1,4 @@
-"""What it gains to reduce a matrix product while it is computed: a program's MatMul and AllReduce, one after the other
+"""The gain from reducing a matrix product while it is computed: a program's MatMul and AllReduce, one after the other
 and overlapped, in chunks.
 
 Two ranks on hosts with shaped links: there a rank waits for the link, and the processor is free. Between ranks that

@@ -1,9 +1,9 @@
-"""How far a worker's peak memory rises above what it had with its tensor in hand.
+"""The rise of a worker's peak memory above a baseline with its tensor in memory.
 
     python -m benchmarks.peak_memory SOCKET OPTIONS
 
-The base line is taken after importing omnireduce, with the tensor written and before the worker joins: what its imports
-take, numba and LLVM above all, is not counted; the compiled kernels, loaded when it joins, and the slots are.
+The baseline is taken when omnireduce is imported and the tensor is written, before the worker joins. So the imports,
+numba and LLVM above all, do not count. The compiled kernels, which are loaded at the join, and the slots do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What competes, as seen by one rank: the service, MPI, gloo, and sparse exchanges built on the last two.
+"""The competitors, as seen by one rank: the service, MPI, gloo, and sparse exchanges built on the last two.
 
 Each class joins its ranks when it is made, and offers methods by name. `dense` methods take the tensor and return the
 result, possibly the same array; `rows` methods take row numbers (int64, ascending), rows (n, row length) and the number

@@ -1,4 +1,4 @@
-"""How near `omnireduce plan` comes to what was measured between hosts with shaped links."""
+"""Accuracy of `omnireduce plan`, against measurements between hosts with shaped links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Compared(NamedTuple):
 
     @property
     def processor_ms(self) -> float:
-        """What all processes together took."""
+        """The processor time of all processes together."""
         return float(self.row["cpu_s_per_gb"] * self.row["bytes"] / 1e6)
 
     @property

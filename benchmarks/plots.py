@@ -1,6 +1,6 @@
-"""Draws what rows.json, testbed.json, relays.json and training.json say. Needs the extra `plot`.
+"""Plots of rows.json, testbed.json, relays.json and training.json. Needs the extra `plot`.
 
-Same rows give same files.
+The same rows give the same files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What it costs to submit by name: many small tensors against a large one, the hook of a gradient, and the gradient of
+"""The cost of submission by name: many small tensors against a large one, the hook of a gradient, and the gradient of
 an embedding, summed by its rows, against the all-gathers of Horovod.
 
 An all-gather as Horovod does it: one of all ranks' indices and one of their values, over MPI; then each rank adds what
 all have sent to its weights. The service adds equal rows first, sums them by number, and each rank adds those once.
-Ranks look up words whose frequency goes by Zipf's law, as words of a text do.
+Ranks look up words whose frequency follows Zipf's law, as in a text.
 
 `python -m benchmarks.queues KIND SOCKET OPTIONS` is one rank of it.
 """
@@ -161,7 +161,7 @@ class Embedding:
 
     @staticmethod
     def _gradient(seed: int, rank: int, many: int = LOOKED_UP) -> tuple[Array, Array]:
-        """Of a step: whole numbers, whose sums are exact in any order."""
+        """The gradient of a step: whole numbers, whose sums are exact in any order."""
         rng = np.random.default_rng([seed, rank])
         indices = np.minimum(rng.zipf(1.2, many), WORDS) - 1
         return indices, rng.integers(-3, 4, (many, WIDTH)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""How fast a rank packs and places, with shards that cost nothing: each result is the message itself, where it lies.
+"""The speed at which a rank packs and places, with shards that cost nothing: each result is the message itself.
 
 So the threads of the rank have all processors, as on a host with a processor for each.
 """

@@ -1,4 +1,4 @@
-"""What a training gains when gradients are exchanged while layers compute: `omnireduce replay` on shaped links.
+"""The gain from exchanging gradients while layers compute: `omnireduce replay` on shaped links.
 
 Two ranks and an aggregator have a host each. Small layers come first and a large one last: the gradients of the first
 layers are submitted last and needed first.

@@ -1,4 +1,4 @@
-"""What it takes to select: top-k of elements against `torch.topk`, top-k of blocks against the scan for zero blocks."""
+"""The cost of selection: top-k of elements against `torch.topk`, top-k of blocks against the scan for zero blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service aims at, as ratios within one run where it can be, and whether it got there."""
+"""The targets of the service, as ratios within one run where possible, and whether it met them."""
 
 from __future__ import annotations
 

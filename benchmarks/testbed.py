@@ -79,7 +79,7 @@ def racked_testbed(hosts: int, rate: str, racks: Racks, *, ipv6: bool = False) -
     """Make 2 to 250 hosts whose links carry `rate` each way, in the words of tc ("1gbit"; "": as much as they can);
     yield them. The first ones are in `racks`. With `ipv6` they have no IPv4 address at all, not even on loopback.
 
-    At the end, also after an exception, processes that still run on a host are killed and everything is removed. A
+    At the end, even after an exception, processes that still run on a host are killed and everything is removed. A
     testbed whose process died without that is removed by the next one. A process has one testbed at a time.
 
     Raises TestbedError when the hosts cannot be made, UsageError for a number of hosts out of range.
@@ -169,7 +169,7 @@ def _add_rack(switch: str, bridge: str, rate: str) -> None:
 
 
 def _shape(namespace: str, interface: str, rate: str) -> None:
-    """What leaves by this interface has this rate."""
+    """Limit what leaves by this interface to this rate."""
     advice = "a rate is written like 1gbit, and the kernel needs tbf (modprobe sch_tbf)"
     shape = ("qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, *SHAPING)
     _run("tc", "-n", namespace, *shape, advice=advice)

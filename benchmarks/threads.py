@@ -1,4 +1,4 @@
-"""What a second thread of a rank gains: one rank, with shards that cost nothing, and with shards on one processor.
+"""The gain from a second thread of a rank: one rank, with shards that cost nothing, and with shards on one processor.
 
 `python -m benchmarks.threads SOCKET OPTIONS` is the rank.
 """

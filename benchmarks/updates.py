@@ -1,5 +1,5 @@
-"""What it gains to update weights on the shards: Adam of a dense and of a sparse gradient, and an embedding; and what a
-clip of the gradients by their norm costs there.
+"""The gain from updating weights on the shards: Adam of a dense and of a sparse gradient, and an embedding; and the
+cost of clipping gradients by their norm there.
 
 The others sum the gradient, and then each rank makes the whole step: with NumPy, an operation after the other over
 arrays that are there; with one loop that Numba has compiled; with torch's Adam, which has one loop, too. All are given
@@ -146,8 +146,8 @@ class Updating:
         return {"ms": (perf_counter() - begin) * 1e3, "exchange_ms": 0.0}
 
     def check(self) -> dict[str, float]:
-        """How far the ways are from each other, each of which has made as many steps, but for one on the shards; and
-        how much memory a rank needs for what the shards keep, beside its own weights and gradient."""
+        """Make the one step more that the shards have made, in all other ways. Return how far the weights are apart,
+        and the memory that a rank needs for what the shards keep, beside its own weights and gradient."""
         self._own[NUMPY].numpy_step(self._mean)
         self._own[COMPILED].compiled_step(self._mean)
         self._torch.step()

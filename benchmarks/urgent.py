@@ -1,4 +1,4 @@
-"""How long a small all-reduce takes beside a large one, with a channel of its own and without.
+"""The time of a small all-reduce beside a large one, with a channel of its own and without.
 
 `python -m benchmarks.urgent SOCKET OPTIONS` is one rank of it.
 """

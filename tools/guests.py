@@ -7,11 +7,11 @@
 CPU. `run` boots the guests and runs COMMAND in each, in the present folder.
 
 A guest sees the file system of this machine read-only over 9p, below a tmpfs: everything may be written there, and
-nothing of it is kept, but for the shared folders, which are the machine's own. The guests are called node1 and node2,
+nothing of it is kept, except in the shared folders, which are the machine's own. The guests are called node1 and node2,
 at 192.168.59.101 and .102, each with the RDMA device rxe0, and can log in to each other. A guest that is alone also
-has rxe1 and rxe2, at the two ends of a virtual cable that a test can pull: `ip link set cable1 down`. The command finds
-GUEST_NODE, GUEST_NODES and NUMBA_CACHE_DIR, a folder that is kept, in its environment, of this machine's variables only
-PATH, CI and PYTEST_ADDOPTS. In tools/guest/ is what happens inside.
+has rxe1 and rxe2, at the two ends of a virtual cable that a test can pull: `ip link set cable1 down`. The
+environment of the command has GUEST_NODE, GUEST_NODES and NUMBA_CACHE_DIR, a folder that is kept. Of this machine's
+variables it has only PATH, CI and PYTEST_ADDOPTS. The files in tools/guest/ run inside.
 
 A run ends when no guest has written anything for `--silent` seconds: how long it takes all in all depends on the
 machine, and says nothing about the command. `--timeout` is for a command that writes for ever.

@@ -1,4 +1,4 @@
-"""What the commands of the worker share."""
+"""Options that the commands of the worker share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guests of tools/guests.py boot from: the distribution's stock kernel, and an initramfs around busybox.
+"""Boot images of the guests of tools/guests.py: the distribution's stock kernel, and an initramfs around busybox.
 
 The kernel package is downloaded once; the cache folder keeps the kernel and the few modules that the guests need.
 """

@@ -26,7 +26,7 @@ BITS = 32  # of an element
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the flags say. `tensor_type` is a key of `DTYPES`; `err` is in per cent; of `sync_every` 0 is all jobs;
+    """The values of the flags. `tensor_type` is a key of `DTYPES`; `err` is in per cent; of `sync_every` 0 is all jobs;
     `num_tensors`: how many tensors the jobs of a group take in turn."""
 
     tensor_numel: int
@@ -70,7 +70,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the JSON has. `job_ns`: of one job each."""
+    """The JSON output. `job_ns`: of one job each."""
 
     asked: Asked
     world_size: int

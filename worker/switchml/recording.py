@@ -1,9 +1,9 @@
-"""How long the layers of a model of torch compute, for `replay`.
+"""Timing of the layers of a torch model, for `replay`.
 
 A layer is a module with trainable parameters of its own that get a gradient. Its forward pass ends when the module has
 returned, and its backward pass when the last of its gradients is there. Each pass begins where that of the layer before
-has ended, so what is no layer counts for the layer after it, or else for the last one. In each step all layers together
-take as long as the model.
+has ended, so a module that is no layer counts for the layer after it, or else for the last one. In each step all
+layers together take as long as the model.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Stopwatch:
                 each.register_post_accumulate_grad_hook(lambda _, module=module: self._note(self._backward, module))
 
     def forget(self) -> None:
-        """What was timed so far does not count."""
+        """Discard the times so far."""
         self._step = -1
         # of each module, in the order of the pass: nanoseconds of each step
         self._forward = defaultdict[Any, Counter[int]](Counter)
@@ -128,7 +128,7 @@ class _Stopwatch:
         self._at = now
 
     def layers(self) -> list[Layer]:
-        """In the reverse order of the backward pass."""
+        """The layers, in the reverse order of the backward pass."""
         if not self._backward:
             raise UsageError("--record: no parameter of the model got a gradient")
         forward = self._forward_of_layers()

@@ -28,7 +28,7 @@ SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses mor
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the flags say. `overlap`: with what the exchange does. "iterations": with the backward pass and the next
+    """The values of the flags. `overlap`: what the exchange overlaps. "iterations": with the backward pass and the next
     forward pass; "backward": with the former only; "none": it begins when that has ended."""
 
     num_iters: int
@@ -41,7 +41,7 @@ class Replay:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the JSON has: nanoseconds of each iteration, and iterations per second."""
+    """The JSON output: nanoseconds of each iteration, and iterations per second."""
 
     asked: Replay
     world_size: int
@@ -52,8 +52,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Device:
-    """Computes for a given time, while the processor is free, as beside a GPU. What a sleep is too long by, up to
-    SLACK_NS, makes the next one shorter."""
+    """Computes for a given time, while the processor is free, as beside a GPU. If a sleep is too long, the next
+    one is shorter by that time, up to SLACK_NS."""
 
     def __init__(self) -> None:
         self._busy_until = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark sum, and what must come out.
+"""The tensors that the ranks of a benchmark sum, and the expected results.
 
 Each rank has a table of 2^20 values. The elements of a tensor are windows into it, at another place for each 2^20
 elements: to fill and to check a tensor costs little more than to copy it. Values are whole numbers, or for random
@@ -43,7 +43,7 @@ class Wrong:
 
 class Summands:
     """The tensors of `dtype` of `size` ranks, random ones with a `seed`. `number` tells several of a rank apart.
-    `alike`: all have those of this rank."""
+    `alike`: all ranks have the tensors of this rank."""
 
     def __init__(self, dtype: np.dtype[Any], size: int, seed: int | None = None, *, alike: int | None = None) -> None:
         self.dtype, self._size, self._seed = dtype, size, seed

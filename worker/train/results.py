@@ -1,4 +1,4 @@
-"""What a training run found: the result that programs read as JSON, and the table that people read."""
+"""Results of a training run: JSON for programs, and a table for people."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _times(timing: Timing) -> tuple[str, str, str]:
 
 
 def _weights(result: TrainingResult) -> str:
-    """One sentence on who ended with the same weights."""
+    """One sentence on which ranks and runs ended with the same weights."""
     sentence = say_verdict(result.verdict)
     if result.mpi and result.mpi.weights_difference is not None:
         difference = result.mpi.weights_difference
