@@ -1,8 +1,8 @@
-"""What programs are made of: values that know their type and where they were written.
+"""Expressions, the values that programs consist of: each knows its type and where the user wrote it.
 
-An expression is a value: it never changes. Its operands are expressions, so a program is a graph without cycles. The
-type is derived when an expression is made, and again whenever a rewrite makes it anew from other operands. So no
-rewrite can make a program that the checker would refuse.
+An expression never changes. Its operands are expressions, so a program is a graph without cycles. The type is derived
+when an expression is made, and again when a rewrite makes it anew from other operands. So no rewrite can make a program
+that the checker would refuse.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LONGEST_TEXT, DEEPEST_TEXT, CUT = 2000, 100, "..."  # of what a program prints
 
 
 class Region(NamedTuple):
-    """Which elements of a tensor an array has: those from `starts` on in a tensor of the shape `whole`. `stream` tells
-    apart the ranks whose tensors are different ones; it is 0 where they have the same one."""
+    """The elements of a tensor that an array has: those from `starts` on, in a tensor of the shape `whole`. `stream`
+    tells ranks with different tensors apart; it is 0 where all ranks have the same tensor."""
 
     whole: tuple[int, ...]
     starts: tuple[int, ...]
@@ -46,8 +46,8 @@ class Region(NamedTuple):
 
 
 class Type(NamedTuple):
-    """What the checker knows of a value. `shape` is that of the whole tensor, also of a sliced one. `group`: the ranks
-    that have it; None: those that need it."""
+    """The type of a value, as the checker knows it. `shape` is that of the whole tensor, even if it is sliced. `group`:
+    the number of the group of ranks that has it; None: every group that needs it."""
 
     dtype: DType
     shape: tuple[Dimension, ...]
@@ -103,7 +103,7 @@ class Expression(ABC):
         return f"{type(self).__name__}({', '.join(operands)})"
 
     def least_precedence(self, at: int) -> int:
-        """Below which precedence the text of operand `at` wants brackets."""
+        """The precedence below which the text of operand `at` needs brackets."""
         return 0
 
     def refuse(self, message: str) -> UsageError:

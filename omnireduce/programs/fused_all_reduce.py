@@ -1,4 +1,4 @@
-"""How a fused AllReduce is done: by its definition. What lowers it to something else replaces this function."""
+"""The fused AllReduce, run by its definition. A lowering to something faster replaces this function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from omnireduce.programs.stages import FusedAllReduce
 
 
 def run_fused_all_reduce(stage: FusedAllReduce, run: Execution, reduced: Array | None = None) -> None:
-    """ReduceScatter, compute on the parts, AllGather; all results are then values of `run`.
+    """ReduceScatter, compute on the parts, AllGather. All results become values of `run`.
 
-    `reduced`: this rank's part of the sum, where that is known already.
+    `reduced`: this rank's part of the sum, if that is known already.
     """
     for node in stage.nodes:
         if node is stage.reduce_scatter and reduced is not None:

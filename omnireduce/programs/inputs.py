@@ -1,8 +1,8 @@
-"""What all ranks give a program alike. A run compares it, beside its first exchange, by a checksum of 8 bytes.
+"""Inputs that must be the same on all ranks. A run compares them, beside its first exchange, by a checksum of 8 bytes.
 
-Numbers, and Replicated tensors, are believed to be the same on all ranks: what is computed from them is not exchanged.
-Ranks that differ in them would go on with different weights. In a program for several groups, the ranks of a group
-compare theirs: a group does not wait for another one.
+Numbers and Replicated tensors are assumed to be the same on all ranks: what is computed from them is not exchanged. If
+ranks differed in them, they would go on with different weights. In a program for several groups, each group compares
+its own inputs: it does not wait for another group.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from omnireduce.protocol.operands import as_writable
 
 
 def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
-    """Names and values for `check_alike`: of the program, sizes, numbers and Replicated tensors."""
+    """Names and values for `check_alike`: the program, its sizes, numbers and Replicated tensors."""
     inputs = [(each.name, _said(array)) for each, array in given if each.type.layout is Layout.REPLICATED]
     return [("the program", pipeline.digest), *((each.name, str(size)) for each, size in sizes.items()), *inputs]
 
 
 def _said(array: Array) -> str:
-    """A number, or what tells one tensor from another."""
+    """A number as text, or the dtype, shape and checksum of a tensor."""
     if not array.shape:
         return str(array[()])
     return f"{array.dtype}{list(array.shape)}, checksum {checksum(as_writable(array)).hex()}"

@@ -1,7 +1,7 @@
-"""What a program means: each expression by its definition, for all ranks at once, in one process, on NumPy arrays.
+"""Interpreter of programs: evaluates each expression by its definition, for all ranks in one process, with NumPy.
 
-It is slow, and as obvious as it can be: the oracle for everything that runs programs otherwise. It knows nothing of
-compound stages. Values of ranks are combined in the order of ranks, as the service does.
+It is slow, and as obvious as it can be: the oracle for every other way to run a program. It ignores compound stages.
+Values of ranks are combined in rank order, as the service does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MOST_RANKS = 4096  # their arrays are all in this process
 def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict[str, PerRank]:
     """Run `pipeline` on `ranks` ranks of each group, all of them in this process.
 
-    `values`: for each input by its name, and for sizes that follow from no whole array: a number of a Variable, a list
-    of one array for each rank of a Tensor, or one array where that is Replicated. Returns for each output one array for
-    each rank: what a run returns there. What is given is not changed. Raises UsageError for values that do not fit.
+    `values`, by name: a number for a Variable; for a Tensor a list of one array for each rank, or one array if it is
+    Replicated. Sizes that follow from no whole array are given by name too. Returns, for each output, the arrays that
+    a run returns on the ranks, in their order. `values` are not changed. Raises UsageError if they do not fit.
     """
     least = pipeline.least_ranks
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not least <= ranks <= MOST_RANKS:
@@ -50,7 +50,7 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
 
 
 def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeline: Pipeline) -> Any:
-    """What a rank is given."""
+    """The value of an input for one rank."""
     value = values[name]
     if isinstance(value, list | tuple):
         if len(value) != ranks:
@@ -63,7 +63,7 @@ def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeli
 
 
 def _evaluate(node: Expression, operands: Sequence[PerRank], seats: Sequence[Seat]) -> PerRank:
-    """What each rank has of `node`."""
+    """The value of `node` on each rank."""
     ranks = len(seats)
     if isinstance(node, Constant):
         return [node.array] * ranks
@@ -95,7 +95,7 @@ def _reduced(node: WholeReduction, parts: PerRank) -> PerRank:
 
 
 def combined(reduction: Reduction, parts: PerRank) -> Array:
-    """The parts combined in their order; 16-bit floats in float32, rounded once."""
+    """The parts, combined in their order. 16-bit floats are combined in float32 and rounded once."""
     dtype = parts[0].dtype
     wide = [each.astype(np.float32) if is_half(dtype) else each for each in parts]
     with np.errstate(all="ignore"):

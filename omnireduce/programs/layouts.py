@@ -1,14 +1,14 @@
-"""Where the elements of a value lie, and which layouts go together: the tables that the checker reads.
+"""Layouts: where the elements of a value lie, and which layouts go together. The checker reads these tables.
 
     Local        each rank has a value of its own
     Replicated   all ranks have the same value
     Sliced       rank i has the i-th part of one value, cut along its first dimension
     Sliced_2     the same, cut along its last dimension
 
-Parts are those of `numpy.array_split`: the first `size % ranks` of them have one row more. So a size need not divide.
+Parts are those of `numpy.array_split`: the first `size % ranks` of them have one row more. So any size can be cut.
 
 A Replicated and a Sliced value mean the same tensor: they differ only in which rank has which of its elements. A Local
-one is as many tensors as there are ranks. On this the rewrites rest.
+value is one tensor for each rank. The rewrites rest on this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Layout(Enum):
         return self in (Layout.SLICED, Layout.SLICED_2)
 
     def axis(self, dimensions: int) -> int:
-        """Along which of so many dimensions a sliced value is cut."""
+        """The number of the dimension along which a sliced value with so many dimensions is cut."""
         return 0 if self is Layout.SLICED else dimensions - 1
 
 
@@ -155,7 +155,7 @@ MOVES: Mapping[str, Mapping[Layout, Rule]] = {
 
 
 def folded(table: Mapping[tuple[Layout, Layout], Rule], layouts: Sequence[Layout]) -> Rule:
-    """The layout of a result of several operands by a table for two, or why there is none."""
+    """The layout of a result of several operands, by a table for two operands; or why there is none."""
     found: Rule = layouts[0]
     for each in layouts[1:]:
         if isinstance(found, Layout):
@@ -164,7 +164,7 @@ def folded(table: Mapping[tuple[Layout, Layout], Rule], layouts: Sequence[Layout
 
 
 def bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where the part of `rank` begins and ends in a dimension of `size`, by the rule of `numpy.array_split`."""
+    """Start and end of the part of `rank` in a dimension of `size`, by the rule of `numpy.array_split`."""
     least, more = divmod(size, ranks)
     start = rank * least + min(rank, more)
     return start, start + least + (rank < more)

@@ -1,4 +1,4 @@
-"""Which elements of a value a rank has, and what it computes from those of the operands."""
+"""Placement of values on ranks: the elements that a rank has, and what it computes from its parts of the operands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Seat(NamedTuple):
         return tuple(each if isinstance(each, int) else self.sizes[each] for each in shape)
 
     def region(self, kind: Type) -> tuple[Region, tuple[int, ...]]:
-        """Which part of a value of this type is here: the region, and its shape."""
+        """The part of a value of this type that this rank has: its region and its shape."""
         whole = self.shape(kind.shape)
         starts, shape = [0] * len(whole), list(whole)
         if kind.layout.is_sliced:
@@ -40,11 +40,11 @@ class Seat(NamedTuple):
         return Region(whole, tuple(starts), stream), tuple(shape)
 
     def own_shape(self, kind: Type) -> tuple[int, ...]:
-        """The shape of what is here of a value of this type."""
+        """The shape of this rank's part of a value of this type."""
         return self.region(kind)[1]
 
     def fitting(self, array: Array, operand: Type, result: Type) -> Array:
-        """Of an operand the elements that belong to this rank's part of the result."""
+        """The elements of an operand that belong to this rank's part of the result."""
         return array if axis_to_cut(operand, result) is None else self.part(array, result.layout)
 
     def part(self, array: Array, layout: Layout) -> Array:
@@ -55,8 +55,8 @@ class Seat(NamedTuple):
 
 
 def axis_to_cut(operand: Type, result: Type) -> int | None:
-    """Along which of its dimensions a Replicated operand of a result that is cut has to be cut, too; None where all of
-    it is needed: it is repeated along the dimension that is cut, or cut already."""
+    """The dimension along which a Replicated operand must be cut, if the result is cut. None if it is needed as it is:
+    it is repeated along the dimension of the cut, or it is cut already."""
     if operand.layout is not Layout.REPLICATED or not result.layout.is_sliced or not operand.shape:
         return None
     if result.layout is Layout.SLICED and len(operand.shape) < len(result.shape):
@@ -66,7 +66,7 @@ def axis_to_cut(operand: Type, result: Type) -> int | None:
 
 
 def compute(node: Expression, arrays: Sequence[Array], seat: Seat) -> Array:
-    """This rank's part of what a Pointwise or MatMul gives, from its parts of the operands."""
+    """This rank's part of the result of a Pointwise or MatMul, from its parts of the operands."""
     if isinstance(node, MatMul):
         return node.compute(arrays)
     assert isinstance(node, Pointwise)
@@ -82,7 +82,7 @@ def sizes_in(nodes: Iterable[Expression]) -> list[Variable]:
 
 
 def check_names(values: object, known: Collection[str], taker: str) -> None:
-    """Raises UsageError unless these are values by name, of those that are `known`. `taker`: what is given them."""
+    """Raises UsageError unless `values` is a dict with `known` names. `taker`: who gets it, for the message."""
     if not isinstance(values, Mapping):
         raise UsageError(f"{taker} got values as {a_type(values)}; expected a dict, by name")
     for name in values:
@@ -91,8 +91,8 @@ def check_names(values: object, known: Collection[str], taker: str) -> None:
 
 
 def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values: Mapping[str, Any]) -> Sizes:
-    """The sizes of dimensions: what is given by name, and what follows from arrays of `inputs` that are whole. Raises
-    UsageError where two of them differ, or one is not known."""
+    """The sizes of dimensions: those given by name, and those that follow from whole arrays of `inputs`. Raises
+    UsageError if a dimension has two different sizes, or none."""
     found: dict[Variable, int] = {}
     said: dict[Variable, str] = {}
     tensors = [each for each in inputs if isinstance(each, Tensor)]
@@ -118,15 +118,15 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
 
 
 def size_value(value: object, name: str) -> int:
-    """The size of a dimension, as it is given. Raises UsageError for what is none."""
+    """`value` as the size of a dimension. Raises UsageError unless it is an int from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise UsageError(f"{name} is {value!r}: expected a size, an int from 1 on")
     return int(value)
 
 
 def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
-    """What a rank gives for an input, as an array; a size that is used as a number need not be given. Raises UsageError
-    for what is missing or does not fit."""
+    """A rank's value for an input, as an array. A size that is used as a number need not be given. Raises UsageError
+    for a value that is missing or does not fit."""
     name = each.name
     value = values.get(name, seat.sizes.get(each) if isinstance(each, Variable) else None)
     if value is None:
@@ -148,7 +148,7 @@ def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
 
 
 def number_value(value: Any, kind: Type, name: str) -> Array:
-    """What is given for a Variable, as an array without dimensions. Raises UsageError for what does not fit."""
+    """The value of a Variable, as an array without dimensions. Raises UsageError if it does not fit."""
     integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     wanted = "an integer" if kind.dtype.kind in "iu" else "a number"
     fits = integer or (kind.dtype.kind not in "iub" and isinstance(value, float | np.floating))

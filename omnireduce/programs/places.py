@@ -1,4 +1,4 @@
-"""Where in a user's file something was written, for messages that point there."""
+"""Lines of a user's file where something was written, for messages that point there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What stands there; empty where the file cannot be read."""
+        """The text of the line; empty if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
 
@@ -35,8 +35,8 @@ def place_of_user() -> Place:
 
 
 def names_of_user() -> dict[int, str]:
-    """By the id of an object, the variable that holds it in the function that makes a program now. Of several variables
-    it is the first one."""
+    """The variables of the function that makes a program now: their names, by the id of the object that they hold. If
+    several variables hold one object, the first counts."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
@@ -51,6 +51,6 @@ def _is_machinery(file: str) -> bool:
 
 
 def wrong(place: Place, message: str) -> UsageError:
-    """An error about what stands at `place`: the file and line, the message, and the line itself."""
+    """An error about the code at `place`: the file and line, the message, and the text of the line."""
     source = f"\n    {place.text}" if place.text else ""
     return UsageError(f"{place.file}:{place.line}: {message}{source}")

@@ -1,7 +1,7 @@
-"""What a runner does as one: an expression by itself, or several that a rewrite has put together.
+"""Stages, the units that a runner executes: a single expression, or several that a rewrite has put together.
 
 Fused            element-wise stages in one pass over memory
-FusedAllReduce   ReduceScatter, what is computed on the parts, AllGather
+FusedAllReduce   ReduceScatter, computations on the parts, AllGather
 Overlapped       a MatMul in chunks of rows, each of which is reduced while the next one is computed
 """
 
@@ -25,19 +25,19 @@ class Fused:
     nodes: tuple[Expression, ...]
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> Fused:
-        """The same of what stands for these expressions now."""
+        """The same stage, of the expressions that `changes` puts in the place of its own."""
         return Fused(tuple(changes[each] for each in self.nodes))
 
 
 @dataclass(frozen=True, eq=False)
 class FusedAllReduce:
-    """An AllReduce with what is computed between its two halves. `nodes` are in order: one ReduceScatter, computations
-    on slices, and AllGathers of what they give. All else that follows from them is here, for a lowering to read."""
+    """An AllReduce with computations between its two halves. `nodes` are in order: one ReduceScatter, computations on
+    slices, and AllGathers of their results. The properties follow from `nodes`; a lowering reads them."""
 
     nodes: tuple[Expression, ...]
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> FusedAllReduce:
-        """The same of what stands for these expressions now."""
+        """The same stage, of the expressions that `changes` puts in the place of its own."""
         return FusedAllReduce(tuple(changes[each] for each in self.nodes))
 
     @property
@@ -46,12 +46,12 @@ class FusedAllReduce:
 
     @property
     def input(self) -> Expression:
-        """What is reduced: a Local value."""
+        """The Local value that is reduced."""
         return self.reduce_scatter.operands[0]
 
     @property
     def computations(self) -> tuple[Expression, ...]:
-        """What is computed on the parts, in order: neither ReduceScatter, AllGather nor Update."""
+        """The computations on the parts, in order: all but ReduceScatter, AllGather and Update."""
         return tuple(each for each in self.nodes if not isinstance(each, ReduceScatter | AllGather | Update))
 
     @property
@@ -72,7 +72,7 @@ class FusedAllReduce:
 
     @property
     def others(self) -> tuple[Expression, ...]:
-        """What else comes from outside: numbers, replicated tensors, results of other stages."""
+        """The other operands from outside: numbers, replicated tensors, results of other stages."""
         inside = {*self.nodes, *self.state, self.input}
         found = [each for node in self.nodes for each in node.operands]
         return tuple(dict.fromkeys(each for each in found if each not in inside and not isinstance(each, Constant)))
@@ -83,7 +83,7 @@ Reducer = AllReduce | ReduceScatter | FusedAllReduce
 
 @dataclass(frozen=True, eq=False)
 class Overlapped:
-    """A MatMul in `chunks` of rows, and what reduces its result, chunk by chunk."""
+    """A MatMul in `chunks` chunks of rows, and the reduction of its result, chunk by chunk."""
 
     matmul: MatMul
     reducer: Reducer
@@ -95,11 +95,11 @@ class Overlapped:
 
     @property
     def reduction(self) -> AllReduce | ReduceScatter:
-        """The one that takes the product."""
+        """The reduction whose operand is the product."""
         return self.reducer.reduce_scatter if isinstance(self.reducer, FusedAllReduce) else self.reducer
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> Overlapped:
-        """The same of what stands for these expressions now."""
+        """The same stage, of the expressions that `changes` puts in the place of its own."""
         matmul, reducer = changes[self.matmul], self.reducer
         after = reducer.mapped(changes) if isinstance(reducer, FusedAllReduce) else changes[reducer]
         assert isinstance(matmul, MatMul)
@@ -120,7 +120,7 @@ def in_stages(
     nodes: Sequence[Expression], compounds: Sequence[Compound], names: Mapping[Expression, str]
 ) -> list[Stage]:
     """The stages of a program, each after those whose results it needs: the order in which all ranks run them. Inputs
-    are none. Raises UsageError where compounds need one another's results in a circle."""
+    are no stages. Raises UsageError if compounds need one another's results in a cycle."""
     users = users_of(nodes)
     for each in compounds:
         check_no_way_around(each, users, names)
@@ -146,7 +146,7 @@ def in_stages(
 def check_no_way_around(
     stage: Compound, users: Mapping[Expression, Sequence[Expression]], names: Mapping[Expression, str]
 ) -> None:
-    """Raises UsageError where a stage needs something that needs the stage."""
+    """Raises UsageError if a stage needs another result that needs the stage."""
     way = way_around(set(stage.nodes), users)
     if way is not None:
         called = [names[each] for each in way if each in names]  # the others belong to a stage with a name

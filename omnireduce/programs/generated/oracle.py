@@ -1,4 +1,4 @@
-"""What a program means, as Python on whole tensors: of a Local value a list with that of each rank."""
+"""Oracle of a generated program: Python on whole tensors. A Local value is a list with one tensor for each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from omnireduce.programs.pointwise import Dropout
 
 
 class Oracle(Statements):
-    """Writes the body of a function of all inputs. `used`: what it needs of the rest of the file."""
+    """Writes the body of a function of all inputs. `used`: the parts of the rest of the file that it needs."""
 
     def __init__(self, pipeline: Pipeline, names: Names) -> None:
         super().__init__(names)
@@ -72,7 +72,7 @@ class Oracle(Statements):
         return self._of_ranks(name, node) if _is_local(node) else self.assigned(name, node)
 
     def _of_ranks(self, name: str, node: Expression) -> list[str]:
-        """`name` is a Local value of all ranks."""
+        """Lines that make `name` the list of the values of all ranks."""
         line = f"{MARGIN}{name} = [{self.made(node).text} for rank in range(ranks)]"
         if len(line) <= WIDTH:
             return [line]

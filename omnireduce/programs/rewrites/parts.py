@@ -1,4 +1,4 @@
-"""What several rewrites need."""
+"""Helpers that several rewrites share."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 def called(pipeline: Pipeline, node: Expression) -> str:
-    """How a message calls an expression: its name and what it is, with where it stands."""
+    """An expression, for a message: its name, its formula, and its file and line."""
     name = pipeline.names.get(node)
     what = formula(node, pipeline.names)
     return f"{f'{name} = ' if name and name != what else ''}{what} ({node.place.file}:{node.place.line})"
 
 
 def reason(error: UsageError) -> str:
-    """What an error of the checker says, without the place and the line."""
+    """The message of an error of the checker, without the place and the source line."""
     return str(error).split("\n")[0].split(": ", 1)[1]
 
 
 def compound_of(pipeline: Pipeline, node: Expression) -> Compound | None:
-    """The compound stage that has this expression, if one has."""
+    """The compound stage that contains this expression, or None."""
     return next((each for each in pipeline.compounds if node in each.nodes), None)
 
 
 def check_single(pipeline: Pipeline, nodes: Iterable[Expression], what: str) -> None:
-    """Raises UsageError where one of `nodes` is part of a compound stage: it has its way of being done already."""
+    """Raises UsageError if one of `nodes` is part of a compound stage: how it runs is decided already."""
     for node in nodes:
         compound = compound_of(pipeline, node)
         if compound is not None:
@@ -40,7 +40,7 @@ def check_single(pipeline: Pipeline, nodes: Iterable[Expression], what: str) -> 
 
 
 def stage_list(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[Expression]:
-    """The expressions that `stages` say. Raises UsageError for something else than a list of stages."""
+    """The expressions that `stages` name. Raises UsageError unless it is a list of stages."""
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:
         raise UsageError(f"cannot {what} {stages!r}: expected a list of stages, or of their names")
     return [pipeline[each] for each in stages]

@@ -1,7 +1,7 @@
-"""Which schedule of a program is the fastest, and where.
+"""Autotuning of a program: finds its fastest schedule for each size.
 
-candidates   the ways in which a program can be done
-trials       one way, on this rank
-memory       what was found out before, in a file
+candidates   the possible ways to run a program
+trials       one way, timed on this rank
+memory       earlier results, in files
 autotune     measure, choose, remember
 """

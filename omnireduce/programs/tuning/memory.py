@@ -1,7 +1,7 @@
-"""What was found out before, in a file for each question: which program, ranks, hosts, sizes and version.
+"""Earlier results of autotuning, one file for each question: the programs, ranks, hosts, sizes and version.
 
-It lies in the folder `programs` of this user's cache: `omnireduce.files.cache`. A file that cannot be read, or does not
-answer this question, counts as none, with a warning. One that cannot be written costs a warning, and nothing else.
+The files lie in the folder `programs` of this user's cache: `omnireduce.files.cache`. A file that cannot be read, or
+does not answer this question, is ignored with a warning. If a file cannot be written, there is only a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("omnireduce")
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the answer depends on. `programs`: of each candidate its label and its text."""
+    """All that the answer depends on. `programs`: label and text of each candidate."""
 
     version: str
     programs: list[tuple[str, str]]
@@ -32,7 +32,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For each of the sizes the median milliseconds of each candidate, in their order; None where it cannot run."""
+    """Median milliseconds of each candidate, in order, for each of the sizes; None for one that cannot run."""
 
     question: Question
     ms: list[list[float | None]]
@@ -67,7 +67,7 @@ def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
 
 
 def remember(question: Question, ms: list[list[float | None]]) -> None:
-    """Keep an answer."""
+    """Write an answer to its file."""
     why = [f"this user has no home folder: set {CACHE_VARIABLE}"]
     for folder in cache_folders():
         path = path_of(question, folder)
