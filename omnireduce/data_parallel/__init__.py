@@ -1,5 +1,5 @@
-"""What data-parallel programs need on top of a communicator: training with any framework, and collectives that ranks
-submit in any order, by name.
+"""Data parallelism on top of a communicator: training with any framework, and collectives that ranks submit in any
+order, by name.
 
     from omnireduce import data_parallel as ddp
 
@@ -8,7 +8,7 @@ submit in any order, by name.
     ddp.broadcast_parameters(parameters)
     opt = ddp.DistributedOptimizer(opt)
 
-Each name is loaded when it is used first.
+Each name is loaded at its first use.
 """
 
 from __future__ import annotations

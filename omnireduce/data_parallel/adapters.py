@@ -1,4 +1,4 @@
-"""How a framework's tensors are read and written as NumPy arrays: all that data parallelism has to know of it."""
+"""Adapters, which read and write a framework's tensors as NumPy arrays: all that data parallelism knows of it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ ARRAY, OBJECT = "array", "object"
 
 
 class Adapter(Protocol):
-    """What a framework has to say of its tensors. `gradient_kind`: of a gradient that this rank has not made itself.
+    """Access to the tensors of a framework. `gradient_kind`: the kind of a gradient that this rank has not made itself.
 
-    A kind is the name of a class of tensors, which means the same on all ranks.
+    A kind is the name of a class of tensors. It means the same on all ranks.
     """
 
     gradient_kind: str
 
     def kind(self, x: Any) -> str:
-        """Which kind of tensor this is; empty: it is none."""
+        """The kind of this tensor; empty if it is none."""
 
     def memory(self, x: Any) -> Array | None:
-        """An array over the memory of the tensor: C-contiguous, and writable. None where there can be none."""
+        """An array over the memory of the tensor, C-contiguous and writable; None if there can be none."""
 
     def read(self, x: Any) -> Array:
         """The values of the tensor, which are not written to."""
 
     def write(self, x: Any, values: Array) -> None:
-        """Give the tensor these values, of its shape and dtype. They belong to the caller."""
+        """Set the tensor to these values, of its shape and dtype. The array belongs to the caller."""
 
     def make(self, kind: str, values: Array, beside: Any) -> Any:
-        """A new tensor of this kind, where the tensor `beside` is. The array belongs to it."""
+        """A new tensor of this kind, on the device of the tensor `beside`. It owns the array `values`."""
 
     def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
         """Names and tensors of the model that are no parameters, such as running means."""
 
 
 class ArrayAdapter:
-    """Of NumPy arrays, and of objects whose `data` is one and whose `grad` is one or None."""
+    """The adapter of NumPy arrays, and of objects whose `data` is an array and whose `grad` is an array or None."""
 
     gradient_kind = ARRAY
 
@@ -52,7 +52,7 @@ class ArrayAdapter:
         return OBJECT if isinstance(getattr(x, "data", None), np.ndarray) else ""
 
     def memory(self, x: Any) -> Array | None:
-        """Its own, unless it is not contiguous or read-only."""
+        """The array itself; None for one that is not contiguous or is read-only."""
         if isinstance(x, np.generic):
             return None
         found = self.read(x)
@@ -76,14 +76,14 @@ class ArrayAdapter:
         return values
 
     def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
-        """What its `buffers()` returns, if it has that. Other arrays of a model may be anything."""
+        """The result of the model's `buffers()`, if it has that method. Its other arrays may be anything."""
         found = getattr(model, "buffers", None)
         return [(f"buffers()[{at}]", each) for at, each in enumerate(found())] if callable(found) else []
 
 
 def named_tensors(x: Any, adapter: Adapter, path: str = "") -> list[tuple[str, Any]]:
-    """Names and tensors of an array, a list, tuple or dict of such, or an object with `parameters()`: in an order that
-    is the same on all ranks, each once."""
+    """Names and tensors of an array, of a list, tuple or dict of arrays, or of an object with `parameters()`. The order
+    is the same on all ranks, and each tensor comes once."""
     found: dict[int, tuple[str, Any]] = {}
     for name, each in _walked(x, adapter, path):
         found.setdefault(id(each), (name, each))

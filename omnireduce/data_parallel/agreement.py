@@ -1,19 +1,19 @@
-"""How ranks agree on what comes next, whatever the order in which each of them becomes ready. A pure machine.
+"""Negotiation of the next collectives, in whatever order the ranks become ready. A pure state machine.
 
-Ranks meet in rounds. In a round each has one byte for every name that is known: 1 if it is ready for it. The least of
-all ranks' bytes says who is ready everywhere. A name that is not known, or has other terms than before, is news: then
-all ranks tell their news after the round, and number them alike.
+Ranks meet in rounds. In a round each rank has one byte for every known name: 1 if it is ready for that name. The
+minimum over all ranks shows which names are ready everywhere. A name that is not known, or has other terms than before,
+is news. All ranks tell their news after the round, and give new names the same numbers.
 
 Programs do the same in each step. So after some steps with the same names there are no rounds: all ranks take these
-names in the order of the last step, each as soon as it is ready itself. A rank that cannot go on so, because its
-program does something else, spoils the batch that is due: it brings zeros and a mark. All ranks see the mark, drop what
-came, and meet in rounds again. Perhaps the program waits for one name before it submits the next one of a batch. So
-from then on only names that became ready in one round are put together.
+names in the order of the last step, each rank as soon as it is ready itself. If a rank cannot go on so, because its
+program does something else, it spoils the batch that is due: it brings zeros and a mark. All ranks see the mark, drop
+the result, and meet in rounds again. Perhaps the program waits for one name before it submits the next one of a batch.
+So from then on a batch has only names that became ready in one round.
 
 A rank that has no more data joins: it is ready for whatever the others are ready for, until all have joined.
 
-After the negotiation of Horovod, and its cache of responses: Sergeev and Del Balso, "Horovod: fast and easy distributed
-deep learning in TensorFlow", 2018. There each cycle has a round.
+The model is the negotiation of Horovod, and its cache of responses: Sergeev and Del Balso, "Horovod: fast and easy
+distributed deep learning in TensorFlow", 2018. There each cycle has a round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORGIVEN_AFTER = 64  # batches without a round: then a spoiled one is as if it w
 
 @dataclass
 class Known:
-    """A name that all ranks know. `changed`: by rank, what it has asked for since all had `request`, in round `at`."""
+    """A name that all ranks know. All had `request` in round `at`; `changed`: later requests, by rank."""
 
     place: int  # among a round's bytes
     request: Request | None = None
@@ -44,12 +44,12 @@ class Known:
     changed: dict[int, Request] = field(default_factory=dict)
 
     def of(self, rank: int) -> Request | None:
-        """What this rank has asked for, as the others know it."""
+        """The request of this rank, as the others know it."""
         return self.changed.get(rank, self.request)
 
 
 class Agreement:
-    """What rank `rank` of `size` knows. Batches take up to `fusion_bytes`."""
+    """The negotiation, as rank `rank` of `size` knows it. Batches have up to `fusion_bytes` bytes."""
 
     def __init__(self, rank: int, size: int, fusion_bytes: int) -> None:
         self._rank, self._size, self._fusion_bytes = rank, size, fusion_bytes
@@ -82,7 +82,7 @@ class Agreement:
         return len(self.pending) < MOST_PENDING
 
     def submit(self, request: Request) -> None:
-        """This rank is ready for it. Raises UsageError."""
+        """Note that this rank is ready for a request. Raises UsageError if it may not be submitted now."""
         name = request.name
         pending = self.pending
         if (
@@ -107,12 +107,12 @@ class Agreement:
         self._has_others = self._has_others or name not in self._members
 
     def withdraw(self, name: str) -> None:
-        """This rank is not ready for it any more."""
+        """Note that this rank is no longer ready for this name."""
         self.pending.pop(name, None)
         self._news.pop(name, None)
 
     def request(self, name: str) -> Request:
-        """What all ranks have asked for by this name, which was agreed."""
+        """The request of all ranks by this name, which was agreed."""
         found = self._known[name].request
         assert found is not None
         return found
@@ -120,7 +120,7 @@ class Agreement:
     # with rounds
 
     def bytes_of_round(self) -> Array:
-        """What this rank brings to the next round: uint8. All ranks have as many."""
+        """The bytes of this rank for the next round: uint8, equally many on all ranks."""
         found = np.full(NAMES_FROM + len(self._known), self._rank in self.joined, np.uint8)
         found[NO_NEWS] = not self._news
         if JOIN in self._known:
@@ -130,11 +130,11 @@ class Agreement:
         return found
 
     def news(self) -> list[Request]:
-        """What this rank must tell the others."""
+        """The requests that this rank must tell the others."""
         return list(self._news.values())
 
     def agree(self, least: Array) -> tuple[list[Batch], bool]:
-        """Take the least bytes of all ranks; return what is done now, and whether all tell their news after that."""
+        """Take the minimum of all ranks' bytes. Return the next batches, and whether all ranks tell their news then."""
         self.rounds += 1
         everyone = len(self.joined) == self._size
         names = [self._names[at] for at in np.flatnonzero(least[NAMES_FROM:])]
@@ -160,7 +160,7 @@ class Agreement:
         return [*fused(good, self._fusion_bytes), *failed], not least[NO_NEWS]
 
     def _terms(self, name: str, known: Known) -> tuple[Request, str]:
-        """What is asked for by this name, and why it cannot be done: empty if it can."""
+        """The request by this name, and why it cannot be done: empty if it can."""
         asked = {rank: known.of(rank) for rank in range(self._size) if name == JOIN or rank not in self.joined}
         request = next(each for each in asked.values() if each is not None)
         for rank, each in asked.items():
@@ -189,7 +189,7 @@ class Agreement:
         self._news = {name: each for name, each in self.pending.items() if own[name] != each}
 
     def _forget_names(self) -> None:
-        """Programs may have a new name in each step. What was agreed in this round is yet to be done."""
+        """Forget old names if there are too many. Those agreed in this round stay: they are yet to be done."""
         spare = len(self._known) - MOST_NAMES
         if spare > 0:
             kept = set(list(self._known)[spare + MOST_NAMES // 2 :]) | {JOIN}
@@ -268,7 +268,7 @@ class Agreement:
 
 
 def _difference(name: str, asked: dict[int, Request | None]) -> str:
-    """What two ranks have asked for."""
+    """A message with the different requests of two ranks."""
     (first, mine), *others = asked.items()
     other, theirs = next((rank, each) for rank, each in others if each != mine)
     told = (str(each or "nothing") for each in (mine, theirs))

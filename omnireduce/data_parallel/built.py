@@ -1,4 +1,4 @@
-"""What Horovod may be built with, for scripts that ask: nothing of that carries data here."""
+"""Answers to Horovod's questions about its build, for scripts that ask: none of these libraries carries data here."""
 
 from __future__ import annotations
 

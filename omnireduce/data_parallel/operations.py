@@ -1,4 +1,4 @@
-"""What a rank submits: a request, what it brings, and where the result goes."""
+"""Operations that a rank submits: each has a request, this rank's input, and a place for the result."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OF_QUEUE = INNER  # before the names of its collectives: a timeline shows tensor
 
 
 def check_number(x: Array, what: str, op: str) -> None:
-    """Raises UsageError unless `op` combines arrays of this dtype. Here integers have a mean."""
+    """Raises UsageError unless `op` can combine arrays of this dtype. Here integers have a mean, too."""
     ops = BOOL_OPS if element_type(x.dtype) is BOOL else NUMBER_OPS
     if op not in ops:
         raise UsageError(f"op {op!r} of {what}, which is {x.dtype}: expected one of {', '.join(ops)}")
 
 
 def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
-    """What changes nothing in a combination by `op`."""
+    """The neutral element of `op`."""
     if op in ("min", "max"):
         ends = (np.inf, -np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).max, np.iinfo(dtype).min)
         return ends[op == "max"]
@@ -39,8 +39,8 @@ def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
 class Reduction:
     """Arrays that are combined with those of other ranks, element by element, into `outs`.
 
-    They are multiplied by `prescale` before and by `postscale` after that. A mean of integers is rounded towards zero,
-    once, after it is scaled.
+    They are multiplied by `prescale` before that, and by `postscale` afterwards. A mean of integers is first scaled,
+    and then rounded once, towards zero.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class Reduction:
 
     @classmethod
     def of_nothing(cls, request: Request) -> Reduction:
-        """What a rank brings that has no more data: it changes no result, but that a mean is divided by all ranks."""
+        """The operation of a rank without more data. It changes no result, except that a mean counts this rank."""
         found = [np.full(each.shape, _neutral(request.op, np.dtype(each.dtype)), each.dtype) for each in request.parts]
         return cls(request.name, found, found, request.op, 1, 1)  # type: ignore[arg-type]
 
     @property
     def form(self) -> Form:
-        """What stays the same when the same is done with other arrays."""
+        """This reduction without its arrays, for the same reduction of other arrays."""
         dtypes = tuple(each.dtype for each in self._outs)
         return Form(self.request, dtypes, self._prescale, self._postscale)
 
     def brought(self) -> list[Array]:
-        """What this rank brings: flat arrays."""
+        """The input of this rank: flat arrays."""
         if self._prescale == 1:
             return self._flat
         return [scaled(each, self._prescale) for each in self._flat]
 
     def take(self, parts: Sequence[Array], size: int) -> Any:
-        """Take the result out of these flat arrays, of `size` ranks. Return the arrays with it."""
+        """Take the result of `size` ranks out of these flat arrays. Return the output arrays."""
         for part, out in zip(parts, self._flat_outs, strict=True):
             if self.request.op == "mean" and out.dtype.kind in "iu":
                 integer_mean(part, size, out, self._postscale)
@@ -95,14 +95,14 @@ class Reduction:
         return self._outs[0] if len(self._outs) == 1 else list(self._outs)
 
     def run(self, comm: Communicator) -> Any:
-        """Do it, in an exchange of its own."""
+        """Do the reduction, in an exchange of its own."""
         outs, brought = self._flat_outs, self.brought()
         for op, places in self._exchanges():
             self._exchange(comm, op, [brought[at] for at in places], [outs[at] for at in places])
         return self.take(outs, comm.size)
 
     def _exchanges(self) -> list[tuple[Op, list[int]]]:
-        """Which of the arrays are combined by which operation of the service: of a mean, integers are added."""
+        """Operations of the service, and the arrays that each combines. For a mean, integers are added."""
         op, everything = self.request.op, range(len(self._flat_outs))
         if op != "mean":
             return [(cast(Op, op), list(everything))]
@@ -132,8 +132,8 @@ class Form(NamedTuple):
     postscale: float
 
     def of(self, arrays: Sequence[Array], op: str, prescale: float, postscale: float) -> Reduction | None:
-        """The reduction of these arrays, in place; None where they are not of this form. It costs a fourth of making
-        and checking one anew."""
+        """The reduction of these arrays, in place; None if they are not of this form. It costs a fourth of making and
+        checking a new one."""
         request, dtypes, before, after = self
         if len(arrays) != len(dtypes) or (op, prescale, postscale) != (request.op, before, after):
             return None
@@ -165,13 +165,13 @@ class RowReduction:
 
     @classmethod
     def of_nothing(cls, request: Request) -> RowReduction:
-        """What a rank brings that has no more data."""
+        """The operation of a rank without more data."""
         [(dtype, (rows, width))] = request.parts
         return cls(request.name, np.zeros(0, np.int64), np.zeros((0, width), dtype), rows, request.op)  # type: ignore[arg-type]
 
 
 class Alone(NamedTuple):
-    """What never shares an exchange."""
+    """An operation that never shares an exchange."""
 
     request: Request
     run: Callable[[Communicator], Any]
@@ -181,20 +181,20 @@ Operation = Reduction | RowReduction | Alone
 
 
 def together(comm: Communicator, operations: Sequence[RowReduction]) -> list[Rows[Any]]:
-    """Rows of several matrices, in one exchange for each dtype and length of row."""
+    """Reduce rows of several matrices, in one exchange for each dtype and row length."""
     first = operations[0].request
     tables = [each.table for each in operations]
     return comm.allreduce_tables(tables, op=first.op, name=OF_QUEUE + first.name)  # type: ignore[arg-type]
 
 
 def of_nothing(request: Request) -> Reduction | RowReduction:
-    """What a rank brings to `request` that has no more data."""
+    """The operation for `request` of a rank without more data."""
     kind = RowReduction if request.kind == "rows" else Reduction
     return kind.of_nothing(request)
 
 
 def gathering(name: str, x: Array) -> Alone:
-    """Everybody's `x`, one behind the other. The first dimension may differ."""
+    """The `x` of all ranks, concatenated along the first dimension, in which they may differ."""
     flat_view(x, f"'{name}'", writable=False)
     if x.ndim == 0:
         raise UsageError(f"'{name}' has no dimension to gather along; expected at least one")
@@ -203,7 +203,7 @@ def gathering(name: str, x: Array) -> Alone:
 
 
 def broadcasting(name: str, x: Array, root: int, size: int) -> Alone:
-    """The root's `x`, in everybody's."""
+    """The root's `x`, copied into the `x` of every rank."""
     flat_view(x, f"'{name}'", writable=True)
     request = Request(
         name, "broadcast", "", (TensorType(str(x.dtype), x.shape),), f"from rank {check_root(root, size)}"
@@ -212,7 +212,7 @@ def broadcasting(name: str, x: Array, root: int, size: int) -> Alone:
 
 
 def exchanging(name: str, x: Array, splits: Array, rank: int) -> Alone:
-    """`splits[r]` of `x` to rank r. The result: what came here, and from each rank how much."""
+    """All-to-all: rank r gets `splits[r]` rows of `x`. The result: the rows that came, and how many from each rank."""
     flat_view(x, f"'{name}'", writable=False)
     request = Request(name, "alltoall", "", (TensorType(str(x.dtype), x.shape[1:]),), "of any length")
 
@@ -227,7 +227,7 @@ def exchanging(name: str, x: Array, splits: Array, rank: int) -> Alone:
 
 
 def scattering(name: str, x: Array, op: Op, prescale: float, postscale: float) -> Alone:
-    """This rank's rows of the combined `x`. The first ranks have one more, where they differ."""
+    """This rank's rows of the combined `x`. If they cannot be equally many, the first ranks have one more."""
     whole = np.empty_like(x)
     reduction = Reduction(name, [x], [whole], op, prescale, postscale)
     request = reduction.request._replace(kind="reducescatter")
@@ -256,7 +256,7 @@ def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: i
 
 
 def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -> Alone:
-    """The root's object for all; with no root, everybody's. See `Communicator.broadcast_object`."""
+    """The root's object; without a root, a list of all ranks' objects. See `Communicator.broadcast_object`."""
     terms = "of all ranks" if root is None else f"of rank {check_root(root, size)}"
     request = Request(name, "object", "", (), f"{terms}, {'pickled' if trust else 'plain data'}")
 
@@ -269,15 +269,15 @@ def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -
 
 
 def meeting(name: str) -> Alone:
-    """Nothing, once everybody is there."""
+    """A barrier: no result, once all ranks have come."""
     return Alone(Request(name, "barrier"), lambda comm: None)
 
 
 def joining() -> Alone:
-    """The rank that joined last. The queue knows it."""
+    """A join. Its result is the rank that joined last, which the queue knows."""
     return Alone(Request(JOIN, "join"), lambda comm: None)
 
 
 def refusing(name: str, why: str) -> Alone:
-    """What takes the place of a collective that this rank has refused. It is never done: all ranks have an error."""
+    """A stand-in for a collective that this rank has refused. It is never done: all ranks get an error."""
     return Alone(Request(name, REFUSAL, terms=why), lambda comm: None)

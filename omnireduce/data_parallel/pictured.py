@@ -1,4 +1,4 @@
-"""What the tensors of a queue go through, for the timeline of its communicator. Without one it costs a call."""
+"""Events of a queue's tensors, for the timeline of its communicator. Without a timeline each costs one call."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from omnireduce.runtime.tracing.timeline import EXCHANGE, MEMCPY_IN, MEMCPY_OUT,
 
 
 def _activity(request: Request) -> str:
-    """What Horovod calls it."""
+    """Horovod's name of the request's activity."""
     return request.kind.upper()
 
 
 class Pictured:
-    """The timeline of `comm`, in the words of a queue."""
+    """The steps of a queue, in the timeline of `comm`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
     def submitted(self, request: Request) -> None:
-        """This rank is ready for it."""
+        """This rank is ready for the request."""
         timeline = self._comm.timeline
         if timeline.is_on:
             timeline.begin(request.name, f"NEGOTIATE_{_activity(request)}")
 
     def cycle(self) -> None:
-        """Ranks meet."""
+        """A round of all ranks begins."""
         self._comm.timeline.cycle()
 
     def agreed(self, requests: Sequence[Request]) -> None:
-        """All ranks are ready for them, and they wait for their turn."""
+        """All ranks are ready for these requests, which now wait for their turn."""
         timeline = self._comm.timeline
         for each in requests if timeline.is_on else ():
             timeline.end(each.name, f"NEGOTIATE_{_activity(each)}")
@@ -39,25 +39,25 @@ class Pictured:
             timeline.begin(each.name, QUEUE)
 
     def filling(self, requests: Sequence[Request]) -> None:
-        """They are copied into a buffer."""
+        """The tensors of these requests are copied into a buffer."""
         self._next(requests, QUEUE, MEMCPY_IN)
 
     def exchanging(self, requests: Sequence[Request], after: str = QUEUE) -> None:
-        """They travel."""
+        """The tensors are exchanged."""
         self._next(requests, after, EXCHANGE)
 
     def emptying(self, requests: Sequence[Request]) -> None:
-        """They are copied out of a buffer."""
+        """The tensors are copied out of a buffer."""
         self._next(requests, EXCHANGE, MEMCPY_OUT)
 
     def spoiled(self, requests: Sequence[Request]) -> None:
-        """Not all ranks were ready. Those for which this rank was are negotiated again."""
+        """Not all ranks were ready. The requests for which this rank was ready are negotiated again."""
         timeline = self._comm.timeline
         for each in requests if timeline.is_on else ():
             timeline.end(each.name, _activity(each))
 
     def done(self, requests: Sequence[Request]) -> None:
-        """Their results are there."""
+        """The results of these requests are there."""
         timeline = self._comm.timeline
         for each in requests if timeline.is_on else ():
             parts = each.parts[:1]

@@ -1,4 +1,4 @@
-"""What a rank asks for, by name."""
+"""Requests, the collectives that ranks ask for by name, and batches of requests that share an exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WITHOUT_DATA = ("allreduce", "rows")  # kinds that a rank which has no more data
 
 
 class TensorType(NamedTuple):
-    """What an array of a request is, without its numbers."""
+    """Dtype and shape of an array of a request."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -26,14 +26,14 @@ class TensorType(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
 
 class Request(NamedTuple):
-    """A collective that a rank is ready for. All ranks must have all of it alike.
+    """A collective that a rank is ready for. All its fields must be the same on all ranks.
 
-    `kind`: "allreduce", "rows", "allgather" … `terms`: in words, what else must be alike.
+    `kind`: "allreduce", "rows", "allgather" … `terms`: in words, what else must be the same.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Request(NamedTuple):
     terms: str = ""
 
     def said(self) -> tuple[Any, ...]:
-        """As plain data, for other ranks."""
+        """The request as plain data, for other ranks."""
         return self.name, self.kind, self.op, tuple(tuple(each) for each in self.parts), self.terms
 
     @classmethod
     def told(cls, words: Any) -> Request:
-        """From what another rank has `said`."""
+        """The request, from what `said` returned on another rank."""
         name, kind, op, parts, terms = words
         return cls(name, kind, op, tuple(TensorType(dtype, tuple(shape)) for dtype, shape in parts), terms)
 
@@ -58,20 +58,20 @@ class Request(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all parts. Of rows nobody knows how many there are, so they count nothing."""
+        """Bytes of all parts. A request of rows counts 0, because nobody knows how many rows there are."""
         if self.kind == "rows":
             return 0
         return sum(each.elements * np.dtype(each.dtype).itemsize for each in self.parts)
 
     @property
     def combined_by(self) -> Op:
-        """The operation of the service: it has no mean of integers, which is a sum that is divided then."""
+        """The operation of the service. It has no mean of integers: they are added, and the sum is divided then."""
         divides = self.op == "mean" and any(np.dtype(each.dtype).kind in "iu" for each in self.parts)
         return "sum" if divides else cast(Op, self.op)
 
     @property
     def shares(self) -> str:
-        """Requests with the same text may share an exchange; empty: none may."""
+        """A key: requests with the same key may share an exchange. With an empty key a request shares none."""
         if self.kind == "rows":
             return f"rows {self.op}"
         dtypes = {each.dtype for each in self.parts}
@@ -79,9 +79,9 @@ class Request(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Requests that are dealt with in one exchange. All ranks have the same batches in the same order.
+    """Requests that share one exchange. All ranks have the same batches in the same order.
 
-    `error`: why this one fails instead, on each of them.
+    `error`: why the batch fails instead, on all ranks.
     """
 
     names: tuple[str, ...]
@@ -89,8 +89,8 @@ class Batch(NamedTuple):
 
 
 def fused(requests: Iterable[Request], most_bytes: int) -> list[Batch]:
-    """Put requests into batches. Each joins the last one that it may share, if that has `most_bytes` or less with it.
-    With `most_bytes` = 0 each has a batch of its own."""
+    """Put requests into batches. Each joins the last batch that it may share, if that then has at most `most_bytes`.
+    If `most_bytes` is 0, each request has a batch of its own."""
     names: list[list[str]] = []
     last: dict[str, tuple[list[str], int]] = {}
     for each in requests:

@@ -1,6 +1,6 @@
-"""Which samples of an epoch each rank takes, and which are done: also when ranks fail or come. Pure.
+"""Sampling of an epoch: the samples that each rank takes, and those that are done, even if ranks fail or join. Pure.
 
-What a rank has done dies with it. So ranks tell each other at each commit what they have done since the last one.
+If a rank dies, its record of what it has done is lost. So at each commit ranks tell each other what they have done.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from omnireduce.dtypes import Array
 
 
 class Sampling:
-    """The numbers of `total` samples, dealt out to ranks. What was done is not dealt out again in the same epoch.
+    """Deals out the numbers of `total` samples to ranks. Samples that are done are not dealt out again in that epoch.
 
-    `shuffle`: in another order each epoch, the same on all ranks, drawn from `seed`. `pads`: all ranks get as many, for
-    which the last ones get some numbers a second time; else the first ranks may have one more.
+    `shuffle`: each epoch has another order, drawn from `seed`, the same on all ranks. `pads`: all ranks get equally
+    many samples, for which some are dealt out again; otherwise the first ranks may have one more.
     """
 
     def __init__(self, total: int, *, shuffle: bool = True, seed: int = 0, pads: bool = True) -> None:
@@ -40,28 +40,28 @@ class Sampling:
         self.indices = left[rank::size]
 
     def begin(self, epoch: int) -> None:
-        """Nothing of this epoch is done."""
+        """Begin an epoch. Nothing of it is done."""
         self.epoch, self.processed, self._untold = epoch, set(), set()
 
     def record(self, indices: Iterable[int]) -> None:
-        """This rank has done these."""
+        """Note that this rank has done these samples."""
         done = set(indices)
         self.processed |= done
         self._untold |= done
 
     def untold(self) -> Array:
-        """What this rank has done and the others do not know: bool (total,)."""
+        """The samples that this rank has done and the others do not know of: bool (total,)."""
         found = np.zeros(self._total, np.bool_)
         found[list(self._untold)] = True
         return found
 
     def told(self, done: Array) -> None:
-        """Take what any rank has done, made of the `untold` of all: bool (total,)."""
+        """Take the samples that any rank has done, combined from the `untold` of all: bool (total,)."""
         self.processed.update(np.flatnonzero(done).tolist())
         self._untold = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what is done of it."""
+        """The epoch, and its samples that are done."""
         return {"epoch": self.epoch, "processed_indices": sorted(self.processed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
-"""What waits for ranks that do not come: what each rank waits for, told to all, gives the names of those that are
-missing. Pure.
-"""
+"""Stalls, collectives that wait for missing ranks. Each rank tells all others what it waits for: that shows who is
+missing. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ class Stall(NamedTuple):
 
 
 def stalls(told: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: float) -> list[Stall]:
-    """What has waited for `oldest_s` seconds or more, the oldest first. `told`: by rank, what it is ready for. A rank
-    that has joined is missing nowhere."""
+    """The collectives that have waited for `oldest_s` seconds or more, the oldest first. `told`: by rank, what
+    it is ready for. A rank that has joined is never missing."""
     ages: dict[str, dict[int, float]] = {}
     for rank, waiting in enumerate(told):
         for name, age_s in waiting:
@@ -37,7 +36,7 @@ def stalls(told: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: f
 
 
 def in_words(found: Sequence[Stall]) -> list[tuple[str, str]]:
-    """For each set of missing ranks who they are, and what waits for them."""
+    """For each set of missing ranks, two texts: their numbers, and the collectives that wait for them."""
     names: dict[tuple[int, ...], list[Stall]] = {}
     for each in found:
         names.setdefault(each.missing, []).append(each)

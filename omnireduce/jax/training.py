@@ -1,4 +1,4 @@
-"""What a training with JAX calls beside collectives."""
+"""Functions for training with JAX, beside collectives."""
 
 from __future__ import annotations
 

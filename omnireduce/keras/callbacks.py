@@ -1,7 +1,7 @@
-"""What happens around the batches and epochs of `fit`, on all ranks, in Horovod's words.
+"""Callbacks for `fit` that work on all ranks together, with Horovod's names.
 
-Give them to `fit` in this order: what broadcasts, what averages metrics, what sets learning rates, and then those that
-use what these have found.
+Give them to `fit` in this order: the broadcast, the average of metrics, the learning rates, and then callbacks that use
+their results.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _momentums(optimizer: Any) -> list[Any]:
-    """What SGD or RMSprop has gathered; nothing of others, and nothing without momentum."""
+    """The momentum variables of SGD or RMSprop; none for other optimizers, and none without momentum."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(optimizer, "momentum", 0):
         return []

@@ -1,4 +1,4 @@
-"""Gradients on their way in fewer bytes, in Horovod's words."""
+"""Compression of gradients for the exchange, with Horovod's names."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class NoneCompressor:
 
     @staticmethod
     def compress(array: Array) -> tuple[Array, Any]:
-        """What is sent, and what `decompress` needs beside it."""
+        """The array that is sent, and what `decompress` needs."""
         return array, None
 
     @staticmethod
     def decompress(array: Array, context: Any) -> Array:
-        """The result, from what came."""
+        """The result, from the array that came."""
         return array
 
 
 class FP16Compressor(NoneCompressor):
-    """Sends float32 and float64 as float16, in which they are combined. Everything else goes as it is.
+    """Sends float32 and float64 as float16, and combines them in it. Other arrays are sent as they are.
 
-    A sum beyond 65,504 is infinite then.
+    A float16 sum beyond 65,504 is infinite.
     """
 
     @staticmethod

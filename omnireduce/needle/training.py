@@ -1,4 +1,4 @@
-"""What a training with Needle calls."""
+"""Functions for training with Needle, and its distributed optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def init(config: Any = None, *, device: Any = None, **named: Any) -> tuple[int, 
 
 
 def _device_of(needle: Any, local_rank: int) -> Any:
-    """Needle's `cuda` takes the number of a GPU where it knows several."""
+    """The GPU, or the processor without CUDA. Needle's `cuda` takes the number of a GPU if it knows several."""
     cuda = getattr(needle, "cuda", None)
     if cuda is not None:
         try:

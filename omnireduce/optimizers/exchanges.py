@@ -1,7 +1,7 @@
-"""What travels in a step of an optimizer: gradients to the shards, and new weights back. Where a rule or a clip needs
+"""Exchanges of an optimizer's step: gradients go to the shards, and new weights come back. If a rule or a clip needs
 norms first, they have an exchange of their own.
 
-Each function starts the exchanges of all parts. What it returns waits for them.
+Each function starts the exchanges of all parts. It returns a function that waits for them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Steps = Sequence[tuple[Part, Step]]
 
 
 def start_squares(group: Communicator, steps: Steps, rule: Rule, given: Mapping[str, Any]) -> Callable[[], float]:
-    """Add up the squares of the gradients; what this returns gives the sum."""
+    """Start to add up the squares of the gradients. The returned function gives the sum."""
     handles = [(part.start(group, _squares(rule, step), given), step.scale) for part, step in steps]
     return lambda: sum(float(handle.wait().totals[0]) * scale**2 for handle, scale in handles)
 
 
 def _squares(rule: Rule, step: Step) -> BlockProgram:
-    """The program whose total is the sum of the squares of what it gets. It changes nothing."""
+    """The program whose total is the sum of the squares of the gradient. It changes nothing."""
     code = Assembly()
     code.add(Operation.SQUARE, SUM)
     code.add(Operation.ADD_TO_TOTAL, SUM)
@@ -37,7 +37,7 @@ def _squares(rule: Rule, step: Step) -> BlockProgram:
 
 
 def start_update(group: Communicator, steps: Steps, rule: Rule, given: Mapping[str, Any]) -> Callable[[], None]:
-    """Update the weights."""
+    """Start to update the weights."""
     if isinstance(rule, Lamb):
         return _start_update_by_norms(group, steps, rule, given)
     handles = [part.start(group, rule.program(step), given) for part, step in steps]
@@ -67,7 +67,7 @@ def _start_update_by_norms(
 
 
 def _in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
-    """The results of a collective for each item, of which some are under way at once."""
+    """The results of one collective for each item, in order. Up to `AT_ONCE` are under way at once."""
     handles = deque[Handle[Any]]()
     for each in items:
         handles.append(start(each))

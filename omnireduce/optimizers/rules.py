@@ -1,9 +1,9 @@
-"""How weights follow from gradients: the update rules, written as block programs.
+"""Update rules, which compute new weights from gradients, written as block programs.
 
-Where not said otherwise the formulas are those of torch.optim, and results agree up to rounding. `lr` is the learning
-rate. A block, or a row, that is zero in the sum of all ranks is skipped where the rule leaves it as it is. Where the
-rule changes it all the same, as a momentum that goes on does, it is updated, unless the rule is `lazy`: then what is
-kept for it stays as it was.
+Unless said otherwise, the formulas are those of torch.optim, and results agree up to rounding. `lr` is the learning
+rate. If a block, or a row, is zero in the sum of all ranks, and the rule leaves it as it is, it is skipped. If the rule
+would change it all the same, as momentum does, it is updated, unless the rule is `lazy`: then its state stays as it
+was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEIGHTS, FIRST, SECOND = FIRST_COLUMN, FIRST_COLUMN + 1, FIRST_COLUMN + 2  # col
 
 
 def number(name: str, given: Any) -> float:
-    """A number that a user gives, also one of NumPy or torch. Raises UsageError."""
+    """A number that a user gives, even one of NumPy or torch, as a float. Raises UsageError for anything else."""
     try:
         if isinstance(given, bool | str):
             raise TypeError
@@ -30,15 +30,15 @@ def number(name: str, given: Any) -> float:
 
 
 def check_flag(name: str, given: object) -> None:
-    """Raises UsageError for what is not True or False."""
+    """Raises UsageError unless `given` is True or False."""
     if not isinstance(given, bool):
         raise UsageError(f"{name} is {given!r}; expected True or False")
 
 
 @dataclass(frozen=True)
 class Step:
-    """Which step this is, counted from 1, on which state; blocks have `width` elements. The gradient is the sum of all
-    ranks times `scale`. Where there is a `limit`, no element of it is larger than that, nor less than minus that."""
+    """One step: its `number`, counted from 1, and its `state`; blocks have `width` elements. The gradient is the sum of
+    all ranks times `scale`. If there is a `limit`, its elements are clipped to between -limit and limit."""
 
     number: int
     scale: float
@@ -47,7 +47,7 @@ class Step:
     limit: float | None = None
 
     def gradient(self, code: Assembly) -> float:
-        """Write what makes the gradient of SUM. Returns by what SUM is to be scaled afterwards."""
+        """Write the code that makes SUM the gradient. Returns the factor by which SUM is to be scaled afterwards."""
         if self.limit is None:
             return self.scale
         code.add(Operation.SCALE, SUM, 0, self.scale)
@@ -60,9 +60,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What all rules have. Raises UsageError for numbers that cannot be.
+    """Base of all rules. Raises UsageError for numbers out of range.
 
-    `columns`: what a rule keeps for each weight; `cells`: for each block or row. `initial`: what is kept at first.
+    `columns`: the state that a rule keeps for each weight; `cells`: for each block or row. `initial`: its first value.
     """
 
     cells: ClassVar[tuple[str, ...]] = ()
@@ -81,7 +81,7 @@ class Rule:
         check_flag("lazy", self.lazy)
 
     def _limits(self) -> list[tuple[str, float, float]]:
-        """The fields that have limits: name, the least, and what it is less than."""
+        """The fields that have limits: the name, the least value, and the bound that it stays below."""
         return [("lr", 0, math.inf), ("weight_decay", 0, math.inf)]
 
     @property
@@ -98,7 +98,7 @@ class Rule:
         return self.weight_decay > 0
 
     def write(self, step: Step, code: Assembly) -> None:
-        """Write what happens to a block, whose sum over the ranks is in SUM. What all ranks get is added behind it."""
+        """Write the code for a block, whose sum over the ranks is in SUM. `program` adds what all ranks get."""
         raise NotImplementedError
 
     def program(self, step: Step) -> BlockProgram:
@@ -110,7 +110,7 @@ class Rule:
         return code.program(step.state, 1 + len(self.columns), len(self.cells), every_block=every)
 
     def _decayed(self, code: Assembly, scale: float) -> float:
-        """Add the weights to the gradient, as a penalty does. Returns by what SUM is to be scaled afterwards."""
+        """Add the weights to the gradient, as a penalty does. Returns the factor by which SUM is to be scaled then."""
         if not self.weight_decay:
             return scale
         code.add(Operation.MIX, SUM, WEIGHTS, scale, self.weight_decay)
@@ -118,7 +118,7 @@ class Rule:
 
 
 def check_rule(rule: object) -> None:
-    """Raises UsageError for what is no rule."""
+    """Raises UsageError unless `rule` is a Rule."""
     if not isinstance(rule, Rule):
         raise UsageError(f"rule is {rule!r}; expected one of omnireduce.optimizers, such as Adam()")
 
@@ -251,7 +251,7 @@ class Adam(Rule):
         code.add(Operation.MOMENTS, FIRST, SUM, *scalars)
 
     def _corrections(self, step: Step) -> tuple[float, float]:
-        """By what the root of the second moment is to be scaled before eps is added, and by what the first moment over
+        """The factor for the root of the second moment, before eps is added, and the factor for the first moment over
         that."""
         return 1 / math.sqrt(1 - self.beta2**step.number), 1 / (1 - self.beta1**step.number)
 
@@ -276,7 +276,7 @@ class SparseAdam(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Adam whose weight decay is apart from the gradient. See torch.optim.AdamW."""
+    """Adam with decoupled weight decay. See torch.optim.AdamW."""
 
     weight_decay: float = 1e-2
 
@@ -289,7 +289,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class Lamb(Adam):
-    """Adam whose step is as long as a part of the tensor's norm (You et al., arXiv:1904.00962, algorithm 2).
+    """Adam whose step is in proportion to the tensor's norm (You et al., arXiv:1904.00962, algorithm 2).
 
     The shards add up the squares of the weights and of the step in a first exchange. The second one needs no gradient.
     It has no lazy form.

@@ -1,13 +1,13 @@
-"""What ranks ask of gloo is compared before gloo begins. Gloo takes whatever comes for what it waits for: then tensors
-have wrong values, and a message that is longer than expected ends the process.
+"""Check of what ranks ask of gloo, before gloo begins. Gloo takes any message for the one that it waits for: then
+tensors have wrong values, and a message that is longer than expected ends the process.
 
-Each rank states in a few bytes what it asks, and all ranks get the statements of all by one all-gather of the service.
-Where they differ, every rank raises the same error, nothing has begun, and the next call is sound. A rank that refuses
-its call by itself states why.
+Each rank states its call in a few bytes. One all-gather of the service gives all ranks all statements. If they differ,
+every rank raises the same error, nothing has begun, and the next call is sound. A rank that refuses its own call states
+why.
 
-Of an all-to-all, what one rank sends to another one must be what that expects. Each rank adds a number for each that it
-sends, and subtracts one for each that it expects. Over all ranks the sum is 0, modulo 2**64; if sizes differ, by a
-chance of one in 2**64 only.
+In an all-to-all, each rank must send what the receiver expects. Each rank adds a number for each message that it sends,
+and subtracts one for each that it expects. The sum over all ranks is 0, modulo 2**64. If sizes differ, it is 0 only by
+a chance of one in 2**64.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _ODD = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np
 
 
 class Sizes(NamedTuple):
-    """Bytes of an all-to-all that go to each rank, and that this rank expects from each."""
+    """Bytes that this rank sends to each rank in an all-to-all, and bytes that it expects from each."""
 
     sent: Sequence[int]
     expected: Sequence[int]
 
 
 def statement(words: str, rank: int, sizes: Sizes | None = None) -> Array:
-    """What rank `rank` asks, uint8 (STATEMENT_BYTES,). `words` are the same on all ranks; `sizes` fit those of the
-    others."""
+    """The statement of rank `rank`, uint8 (STATEMENT_BYTES,). `words` must be the same on all ranks; `sizes` must fit
+    those of the others."""
     text = words if sizes is None else f"{words}, bytes to each rank {sizes.sent}, from each {sizes.expected}"
     own = blake2b(words.encode(), digest_size=DIGEST_BYTES).digest()
     balance = 0 if sizes is None else _balance(rank, sizes)
@@ -45,7 +45,7 @@ def statement(words: str, rank: int, sizes: Sizes | None = None) -> Array:
 
 
 def check_agreement(statements: Array) -> None:
-    """Raises UsageError for statements of all ranks, uint8 (size, STATEMENT_BYTES), that do not go together."""
+    """Raises UsageError if the statements of all ranks, uint8 (size, STATEMENT_BYTES), contradict each other."""
     first = statements[0].tobytes()
     if statements.tobytes() == len(statements) * first and not any(first[DIGEST_BYTES : DIGEST_BYTES + BALANCE_BYTES]):
         return  # nearly always
@@ -70,7 +70,7 @@ def _balance(rank: int, sizes: Sizes) -> int:
 
 
 def _sum_of_mixed(sender: Array, receiver: Array, size: Array) -> int:
-    """The sum, modulo 2**64, of numbers that look drawn, one for each sender, receiver and size."""
+    """The sum, modulo 2**64, of a hash of each sender, receiver and size."""
     found = np.zeros_like(size)
     for each in (sender, receiver, size):
         found = (found ^ each) + _ODD[0]

@@ -1,4 +1,4 @@
-"""How gradients travel, in Horovod's words. There is more in omnireduce.compression."""
+"""Compression of gradients for the exchange, with Horovod's names. omnireduce.compression has more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NoneCompressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` needs."""
+        """The tensor that is sent, and what `decompress` needs."""
         return tensor, None
 
     @staticmethod
@@ -27,7 +27,7 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` needs."""
+        """The tensor that is sent, and what `decompress` needs."""
         return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
 
     @staticmethod
@@ -37,7 +37,7 @@ class FP16Compressor:
 
 
 class Compression:
-    """What may be given as `compression`."""
+    """The choices for `compression`: `Compression.none` or `Compression.fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

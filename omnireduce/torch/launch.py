@@ -1,4 +1,4 @@
-"""What torch wants to know of a launch, where another launcher than torchrun has started this process."""
+"""Launch variables for torch, if a launcher other than torchrun has started this process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from omnireduce.torch.rendezvous import Place, drawn_ports
 
 
 def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
-    """Set the variables that `init_process_group` reads, under mpirun, srun and their like; none if RANK or WORLD_SIZE
-    is set.
+    """Set the variables that `init_process_group` reads, under mpirun, srun and similar launchers. If RANK or
+    WORLD_SIZE is set, set none.
 
-    RANK, WORLD_SIZE and LOCAL_RANK are what the launcher says. MASTER_ADDR is this host if all ranks are here, and the
-    first host of a Slurm step. MASTER_PORT is drawn from what tells this launch from others. Where nothing is known,
-    the two stay unset, and torch asks for them. Raises UsageError if the launcher's variables make no sense.
+    RANK, WORLD_SIZE and LOCAL_RANK come from the launcher. MASTER_ADDR is this host if all ranks are here, or the
+    first host of a Slurm step. MASTER_PORT is drawn from the launch's identity. If the identity or the address is not
+    known, these two stay unset, and torch asks for them. Raises UsageError if the launcher's variables make no sense.
 
-    Returns where the ranks meet, if the user has not said where.
+    Returns the place where the ranks meet, unless the user has chosen one.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:  # one alone: the other comes with the call
         return _place_of_run(environ)
@@ -44,7 +44,7 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
 
 
 def _place_of_run(environ: Mapping[str, str]) -> Place | None:
-    """Under `omnireduce run`, which found a port that was free then; perhaps it is not any more."""
+    """The place under `omnireduce run`, which has found a free port. Perhaps it is no longer free."""
     job, address, port = (environ.get(name, "") for name in ("OMNIRUN_JOB", "MASTER_ADDR", "MASTER_PORT"))
     if not job or not address or not port.isdecimal() or "TORCHELASTIC_RUN_ID" in environ:  # of a torchrun in a rank
         return None
@@ -64,7 +64,7 @@ def local_first(group: dist.ProcessGroup | None = None) -> AbstractContextManage
 
 
 def _address(launch: Launch, environ: MutableMapping[str, str]) -> str:
-    """Where rank 0 is; empty if nobody says it."""
+    """The address of rank 0; empty if it is not known."""
     if launch.size == launch.local_size:
         return loopback()
     hosts = environ.get("SLURM_STEP_NODELIST", "") if launch.launcher == "Slurm" else ""

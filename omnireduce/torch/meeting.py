@@ -1,11 +1,11 @@
-"""How the ranks of a process group find each other in a store of torch that may be older than they are.
+"""Rendezvous of the ranks of a process group, in a store of torch that may be older than they are.
 
-torchrun keeps a store when it starts ranks anew. So does a process that destroys its group and makes another one. What
-ranks before them have said is still there, and nothing that a launcher counts tells the two apart on all hosts.
+torchrun keeps a store when it restarts ranks. So does a process that destroys its group and makes another one. What
+earlier ranks have written is still there, and no count of a launcher tells old from new on all hosts.
 
-Each rank draws a number that nobody else has, and says it. Rank 0 puts the key of the group under the number of each
-rank. So who finds the key is alive, and answers. A rank that has been started anew says another number than before;
-rank 0 looks again until all have answered. Then it puts what all have said under the key.
+Each rank draws a unique number and writes it. Rank 0 writes the key of the group under the number of each rank. So a
+rank that finds the key is alive, and answers. A restarted rank writes another number than before; rank 0 looks again
+until all have answered. Then it writes what all ranks have said under the key.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _log = logging.getLogger("omnireduce")
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself: a number that no other has, and `said`, for all others."""
+    """The entry of a rank: a number that no other rank has, and `said`, a text for all others."""
 
     number: str
     said: str
 
 
 class Met(NamedTuple):
-    """All ranks are here. `key`: what nobody before has used in the store. `said`: what each of them has said."""
+    """All ranks are here. `key`: not used in the store before. `said`: the text of each rank."""
 
     key: str
     said: list[str]
@@ -48,8 +48,8 @@ _arrivals = msgspec.json.Decoder(list[Arrival])
 
 
 def meet(store: dist.Store, rank: int, size: int, said: str, timeout: timedelta) -> Met:
-    """Return when all ranks have called it with this store. Raises DistStoreError, a RuntimeError, where they have not
-    after `timeout`, and what the store raises."""
+    """Return when all ranks have called it with this store. Raises DistStoreError, a RuntimeError, if they have not
+    after `timeout`, and any error of the store."""
     own = Arrival(secrets.token_hex(8), said)
     store.set(f"rank {rank}", msgspec.json.encode(own))
     waiting = _Waiting(store, rank, size, timeout)
@@ -83,8 +83,8 @@ def _answer(waiting: _Waiting, own: Arrival) -> str:
 
 
 class _Waiting:
-    """Waits for what other ranks put into a store, `timeout` in all. After 1, 2, 4, ... seconds it says who is
-    missing."""
+    """Waits for keys that other ranks put into a store, for `timeout` in total. After 1, 2, 4, ... seconds it logs who
+    is missing."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -97,7 +97,7 @@ class _Waiting:
             pass
 
     def pause(self, keys: Sequence[str]) -> bool:
-        """Return whether the store has these keys; if not, after a pause, a little longer each time."""
+        """Return whether the store has these keys. If it has not, pause first, longer each time."""
         if self.store.check(list(keys)):  # not its `wait`: that of torch writes two lines when its time is over
             self._pause_s = SHORTEST_PAUSE_S
             return True
@@ -115,7 +115,7 @@ class _Waiting:
         return False
 
     def _missing(self, keys: Sequence[str]) -> str:
-        """Whom this rank waits for. Among many, only rank 0 looks who they are."""
+        """The ranks that this rank waits for, in words. Among many ranks, only rank 0 looks who is missing."""
         if self.rank and self.size > FEW:
             return "other ranks"
         answers = list(enumerate(keys, 1)) if self.rank == 0 and len(keys) < self.size else []

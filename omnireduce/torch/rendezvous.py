@@ -1,7 +1,7 @@
-"""Where ranks meet whose launcher names no port: one is drawn for the launch. Somebody else may have taken it.
+"""Rendezvous of ranks whose launcher names no port: one is drawn for the launch. Another process may have taken it.
 
-Torch's own way has one port, at which rank 0 has a store. Where that is taken, rank 0 raises. The others wait for ever
-if who listens there says nothing. So rank 0 has its store at any free port here, and a signpost at the first port that
+Torch's own rendezvous has one port, at which rank 0 has a store. If that is taken, rank 0 raises. The others wait for
+ever if its owner sends nothing. So here rank 0 has its store at any free port, and a signpost at the first port that
 is free of those drawn. The signpost tells everybody who connects whose store is at which port.
 """
 
@@ -54,8 +54,8 @@ def drawn_ports(identity: str) -> list[int]:
 
 
 def meet_at(place: Place) -> None:
-    """From now on, `init_process_group` meets there, as long as MASTER_ADDR and MASTER_PORT say so and not something
-    else. Afterwards MASTER_PORT is the port of the store."""
+    """From now on, `init_process_group` meets at `place`, as long as MASTER_ADDR and MASTER_PORT still name it.
+    Afterwards MASTER_PORT is the port of the store."""
     way_of_torch, meeting = _rendezvous_handlers["env"], _Meeting(place)
 
     def handler(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
@@ -137,7 +137,7 @@ def _text(place: Place, port: int) -> bytes:
 
 
 def _tell(signpost: socket.socket, text: bytes) -> None:
-    """Until this process ends."""
+    """Send `text` to everybody who connects, until this process ends."""
     signpost.setblocking(True)
     while True:
         with suppress(OSError), signpost.accept()[0] as guest:
@@ -146,12 +146,12 @@ def _tell(signpost: socket.socket, text: bytes) -> None:
 
 
 class _SilentError(Exception):
-    """Somebody has a port, and says nothing."""
+    """A port is in use, but sends no line in time."""
 
 
 def _asked(place: Place, port: int, wait_s: float) -> Address | None:
-    """Where the signpost at this port says that the store is, at the address of the host that has answered. None where
-    there is no signpost: what else listens may say anything. Raises _SilentError where it says no line in time."""
+    """The store's address: the host that has answered, and the port that its signpost names. None if there is no
+    signpost: another program may send anything. Raises _SilentError if no line comes in time."""
     said, part, deadline = b"", b"?", time.monotonic() + wait_s
     try:
         with connect(place.address, port, wait_s) as found:
@@ -175,15 +175,15 @@ _kept: dist.Store | None = None
 
 
 def keep(store: dist.Store) -> None:
-    """Go on serving this store when its group is destroyed, until another one is kept. Others of the group may have
-    gone on to the next group before this rank destroys the last one, and meet here."""
+    """Serve this store even after its group is destroyed, until another one is kept. Other ranks may be at the next
+    group before this rank destroys the last one, and meet here."""
     global _kept
     _kept = store
 
 
 def is_torchs_own(store: dist.Store) -> bool:
-    """Whether `init_process_group` made the store behind this one, which it has handed to a back end. Then it has put
-    one more prefix before it. One that the user made is the user's to end."""
+    """Whether `init_process_group` made the store behind this one, which it has given to a back end. If so, there is
+    one more prefix. A store that the user made is the user's to end."""
     prefixes = 0
     while isinstance(store, dist.PrefixStore):
         store, prefixes = store.underlying_store, prefixes + 1

@@ -1,4 +1,4 @@
-"""What all ranks get from one of them, or from each, beside single tensors: in Horovod's words."""
+"""Broadcast of parameters, optimizer states and objects, and gathering of objects, with Horovod's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def broadcast_parameters(
 
 
 def _broadcast_all(named: Sequence[tuple[str, Tensor]], root_rank: int, process_set: ProcessSet) -> None:
-    """Some at a time: a queue takes a limited number."""
+    """Broadcast `AT_ONCE` tensors at a time: a queue takes a limited number."""
     for at in range(0, len(named), AT_ONCE):
         some = named[at : at + AT_ONCE]
         for handle in [broadcast_async_(each, root_rank, name, process_set) for name, each in some]:
@@ -82,7 +82,7 @@ def _state_to_send(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> t
 
 
 def _without_tensors(x: Any, tensors: list[Tensor]) -> Any:
-    """As plain data, with a description of each tensor in its place. The tensors are appended to `tensors`."""
+    """`x` as plain data: a description of each tensor is in its place. The tensors are appended to `tensors`."""
     if isinstance(x, Tensor):
         tensors.append(x)
         return {"tensor": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
@@ -94,7 +94,7 @@ def _without_tensors(x: Any, tensors: list[Tensor]) -> Any:
 
 
 def _with_tensors(x: Any, tensors: list[Tensor]) -> Any:
-    """The reverse, with new tensors of any numbers, which are appended to `tensors`."""
+    """The reverse. The tensors are new and uninitialized; they are appended to `tensors`."""
     if not isinstance(x, dict):
         return x
     if "pairs" in x:
