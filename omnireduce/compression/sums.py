@@ -1,4 +1,4 @@
-"""What all that sums gradients asks of them."""
+"""Checks of gradients, names and seeds, for everything that sums gradients."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def check_gradient(gradient: object) -> Array:
 
 
 def check_name(name: object) -> str:
-    """`name` itself. Raises UsageError unless it is a short text: what is kept of gradients is known by their names."""
+    """`name` itself. Raises UsageError unless it is a short text. The state of a gradient is found by its name."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS or not name.isprintable():
         raise UsageError(f"name {str(name)[:40]!r}: expected a printable text of 1 to {NAME_CHARACTERS} characters")
     return name
 
 
 def name_for_all(name: str, common: str) -> str:
-    """The name of the collectives for gradient `name`, with what all ranks must have in `common`, in words: where they
-    differ, the error of the service has both. Of long words there is the beginning, and a checksum."""
+    """The name of the collectives for gradient `name`. It has the words `common`, the same on all ranks: if these
+    differ, the service's error shows both. Long words are cut, and end with a checksum."""
     said = f"{name} by {common}"
     if len(said) <= SENT_CHARACTERS:
         return said

@@ -1,1 +1,1 @@
-"""How long an all-reduce would take, on hosts that need not exist: what `omnireduce plan` asks."""
+"""Cost model of an all-reduce on hosts that need not exist, for `omnireduce plan`."""

@@ -1,4 +1,4 @@
-"""What an all-reduce takes from each rank to each shard, and back, counted block by block."""
+"""Load of an all-reduce: the blocks that go from each rank to each shard and back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from omnireduce.planning.patterns import Patterns
 
 
 class Load(NamedTuple):
-    """A tensor that is cut into windows of successive blocks.
+    """Numbers of blocks of a tensor that is cut into windows of successive blocks, for each window and shard.
 
-    How many blocks, of each window and shard: `own` (senders, windows, shards) those that a sender has; `sole`, of
-    these those that no other sender has; `union` (windows, shards) those that any sender has; `all` (windows, shards)
-    all of the tensor, also those of zeros.
+    `own` (senders, windows, shards): blocks that a sender has, none of zeros; `sole`, of the same shape: those that no
+    other sender has; `union` (windows, shards): blocks that any sender has; `all` (windows, shards): all blocks of the
+    tensor, even those of zeros.
     """
 
     own: Array
@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
 
 def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> Load:
-    """The load of a tensor with this layout, whose first so many senders have these patterns."""
+    """The load of a tensor with this layout, whose blocks on the first `senders` ranks are those of `patterns`."""
     blocks = np.arange(layout.blocks)
     window = blocks * windows // max(1, layout.blocks)
     place = window * layout.shards + blocks // layout.stripe_blocks % layout.shards

@@ -1,4 +1,4 @@
-"""Which blocks of a tensor the ranks have: drawn, as in a trace, or those of saved arrays."""
+"""Patterns of the ranks' non-zero blocks: drawn at random, drawn as in a trace, or those of saved arrays."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ LEAST_ALIKE, MOST_ALIKE = 1e-6, 1e6  # all ranks have the same blocks; all block
 
 
 class Patterns(Protocol):
-    """The blocks that are not zero, of each rank. They are made anew each time, so that thousands of ranks need no
-    memory."""
+    """The blocks of each rank that are not zero. They are computed anew at each call, so that thousands of ranks need
+    no memory."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks the tensor has."""
+        """The number of blocks of the tensor."""
 
     def of(self, rank: int) -> Array:
-        """Which of them the rank has: bool (blocks,)."""
+        """The blocks that the rank has: bool (blocks,)."""
 
 
 class DrawnPatterns:
-    """Each of `blocks` is not zero with probability `density`: for each rank alone ("random"), for all together
-    ("full"), or for one rank at most ("none").
+    """Each of `blocks` is not zero with probability `density`: drawn for each rank by itself ("random"), once for all
+    ranks ("full"), or so that at most one rank has a block ("none").
 
-    Raises UsageError where that cannot be.
+    Raises UsageError if that is impossible.
     """
 
     def __init__(self, blocks: int, density: float, overlap: str, ranks: int, seed: int = 0) -> None:
@@ -58,9 +58,9 @@ class DrawnPatterns:
 
 
 class TracedPatterns:
-    """Blocks as `ranks` ranks of a traced job had them, drawn for any number of ranks: `density` is the share of the
-    blocks that one of them had, mean over the ranks, `union_density` the share that any of them had. Some blocks are
-    popular, as words of a language are: each has a likelihood of its own, and each rank has it with that."""
+    """Blocks drawn for any number of ranks, as `ranks` ranks of a traced job had them. `density`: the share of blocks
+    that a rank had, mean over the ranks; `union_density`: the share that at least one rank had. Some blocks are
+    popular, as words of a language are: each block has its own probability, with which each rank has it."""
 
     def __init__(self, blocks: int, density: float, union_density: float, ranks: int, seed: int = 0) -> None:
         self.blocks, self._seed = blocks, seed
@@ -78,11 +78,11 @@ class TracedPatterns:
 
 
 def popularity(density: float, union_density: float, ranks: int) -> tuple[Array, Array]:
-    """How likely a rank has a block, and for which share of the blocks that holds: (LIKELIHOODS,) each. A rank then has
-    `density` of the blocks, and two or more `ranks` together `union_density`.
+    """Probabilities that a rank has a block, and the share of blocks with each of them: at most (LIKELIHOODS,) each. A
+    rank then has `density` of the blocks, and two or more `ranks` together have `union_density`.
 
-    Likelihoods have a beta distribution, of which these are the Gauss nodes: moments up to twice as many are exact.
-    Where ranks have less in common than at random, all blocks are as likely.
+    The probabilities are Gauss nodes of a beta distribution: twice as many of its moments are exact. If ranks have
+    less in common than by chance, all blocks are equally likely.
     """
     density = min(1.0, max(0.0, density))
     if density in (0.0, 1.0):
@@ -99,8 +99,8 @@ def popularity(density: float, union_density: float, ranks: int) -> tuple[Array,
 
 
 def _gauss_nodes(a: float, b: float) -> tuple[Array, Array]:
-    """Nodes and weights of the beta distribution: eigenvalues of the matrix of its orthogonal polynomials, those of
-    Jacobi, and what their eigenvectors begin with (Golub and Welsch, 1969)."""
+    """Nodes and weights of the beta distribution: eigenvalues of the Jacobi matrix of its orthogonal polynomials, and
+    the squares of the first elements of its eigenvectors (Golub and Welsch, 1969)."""
     s, n = a + b, np.arange(1, LIKELIHOODS)
     diagonal = np.concatenate(([(a - b) / s], (a - b) * (s - 2) / ((2 * n + s - 2) * (2 * n + s))))
     n = n[1:]
@@ -113,7 +113,7 @@ def _gauss_nodes(a: float, b: float) -> tuple[Array, Array]:
 
 
 class RememberedPatterns:
-    """The same patterns, of which as many are kept, a bit for each block, as `REMEMBERED_BYTES` hold."""
+    """A cache of patterns: as many ranks as fit into `REMEMBERED_BYTES`, with one bit for each block."""
 
     def __init__(self, patterns: Patterns) -> None:
         self.blocks, self._patterns = patterns.blocks, patterns
@@ -131,7 +131,7 @@ class RememberedPatterns:
 
 
 class KnownPatterns:
-    """The blocks of each rank, bool (blocks,) each."""
+    """Patterns that are given: the blocks of each rank, bool (blocks,) each."""
 
     def __init__(self, masks: Sequence[Array]) -> None:
         self.blocks, self._masks = masks[0].size, masks
@@ -141,7 +141,7 @@ class KnownPatterns:
 
 
 class SummedPatterns:
-    """The blocks that each group of `size` neighbours has together, as those of one rank."""
+    """The blocks that each group of `size` successive ranks has together, as those of one rank."""
 
     def __init__(self, patterns: Patterns, size: int) -> None:
         self.blocks, self._patterns, self._size = patterns.blocks, patterns, size

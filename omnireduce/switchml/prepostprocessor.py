@@ -1,9 +1,9 @@
-"""How tensors of jobs are loaded into packets, and sums unloaded: SwitchML's interface, for a class of the user's own.
+"""Pre- and postprocessors, which load tensors of jobs into packets and unload sums: SwitchML's interface, for a class
+of the user's own.
 
-A job is a series of packets. So many are under way at once: a batch. The memory of packet `p` is used again for packet
-`p + batch`. Beside its entries a packet carries a small number, `extra_info`, of which all ranks get the largest. Who
-needs it before the first entries asks for an extra batch: then the first `batch` packets carry only that, for the
-packets that follow.
+A job is a series of packets. `batch` packets are under way at once: packet `p + batch` uses the memory of packet `p`.
+Beside its entries a packet carries a small number, `extra_info`, of which all ranks get the largest. A class that needs
+it before the first entries asks for an extra batch: its packets carry only `extra_info`, for those that follow.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class JobSlice(NamedTuple):
 class PrePostProcessor(ABC):
     """A class of your own derives from this; `prepostprocessor = module:Class` in switchml.cfg names it.
 
-    Each thread of a context has one. `num_workers`: of how many ranks entries are added; `packet_numel`: the entries of
-    a packet; `max_batch`: the packets that are under way at once, of a long job.
+    Each thread of a context has one. `num_workers`: the number of ranks whose entries are added; `packet_numel`: the
+    entries of a packet; `max_batch`: the packets of a long job that are under way at once.
 
-    Entries are int32 in the order of bytes of this machine. Their sums wrap. All ranks return the same numbers from
+    Entries are int32 in the byte order of this machine. Their sums wrap. All ranks return the same numbers from
     `setup_job_slice` and `needs_extra_batch`.
     """
 
@@ -48,8 +48,8 @@ class PrePostProcessor(ABC):
 
     @abstractmethod
     def preprocess_single(self, packet: int, entries: Array, extra_info: Array) -> None:
-        """Fill packet number `packet`: `entries`, int32 (packet_numel,), and `extra_info`, int16 (1,). Both have what
-        another packet has left there."""
+        """Fill packet number `packet`: `entries`, int32 (packet_numel,), and `extra_info`, int16 (1,). Both
+        still have what another packet has left there."""
 
     @abstractmethod
     def postprocess_single(self, packet: int, entries: Array, extra_info: Array) -> None:
@@ -74,10 +74,10 @@ class Bypass(PrePostProcessor):
 
 
 class CpuExponentQuantizer(PrePostProcessor):
-    """Floats as whole numbers, scaled so that the sum of a packet's largest elements fits.
+    """Sends floats as integers, scaled so that the sum of a packet's largest elements fits.
 
     `extra_info` is the exponent of the largest magnitude of a packet: all ranks scale by the largest one of all ranks,
-    so it travels a batch ahead. A packet in which one is infinite or NaN becomes NaN. int32 travels as it is. After
+    so it travels a batch ahead. A packet with an infinite or NaN element becomes NaN. int32 is sent as it is. After
     Sapio et al., "Scaling Distributed Machine Learning with In-Network Aggregation", NSDI 2021.
     """
 

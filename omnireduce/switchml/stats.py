@@ -1,4 +1,4 @@
-"""What a context has done so far."""
+"""Statistics of a context."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of some numbers, such as the sizes of jobs, in elements. `stdev` is that of all of them, not of a sample. All are
-    0 of no numbers."""
+    """Statistics of some numbers, such as the sizes of jobs in elements. `stdev` is that of the population, not of a
+    sample. Without numbers all are 0."""
 
     sum: float
     mean: float
@@ -22,7 +22,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """That of `values`."""
+        """The distribution of `values`."""
         found = sorted(values) or [0]
         mean = statistics.fmean(found)
         return cls(sum(found), mean, found[-1], found[0], statistics.median(found), statistics.pstdev(found, mean))

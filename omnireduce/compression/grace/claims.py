@@ -1,4 +1,4 @@
-"""What a compressor says of the elements that it sends, and whether it keeps to that."""
+"""Claims of a compressor about the elements that it sends, and the check that it keeps to them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NEARLY = 1e-6  # a magnitude so near to the threshold, as a share of it, may be 
 
 
 class Claim(NamedTuple):
-    """`selects`: see `Compressor`. `ratio`: the share of the elements that are sent, `threshold`: all above it are;
-    None: it says nothing of that."""
+    """`selects`: see `Compressor`. `ratio`: the share of the elements that are sent. `threshold`: all elements above it
+    are sent. None: no claim."""
 
     selects: Selects
     ratio: float | None
@@ -25,12 +25,12 @@ class Claim(NamedTuple):
 
     @property
     def checked(self) -> list[str]:
-        """What `broken` looks at, in words."""
+        """The properties that `broken` checks, in words."""
         return [what for what, is_checked in self._checks.items() if is_checked]
 
     @property
     def unchecked(self) -> list[str]:
-        """What it leaves out."""
+        """The properties that it does not check."""
         return [what for what, is_checked in self._checks.items() if not is_checked]
 
     @property
@@ -43,8 +43,8 @@ class Claim(NamedTuple):
         }
 
     def broken(self, found: Array, x: Array) -> Iterator[str]:
-        """What `found`, which came back of `x`, both float32 (elements,), does not keep to: what was expected, and what
-        came."""
+        """Messages about broken claims: what was expected, and what came. `found` came back from `x`, both float32
+        (elements,)."""
         if self.selects == "none":
             return
         wrong = np.flatnonzero((found != 0) & (found != x) & ~(np.isnan(found) & np.isnan(x)))
@@ -59,7 +59,7 @@ class Claim(NamedTuple):
                 yield f"expected {least if least == most else f'{least} to {most}'} elements, got {count}"
 
     def _bounds(self, magnitudes: Array) -> tuple[int, int]:
-        """How many elements are sent, at least and at most, but for zeros."""
+        """The least and the largest number of elements that are sent, except zeros."""
         can_be = int(np.count_nonzero(magnitudes))
         if self.ratio is None and self.threshold is None:
             return min(1, can_be), can_be
@@ -71,7 +71,7 @@ class Claim(NamedTuple):
 
 
 def _smaller_ones(is_sent: Array, magnitudes: Array, x: Array) -> Iterator[str]:
-    """Says so where an element is sent that is smaller than one that is left out."""
+    """A message if an element is sent that is smaller than one that is left out."""
     sent, left = np.flatnonzero(is_sent), np.flatnonzero(~is_sent)
     if sent.size and left.size:
         smallest, largest = sent[np.argmin(magnitudes[sent])], left[np.argmax(magnitudes[left])]
@@ -81,7 +81,7 @@ def _smaller_ones(is_sent: Array, magnitudes: Array, x: Array) -> Iterator[str]:
 
 
 def claim_of(compressor: Compressor) -> Claim:
-    """What the attributes of a compressor say. Raises UsageError for a value of `selects` that does not exist."""
+    """The claim that a compressor's attributes make. Raises UsageError for a value of `selects` that does not exist."""
     ratio = _number(compressor, "compress_ratio", _number(compressor, "ratio"))
     ratio = ratio if ratio is not None and 0 < ratio <= 1 else None
     threshold = _number(compressor, "threshold")

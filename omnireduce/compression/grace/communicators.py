@@ -1,4 +1,4 @@
-"""How the compressed gradients of the ranks come together, with GRACE's names.
+"""Communicators, which combine the compressed gradients of the ranks, with GRACE's names.
 
 Allgather, Broadcast   here: each rank gets the compressed tensors of all, decompresses and adds them
 AllToAll               pieces.py: each rank adds one piece of all gradients, and gives it to the others as float32
@@ -20,7 +20,7 @@ from omnireduce.runtime.member.communicator import Communicator as Member
 
 
 class Collective(Communicator):
-    """A communicator of this package: it refuses a compressor that it does not go with."""
+    """A communicator of this package. It refuses a compressor that does not support it."""
 
     def __init__(
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
@@ -35,7 +35,7 @@ class Collective(Communicator):
             compressor.job = self.comm
 
     def name_sent(self, tensor: Any, name: str) -> str:
-        """With what all ranks must have alike: tensors that another compressor has made would be read as wrong
+        """`name`, with what must be the same on all ranks: tensors of another compressor would be read as wrong
         numbers."""
         size = math.prod(getattr(tensor, "shape", ()))
         return name_for_all(name, f"{self.compressor.agreed(name)} of {size} elements")
@@ -51,7 +51,7 @@ class Allgather(Collective):
         return self.combined([self.compressor.decompress(self._like(each, tensors), ctx) for each in received])
 
     def exchange(self, own: list[Any], name: str) -> list[list[Any]]:
-        """What each rank has sent."""
+        """The compressed tensors of each rank."""
         return self.comm.allgather_object(own, name=name)
 
     @staticmethod
@@ -60,7 +60,7 @@ class Allgather(Collective):
 
 
 class Broadcast(Allgather):
-    """The same, one rank after another."""
+    """As Allgather, but with one broadcast for each rank."""
 
     name = "broadcast"
 

@@ -1,5 +1,5 @@
-"""What the compressors of this package have in common: they work on float32, count steps, and say what the service
-knows of them."""
+"""Base of this package's compressors: they work on float32, count steps, and name the parts of the service that do
+the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omnireduce.runtime.member.communicator import Communicator as Member
 
 
 class Context(NamedTuple):
-    """Which gradient was compressed: its form and name, and how many steps it had before."""
+    """The gradient that was compressed: its form and name, and the number of its earlier steps."""
 
     form: Form
     name: str
@@ -29,8 +29,8 @@ class Context(NamedTuple):
 class Native(Compressor):
     """A compressor of this package.
 
-    `selector` and `codec` say how the service does the same: which part of a gradient it moves, and in which form.
-    None and None: it does not know this one. `seed`, and the rank in `job`: of what is drawn at random.
+    `selector` and `codec` say how the service does the same: which part of a gradient it moves, and in which form. If
+    both are None, the service cannot do it. `seed`, and the rank in `job`, are for random numbers.
     """
 
     selector: Selector | None = None
@@ -43,8 +43,8 @@ class Native(Compressor):
         self._steps: dict[str, int] = {}
 
     def compress(self, tensor: Any, name: str) -> tuple[Tensors, Context]:
-        """What travels, arrays or tensors as the gradient is, and the context of `decompress`. Raises UsageError for
-        what is no gradient."""
+        """The arrays or tensors that are sent, of the gradient's kind, and the context for `decompress`. Raises
+        UsageError unless `tensor` is a gradient."""
         context = Context(Form(tensor), name, self._steps.get(name, 0))
         arrays = self.encode(self.prepare(context.form.values, name), context)
         self.commit(name)
@@ -55,7 +55,7 @@ class Native(Compressor):
         return ctx.form.restore(self.decode([payload_of(each) for each in tensors], ctx))
 
     def prepare(self, x: Array, name: str) -> Array:
-        """What is encoded in the place of `x`, float32 (elements,): itself, or another array."""
+        """The array that is encoded in place of `x`, float32 (elements,): `x` itself, or another one."""
         return x
 
     @abstractmethod
@@ -64,15 +64,15 @@ class Native(Compressor):
 
     @abstractmethod
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        """What `arrays` of any rank stand for: float32 (elements,)."""
+        """The values that `arrays` of any rank stand for: float32 (elements,)."""
 
     def agreed(self, name: str) -> str:
         is_common = self.selector is not None and self.selector.is_common
         return self.parameters() + (f" at step {self._steps[name]}" if is_common else "")
 
     def parameters(self) -> str:
-        """The class and the values that it was made with. Of a class of the user's own the name: ranks may differ in
-        what it has beside that."""
+        """The class and the values that it was made with. For a class of the user's own, only its name: ranks may
+        differ in its other attributes."""
         if not is_ours(type(self)):
             return super().agreed("")
         values = {**(vars(self.selector) if self.selector else {}), **vars(self)}
@@ -82,7 +82,7 @@ class Native(Compressor):
         return f"{type(self).__name__}({', '.join(said)})"
 
     def commit(self, name: str) -> None:
-        """What was made last of this gradient is sent: go on to the next step."""
+        """The last compressed form of this gradient is sent: go on to the next step."""
         self._steps[name] = self._steps.get(name, 0) + 1
 
     def take_back(self, name: str) -> None:
@@ -94,6 +94,6 @@ class Native(Compressor):
             self._steps.pop(name, None)
 
     def key(self, ctx: Context) -> np.uint64:
-        """What tells the random numbers of this step from all others."""
+        """The key of this step's random numbers, different from all other keys."""
         rank = 0 if self.job is None else self.job.rank
         return np.uint64(stream_key(self.seed, zlib.crc32(ctx.name.encode()) + (ctx.step << 32), rank))
