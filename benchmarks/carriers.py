@@ -52,7 +52,7 @@ class Watch:
         return bool(self._seen)
 
     def carried(self) -> Counter[str]:
-        """What they have carried so far."""
+        """The bytes that they have carried so far."""
         return together(each.statistics().carried for each in self._seen)
 
 
@@ -67,7 +67,7 @@ def by_sockets() -> Iterator[Counter[str]]:
 
 
 def tcp_bytes() -> int:
-    """What the open TCP connections of this process have received so far, as the kernel counts it."""
+    """The bytes that this process's open TCP connections have received so far, as the kernel counts them."""
     total = 0
     for each in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile, as that of the folder is

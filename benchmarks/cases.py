@@ -17,7 +17,7 @@ IN_A_ROW = "one after the other"
 
 @dataclass(frozen=True)
 class Setup:
-    """What has to run for a case: cases of one setup are measured by the same processes."""
+    """The processes that a case needs. Cases with the same setup are measured by the same processes."""
 
     transport: str
     ranks: int
@@ -25,7 +25,7 @@ class Setup:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What the ranks of the service are told, as `section.key=value`."""
+        """The settings of the service's ranks, as `section.key=value`."""
         if self.transport == MEMORY:
             return ("transport.host_exchange=auto",)
         return ("transport.host_exchange=off", f"transport.kind={self.transport}")

@@ -74,7 +74,7 @@ class Entrant:
 
 @dataclass
 class Result:
-    """What one entrant took in one case: milliseconds of the slowest rank in each exchange, and the rest per exchange.
+    """The cost of one entrant in one case: milliseconds of the slowest rank in each exchange; the rest per exchange.
 
     `up` and `down` are bytes per rank, `shard_bytes` those of all ranks with each shard.
     """

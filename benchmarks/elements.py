@@ -46,7 +46,7 @@ LARGEST = 1000  # of the values, which are whole numbers: their sums are exact
 
 
 class Chosen(Selector):
-    """What was selected before: so that only the exchange is timed."""
+    """A selection that was made before, so that only the exchange is timed."""
 
     def __init__(self, places: Array) -> None:
         self._places = places

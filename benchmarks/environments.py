@@ -22,7 +22,7 @@ class Tree(NamedTuple):
     python: Path
 
     def named(self, what: str) -> str:
-        """What errors call `what` of this checkout."""
+        """The name of `what` of this checkout in errors."""
         return what if self == HERE else f"{what} of {self.root}"
 
     def known(self, sets: Sequence[str]) -> list[str]:

@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 def runs_of(experiment: str, scale: Scale) -> list[Run]:
-    """What an experiment runs. Raises UsageError for one that is not known."""
+    """The runs of an experiment. Raises UsageError for an unknown one."""
     if experiment == "data-parallel":
         words = ("--first", str(scale.first), "--last", str(scale.last))
         return [Run(program, each, "", words) for program in ("adam", "lamb") for each in schedules(program)]
@@ -172,7 +172,7 @@ def _file(run: Run, folder: str) -> Path:
 
 
 def _output(command: Sequence[str], run: Run) -> tuple[str, str]:
-    """What a program prints, and its standard error. Raises PeerError with its last words where it fails."""
+    """The output of a program, and its standard error. Raises PeerError with its last words where it fails."""
     environ = {**dict.fromkeys(THREADS, "1"), **os.environ}  # ranks share the processors
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)

@@ -180,7 +180,7 @@ class Group:
 
 
 def end_torchrun(process: subprocess.Popen[Any]) -> None:
-    """It ends its ranks, which are in sessions of their own."""
+    """End torchrun, and let it end its ranks, which are in sessions of their own."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(TORCHRUN_END_S)
@@ -259,7 +259,7 @@ class Servers:
         return sum(self.read(lambda pid: int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]))) / 1e9
 
     def read(self, what: Callable[[int], T]) -> list[T]:
-        """What there is to read of every process. Raises PeerError when one is gone."""
+        """The value of `what` for every process. Raises PeerError when one is gone."""
         try:
             return [what(pid) for pid in self.pids]
         except (FileNotFoundError, ProcessLookupError):

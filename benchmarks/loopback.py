@@ -61,7 +61,7 @@ class Carrier:
 
 
 class _Transfer:
-    """What one connection still has to carry."""
+    """The data that one connection still has to carry."""
 
     def __init__(self, sock: socket.socket, source: memoryview, target: memoryview) -> None:
         self._sock, self._source, self._target = sock, source, target

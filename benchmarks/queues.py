@@ -193,7 +193,7 @@ Groups = Callable[[str], contextlib.AbstractContextManager[Group]]
 
 
 def _medians(group: Group, ways: tuple[str, ...], turns: int, **more: object) -> dict[str, dict[str, float]]:
-    """Of each way, what the slowest rank said, the median of all turns; the first one warms up."""
+    """Each way's measurements on the slowest rank: the median of all turns except the first, which warms up."""
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for turn in range(turns + 1):
         for way in ways:

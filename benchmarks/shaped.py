@@ -173,7 +173,7 @@ def _run_setting(setting: Setting, cases: Sequence[Case], sets: Sequence[str]) -
 
 
 def verdicts_of(setting: Setting, measured: Measured, bound_ms: float) -> list[Verdict]:
-    """What became of the targets of a case; `bound_ms`: the least time of a service that sends the union."""
+    """The verdicts on the targets of a case. `bound_ms`: the least time of a service that sends the union."""
     ours, name = measured.results[OURS].median, measured.case.name
     if setting.layout == "dedicated":
         return [at_least(name, ours, "union bound", bound_ms, SHARE_TARGET)]
@@ -187,7 +187,7 @@ def verdicts_of(setting: Setting, measured: Measured, bound_ms: float) -> list[V
 
 
 def _against_best(name: str, peers: Sequence[str], measured: Measured, target: float) -> Verdict:
-    """Of `peers` the fastest."""
+    """The fastest of `peers`."""
     ours, results = measured.results[OURS].median, measured.results
     if absent := measured.absent(*peers):
         return undecided(name, ours, absent, target)

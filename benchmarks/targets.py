@@ -73,7 +73,7 @@ READY_S = 5.0
 
 
 def verdicts(measured: Measured) -> list[Verdict]:
-    """What became of the targets of a case on one host; undecided ones where a competitor did not run."""
+    """The verdicts on the targets of a case on one host; undecided ones if a competitor did not run."""
     kinds = {"dense": _dense, "rows": _rows, "skew": _skew}
     return kinds[measured.case.kind](measured)
 
@@ -135,7 +135,7 @@ def _skew(measured: Measured) -> list[Verdict]:
 
 
 def memory_verdicts(memory: Memory) -> list[Verdict]:
-    """What became of the targets for memory, and for the start of a daemon that has its kernels."""
+    """The verdicts on the targets for memory, and for the start of a daemon that has its kernels."""
     case = memory.case
     lines = [
         below(f"{case.name}: worker beyond its tensor", memory.worker, WORKER_MIB, "MiB"),

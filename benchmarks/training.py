@@ -171,7 +171,7 @@ def _run(case: Training, label: str, place: Place) -> tuple[float, float, str]:
 
 
 def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, str]) -> str:
-    """What these commands print together. Raises PeerError where one fails, or takes too long.
+    """The output of these commands together. Raises PeerError where one fails, or takes too long.
 
     Those that have said how fast they were need not end: gloo of torch 2.13 now and then waits for itself at the end,
     for a thread that wants the interpreter, which waits for that thread.
@@ -243,7 +243,7 @@ def _verdicts(case: Training, found: Mapping[str, Runs]) -> list[Verdict]:
 
 
 def _targets(case: Training) -> list[tuple[str, str, str, float]]:
-    """What is compared, our entrant and theirs, and how many times as fast we are to be; below 1, almost."""
+    """The comparisons: our entrant, theirs, and how many times as fast we have to be; below 1, almost."""
     plain = case.links == THIS_HOST
     if case.model != "embedding":
         if plain:

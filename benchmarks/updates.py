@@ -65,7 +65,7 @@ def compiled_adam(g: Array, m: Array, v: Array, w: Array, rate: Any, root: Any) 
 
 
 class Weights:
-    """What each way needs for its own weights."""
+    """The weights and states of one way."""
 
     def __init__(self) -> None:
         self.w, self.m, self.v, self.a, self.b = np.zeros((5, ELEMENTS), np.float32)
@@ -229,7 +229,7 @@ def measure(console: Console, turns: int) -> bool:
 
 
 def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
-    """Of each way what the slowest rank said, the median of all turns, where the first two warm up."""
+    """Each way's measurements on the slowest rank: the median of all turns except the first two, which warm up."""
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(turns + 2):
         for way in ways:

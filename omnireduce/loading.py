@@ -13,7 +13,7 @@ from omnireduce.files.paths import current_folder
 
 
 def load_named(name: str, said: str, expected: str) -> Any:
-    """What `name`, MODULE:NAME, is.
+    """Load `name`, MODULE:NAME.
 
     Messages call it what is `said`, and say that they `expected` something where it has another form. Raises UsageError
     for that, and for what cannot be loaded.
@@ -25,7 +25,7 @@ def load_named(name: str, said: str, expected: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the module is a user's own, and may raise anything, also SystemExit
+    except BaseException as error:  # the module is a user's own, and may raise anything, even SystemExit
         raise UsageError(f"{said} cannot be loaded: {in_a_line(error)}") from error
 
 

@@ -201,7 +201,7 @@ class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the st
 
 
 def _quoted(text: str) -> str:
-    """A text as a basic string of TOML. Those of JSON are such, but for one character."""
+    """A text as a basic string of TOML. A string of JSON is one, except for one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -17,7 +17,7 @@ class Section(Struct, frozen=True):
 def meta(
     meaning: str, unit: str = "", *, allowed: str = "", path_but: tuple[str, ...] | None = None, **limits: Any
 ) -> Meta:
-    """What a key means, its unit and its limits. `allowed` says in words what is allowed, where the limits do not.
+    """The meaning of a key, its unit and its limits. `allowed` says in words what is allowed, if the limits do not.
     `path_but`: the value is a path, unless it is one of these words."""
     extra = {"unit": unit, "allowed": allowed} | ({} if path_but is None else {"path_but": path_but})
     return Meta(description=meaning, extra=extra, **limits)

@@ -45,7 +45,7 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
 
 
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
-    """What makes the compressor. Raises UsageError for what cannot be loaded or made."""
+    """A function that makes the compressor. Raises UsageError for what cannot be loaded or made."""
     look_in_this_folder()
     found = class_named(name, Compressor, Selector)
 

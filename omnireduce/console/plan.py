@@ -121,7 +121,7 @@ def _print(console: Console, asked: Asked, found: Study, nbytes: int, reduced: R
 
 
 def _print_reduced(console: Console, reduced: Reduced) -> None:
-    """What the trace has, and what of it is planned."""
+    """Print the collectives in the trace, and those that are planned."""
     console.print(
         f"job '{reduced.job}', traced on {reduced.ranks} ranks: the times below are of all its {reduced.all_reduces} "
         f"all-reduces of tensors together"

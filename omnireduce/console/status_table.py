@@ -118,7 +118,7 @@ def _notes(job: JobSummary) -> list[Text]:
 
 
 def levels_of(job: JobSummary) -> str:
-    """What is above and below this aggregator in a job with relays."""
+    """The upstream of this aggregator, and the relays below it, in a job with relays."""
     up, down = (short_count(each) for each in (job.traffic.up_sent_bytes, job.traffic.up_received_bytes))
     parts = [f"relay of aggregator {shown(job.upstream)}, {up} up and {down} down"] if job.upstream else []
     below = [f"{shown(each.address)} ({each.ranks} {'rank' if each.ranks == 1 else 'ranks'})" for each in job.relays]

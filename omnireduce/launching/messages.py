@@ -77,7 +77,7 @@ class Failed(Struct, frozen=True, tag="failed"):
 
 
 class Output(Struct, frozen=True, tag="output"):
-    """What a process has written."""
+    """Output of a process."""
 
     number: _Number
     stream: Annotated[int, Meta(ge=STDOUT, le=RESULT)]

@@ -21,7 +21,7 @@ class Rank:
 
 
 def how_it_ended(rank: Rank, status: int) -> str:
-    """What became of a rank that has failed."""
+    """The end of a rank that has failed, in words."""
     how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
     if rank.was_asked:  # this program has not
         how += ", after its host had told it to end"

@@ -46,7 +46,7 @@ def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -
 
 
 class Column(NamedTuple):
-    """What is timed of a library. `sums`: the result is the sum of all ranks, at rank 0 or, with `everywhere`, on
+    """One timed operation of a library. `sums`: the result is the sum of all ranks, at rank 0 or, with `everywhere`, on
     all."""
 
     name: str

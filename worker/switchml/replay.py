@@ -59,7 +59,7 @@ class Device:
         self._busy_until = time.perf_counter_ns()
 
     def begin_anew(self) -> None:
-        """It had to wait until now."""
+        """Count time from now: the training had to wait."""
         self._busy_until = time.perf_counter_ns()
 
     def compute(self, ns: int) -> None:

@@ -62,7 +62,7 @@ def _cell(context: Context, asked: Asked, threads: int) -> Cell:
 
 
 def trend(cells: Sequence[Cell]) -> str:
-    """What becomes of the goodput from the fewest threads to the most, and from the smallest tensor to the largest."""
+    """The change of the goodput from the fewest threads to the most, and from the smallest tensor to the largest."""
     found = {(cell.threads, cell.tensor_numel): cell.goodput_gbps for cell in cells}
     threads, sizes = sorted({cell.threads for cell in cells}), sorted({cell.tensor_numel for cell in cells})
     by_threads = [found[threads[-1], size] / found[threads[0], size] for size in sizes]

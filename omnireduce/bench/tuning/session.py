@@ -229,7 +229,7 @@ class Session:
         return share
 
     def _text_of(self, values: Mapping[str, Value]) -> str:
-        """What differs from the default."""
+        """The settings that differ from the default."""
         changed = {key: values[key] for key, value in self._space.start.items() if values[key] != value}
         return " ".join(f"{key}={value}" for key, value in changed.items()) or "the default, against itself"
 

@@ -140,7 +140,7 @@ def _elements(places: Array, elements: int, value_bytes: int, world_size: int, i
 
 
 def _step_bytes(density: float) -> float:
-    """What a step takes on average, where each element is there with this likelihood."""
+    """The mean bytes of a step, if each element is there with this probability."""
     return 1 + (1 - density) ** IN_ONE_BYTE + (1 - density) ** IN_TWO
 
 

@@ -63,7 +63,7 @@ def check_ranks(ranks: int, pipelines: Iterable[Pipeline]) -> None:
 
 
 class Outcome(NamedTuple):
-    """What a schedule gave; None on a rank whose group does not have it. `step_ms`: the median of a step;
+    """The result of a schedule; None on a rank whose group does not have it. `step_ms`: the median of a step;
     `state_bytes`: what is kept between steps; `up_bytes`: what was sent in a step."""
 
     result: Array | None
@@ -81,7 +81,7 @@ class Values:
         self.sizes = {"N": wanted.elements, "T": side, "K": side, "H": side}
 
     def whole(self, tensor: Tensor, step: int, rank: int = 0) -> Array:
-        """All of a tensor in this step. Of a Local one each rank has another one."""
+        """The whole tensor in this step. Each rank has another one, if it is Local."""
         shape = tuple(each if isinstance(each, int) else self.sizes[each.name] for each in tensor.type.shape)
         if tensor.name in ("m", "v"):
             return np.zeros(shape, np.float32)
@@ -92,7 +92,7 @@ class Values:
         return rng.integers(-3, 4, shape).astype(np.float32)  # so that sums are exact in any order
 
     def part(self, tensor: Tensor, step: int, rank: int) -> Array:
-        """What `rank` has of it."""
+        """The part of the tensor that `rank` has."""
         whole, layout = self.whole(tensor, step, rank), tensor.type.layout
         return np.array(Seat(rank, self._ranks, {}).part(whole, layout), order="C") if layout.is_sliced else whole
 
@@ -127,12 +127,12 @@ def run_schedule(wanted: Wanted, pipeline: Pipeline, comm: Communicator) -> Outc
 
 
 def _sent_bytes(comm: Communicator) -> int:
-    """What this rank has sent so far, also in groups."""
+    """The bytes that this rank has sent so far, in groups, too."""
     return sum(each.statistics().sent_bytes for each in [comm, *meeting_of(comm).communicators])
 
 
 def reference(wanted: Wanted, size: int) -> Array:
-    """What a program gives by its definition, computed in this process."""
+    """The result of a program by its definition, computed in this process."""
     pipeline = next(iter(schedules(wanted.program).values()))
     ranks = size // pipeline.groups
     values = Values(wanted, ranks)
