@@ -1,6 +1,7 @@
-"""What a job did on one shard: collectives, blocks, and which ranks the others waited for. Nothing runs per block.
+"""Statistics of one job on one shard: collectives, blocks, and the ranks that kept others waiting. Nothing runs per
+block.
 
-What its ranks exchanged in memory they report: this shard sees nothing of it.
+Ranks report what they exchange in memory: this shard sees nothing of it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Wait(NamedTuple):
 
 
 class Account:
-    """The account that the aggregator's machine keeps of a job. `numbers`: the ranks, by their place.
+    """Statistics of a job, kept by the aggregator's machine. `numbers`: the ranks, by their place.
 
-    `traffic` counts no bytes. Of each collective only the last rank to begin is late: by the time from the first
+    `traffic` counts no bytes. In each collective only the last rank to begin is late: by the time from the first
     message of any rank to its own first message.
     """
 
@@ -82,8 +83,8 @@ class Account:
         self._reports[rank] = report, now
 
     def last_of(self, ranks: Iterable[int]) -> list[int]:
-        """Whom `ranks` wait for: for each of them, those of its last report, or itself if it named nobody. Who has
-        reported later is not late: then the rank itself may have stopped."""
+        """The ranks that `ranks` wait for, as their last reports say. A rank that reported nobody stands for itself. A
+        rank that has reported later is not late: then the waiting rank may have stopped."""
         found = set[int]()
         for rank in ranks:
             report, came_at = self._reports.get(rank, (Report(), 0.0))

@@ -1,4 +1,4 @@
-"""What the membership of a shard decides about those who want to join, and about jobs that run."""
+"""Decisions of a shard's membership: answers to workers that want to join, and changes to running jobs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Answer(NamedTuple):
 
 
 class Relayed(NamedTuple):
-    """The job of a relay has begun on its upstream, the aggregator `address`. Of each member: what the upstream has
-    told it, and the key of its uplink."""
+    """The job of a relay has begun on its upstream, the aggregator `address`. For each member: the upstream's Welcome,
+    and the key of the member's uplink."""
 
     address: str
     welcomes: list[Welcome]
@@ -43,7 +43,7 @@ class Announce(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """End running `generation` because of `cause`: survivors have waited long enough for those who are still in it."""
+    """End running `generation` because of `cause`: survivors have waited long enough for the ranks still in it."""
 
     generation: int
     cause: Cause

@@ -1,4 +1,4 @@
-"""What the jobs of one team may take together on one shard."""
+"""Limits on all jobs of one team together, on one shard."""
 
 from __future__ import annotations
 

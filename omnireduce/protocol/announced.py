@@ -1,4 +1,4 @@
-"""What the ranks of each generation know of those who wait to join their job. What changes is told to every rank."""
+"""The last news of waiting workers that the ranks of each generation have heard. All ranks are told each change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NEWS_S = 1.0  # between two news of who waits or is missing: telling all of each
 
 
 class Announced:
-    """The generations whose ranks were told that workers wait. Those who come and go before that are no news."""
+    """Generations whose ranks know that workers wait. Workers that come and go before that are not announced."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[int, float]] = {}  # how many, and when
@@ -20,7 +20,7 @@ class Announced:
         return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)
 
     def is_news(self, generation: int, workers: int, now: float) -> bool:
-        """Whether the ranks do not know yet that `workers` wait. From now on they do."""
+        """Whether the ranks have not heard yet that `workers` wait. From now on this counts as heard."""
         before, _ = self._told.pop(generation, (0, 0.0))
         if workers:
             self._told[generation] = workers, now
@@ -36,7 +36,7 @@ class Announced:
         self._deserted.discard(generation)
 
     def taken_back(self, now: float) -> Iterator[int]:
-        """The generations whose ranks have to be told now that nobody waits any more."""
+        """The generations whose ranks must now hear that nobody waits any more."""
         for generation in [each for each in self._deserted if now >= self._told[each][1] + NEWS_S]:
             self.forget(generation)
             yield generation

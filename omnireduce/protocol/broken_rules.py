@@ -1,4 +1,4 @@
-"""What ranks can do wrong on a shard."""
+"""The error for a rank that breaks the protocol."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ FLOAT_BYTES = 4
 
 
 def coding_of(descriptor: Descriptor, known: Codecs, number: int, sender: int) -> tuple[Codec, int]:
-    """How the blocks of collective `number` of peers travel, which has a codec, and the key of what `sender` draws.
-    Raises ProtocolError for a codec that is not `known`."""
+    """The codec of a collective that has one, and the key of the random numbers that `sender` draws. `number`: of the
+    collective. Raises ProtocolError for a codec that is not `known`."""
     if descriptor.codec not in known:
         raise ProtocolError(
             f"the codec '{descriptor.codec}' is not known here; expected {', '.join(known)}. A codec of your own "
@@ -88,8 +88,8 @@ class Coder:
                 self._codec.encode(totals, out[piece], block_keys(key, numbers[piece]))
 
     def there_and_back(self, x: Array, keys: Array) -> Array:
-        """What the blocks of `x`, float32 (elements,), stand for once they are encoded: an array like it. `keys`:
-        uint64 (blocks,), of what is drawn."""
+        """Encode and decode the blocks of `x`, float32 (elements,); return an array like it. `keys`: uint64 (blocks,),
+        of the random numbers."""
         found = np.zeros(keys.size * self.block_size, np.float32)
         found[: x.size] = x
         values = found.reshape(keys.size, self.block_size)
@@ -104,7 +104,7 @@ class Coder:
 
 
 class _Calling:
-    """Around a call of a codec, which may be a user's own."""
+    """A context for calls of a codec, which may be a user's own: its failures become CodecError."""
 
     def __init__(self, name: str) -> None:
         self._name = name

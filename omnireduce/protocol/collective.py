@@ -12,15 +12,15 @@ from omnireduce.protocol.rows import RowSum
 
 
 def sum_of_host(operand: Operand) -> HostSum | RowSum:
-    """What shards get of a host, one of whose ranks has this operand."""
+    """The operand that shards get from a host, one of whose ranks has this operand."""
     return RowSum(operand) if isinstance(operand.blocks, RowBlocks) else HostSum(operand)
 
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """One collective under way on this worker. `sender`: the number that shards know it by; `host_sum`: what they get
-    of a host of several ranks, in place of the operand of one. `codec`: how its blocks travel; `key`: of what it draws.
-    """
+    """One collective under way on this worker. `sender`: the worker's number at the shards. `host_sum`: what shards get
+    from a host of several ranks, in place of one rank's operand. `codec`: of its blocks; `key`: of its random
+    numbers."""
 
     number: int
     descriptor: Descriptor

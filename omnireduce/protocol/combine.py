@@ -25,12 +25,12 @@ _NO_NUMBERS, _NOTHING = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class Format(NamedTuple):
-    """The slots as blocks of one dtype and size see them.
+    """The slots, seen as blocks of one dtype and size.
 
     `source`: the receive slots, (elements,). `rows`: the results, (slots, capacity of a slot, block size). `capacity`:
-    blocks of a result. `columns`: elements of a block that are combined in one step. `byte_work`, `block_work`: what
-    one byte, and one block of all senders, counts for the budget. `coder`: of blocks that are encoded. These are seen
-    as so many bytes.
+    blocks of a result. `columns`: elements of a block that are combined in one step. `byte_work`, `block_work`: the
+    cost of one byte, and of one block of all senders, in the budget. `coder`: of encoded blocks, which are seen as
+    bytes.
     """
 
     block_size: int

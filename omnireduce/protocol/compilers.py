@@ -1,7 +1,7 @@
 """Ranks whose kernels compile: they have said who they are, and will come later.
 
-Others wait for them meanwhile, and that does not count as time to join. It has an end: nobody waits for a rank that is
-here, and no job waits for longer than COMPILING_S in all.
+The other ranks wait for them meanwhile, and that does not count as time to join. This wait ends: nobody waits for a
+rank that is here, and no job waits for longer than COMPILING_S in all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Compiler(NamedTuple):
 
 
 class Compilers:
-    """They are known by their connections, which last until they are ready. Each counts as one of the ranks that a
-    shard, or a team, may have."""
+    """Ranks that compile, by their connections, which last until the ranks are ready. Each counts towards the limits on
+    ranks of the shard and of its team."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -45,16 +45,16 @@ class Compilers:
 
     @property
     def deadline(self) -> float | None:
-        """When the oldest of them has had its time."""
+        """When the time of the oldest of them is over."""
         return next((each.until for each in self._all.values()), None)
 
     def over(self, now: float) -> list[Hashable]:
-        """The connections of those that have had their time."""
+        """The connections of those whose time is over."""
         return [key for key, _ in takewhile(lambda item: item[1].until <= now, self._all.items())]
 
     def objection(self, hello: Hello, terms: Terms, here: Gathering | None) -> str:
-        """Why nobody is to wait for the worker of `hello`, beside those who are `here` for its meeting; empty where
-        they are."""
+        """Why nobody is to wait for the worker of `hello`; empty if the others are to wait. `here`: those that wait
+        already."""
         wrong = ""
         if here is not None and here.place == Place.of(hello) and not hello.smallest:
             wrong = taken(hello) if hello.rank in here.attendees else difference(here.spec, hello)
@@ -76,7 +76,7 @@ class Compilers:
         ranks[hello.rank] = key
 
     def remove(self, key: Hashable) -> Place | None:
-        """Its connection is over; where it would have come, if it was one of them."""
+        """A connection is over. Return where its rank was going to join; None if it was none of these."""
         known = self._all.pop(key, None)
         if known is None:
             return None
@@ -98,7 +98,7 @@ class Compilers:
             del self._waited_for[place]
 
     def until(self, place: Place) -> float:
-        """How long those who wait there may have to wait for them."""
+        """When the ranks that gather there have waited long enough for them."""
         last = next(reversed(self._waited_for.get(place, {}).values()), None)
         return 0.0 if last is None else self._all[last].until
 

@@ -1,4 +1,4 @@
-"""What a worker that joins a job asks to be done: connect, tell, hang up, meet the ranks of its host."""
+"""Effects of the join protocol, which its driver carries out: connect, notify, hang up, meet the ranks of the host."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Notice(NamedTuple):
 class Joined(NamedTuple):
     """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
 
-    `generation` is that of the first aggregator. `seat` proves later that this worker was in this generation. Tensors
-    of up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: with whom it shares memory.
+    `generation`: the first aggregator's number. `seat` proves later that this worker was in this generation. Tensors of
+    up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: the ranks that share memory with it.
     """
 
     welcomes: list[Welcome]
@@ -50,8 +50,8 @@ class Joined(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """Meet the other ranks of this host: this is number `rank` of `size` among them, and `token` is where. The job has
-    so many `hosts`."""
+    """Meet the other ranks of this host at the place that `token` names. This worker is number `rank` of `size` there.
+    The job has so many `hosts`."""
 
     token: bytes
     rank: int

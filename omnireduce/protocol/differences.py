@@ -14,7 +14,7 @@ from omnireduce.wire.control import Cause
 
 
 class Begun(NamedTuple):
-    """What `rank` has begun, as collective `number`. Errors call the rank by its `name`."""
+    """The call that `rank` has begun as collective `number`. Errors call the rank by its `name`."""
 
     rank: int
     name: str
@@ -31,7 +31,7 @@ class MismatchError(ProtocolError):
 
 
 def check_refusals(one: Begun, other: Begun) -> None:
-    """Raises MismatchError for two ranks that have begun what is not the same, unless both have refused their call."""
+    """Raises MismatchError for two ranks that have begun different calls, unless both have refused theirs."""
     first, second = sorted((one, other))
     if first.number == second.number and first.descriptor.refused and second.descriptor.refused:
         return
@@ -49,8 +49,8 @@ def check_refusals(one: Begun, other: Begun) -> None:
 
 
 def _refused(refusing: Begun, calling: Begun) -> Cause:
-    """Why the job ends where one rank refuses its call and another one does not. The other one may be further: its call
-    took no part of this shard."""
+    """The cause of the job's end if one rank refuses its call and another one does not. The other one may be at a later
+    collective, because its call took no part of this shard."""
     called = f", which rank {calling.rank} called"
     if refusing.number == calling.number:
         called += f" as {calling.descriptor}"

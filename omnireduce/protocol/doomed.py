@@ -37,7 +37,7 @@ class _Doom:
 
 
 class Doomed:
-    """What a shard remembers of launches and groups that cannot start, each for `limit_s`."""
+    """Launches and groups that cannot start. A shard remembers each for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -50,8 +50,8 @@ class Doomed:
         return reason
 
     def decline(self, hello: Hello, gathering: Gathering | None, now: float) -> str:
-        """The rank of `hello` refuses to come to a group; return what to tell those who gather. Empty where they gather
-        for a later attempt than that which this rank refuses."""
+        """The rank of `hello` refuses to come to a group; return what to tell the ranks that gather. Empty if they
+        gather for a later attempt than the refused one."""
         if self.why(hello, now):
             return ""
         reason = f"group '{hello.job}' cannot start: {member_name(hello)} has refused: {hello.refuses}"
@@ -59,7 +59,7 @@ class Doomed:
         return reason
 
     def why(self, hello: Hello, now: float) -> str:
-        """Why the launch, or group, of a worker cannot start; empty for one that may, or that was started again."""
+        """Why the launch or group of a worker cannot start; empty if it may, or was started again."""
         place, rank = Place.of(hello), _number(hello)
         for doom in [each for each in self._dooms if each.place == place]:
             if now >= doom.until or (rank in doom.told and not doom.by_itself):
@@ -89,14 +89,14 @@ class Doomed:
 
 
 def _number(hello: Hello) -> int:
-    """What tells the ranks of a group apart, also where one does not know which ranks it has."""
+    """A number that tells the ranks of a group apart, even where a rank does not know which ranks the group has."""
     return hello.rank if hello.parent_rank < 0 else hello.parent_rank
 
 
 def dooms(gathering: Gathering, hello: Hello, wrong: str, over: str) -> bool:
-    """Whether nobody has to wait for the others any more, now that `hello` was refused because it is `wrong`.
+    """Whether the other ranks wait in vain, now that `hello` was refused because it is `wrong`.
 
-    `over`: which limit of this shard it is beyond, if it is. A duplicate of a rank, here or in a generation that still
+    `over`: the limit of this shard that it exceeds, if any. A duplicate of a rank, here or in a generation that still
     runs, is refused for another reason.
     """
     spec = gathering.spec

@@ -144,7 +144,7 @@ class HostExchange:
         return len(legs)
 
     def report(self, now: float) -> Report:
-        """What came of the collectives so far, and whom this rank waits for."""
+        """The result of the collectives so far, and the ranks that this rank waits for."""
         late_s = self._account.late_s
         late = sorted(late_s, key=lambda rank: -late_s[rank])[:LISTED]
         behind, numbers = self.waited_for(), self.neighbours.ranks
@@ -262,8 +262,8 @@ class HostExchange:
 
     @property
     def summed_blocks(self) -> int:
-        """Below which block the shards may have what this rank has summed of the current collective. -1 of rows that
-        are not summed yet, of an empty tensor before it has passed its only chunk, and before anything has begun."""
+        """The block below which this rank's sums of the current collective are ready for the shards. -1 for rows that
+        are not summed yet, for an empty tensor before it has passed its only chunk, and before anything has begun."""
         s, leg = self._state[0], self._queue[0]
         blocks = leg.collective.operand.layout.blocks
         if isinstance(leg.blocks, RowBlocks):
@@ -273,8 +273,8 @@ class HostExchange:
         return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
 
     def arrived(self, blocks: int) -> None:
-        """Of the current collective the sums of all hosts are here, up to this block of what this rank shows or shares.
-        Raises ShortageError when there is no memory to put returned rows in order."""
+        """The sums of all hosts have come for the current collective, up to this block of the part that this rank shows
+        or shares. Raises ShortageError when there is no memory to put returned rows in order."""
         if not self._is_prepared:
             return
         self._state[0]["arrived"] = blocks
@@ -283,7 +283,7 @@ class HostExchange:
             self._share(leg)
 
     def _share(self, leg: Leg) -> None:
-        """All that the shards owe this rank has come: begin to hand it over."""
+        """Everything that the shards owe this rank has come: begin to hand it over."""
         assert isinstance(leg.collective.host_sum, RowSum)
         try:
             returned = leg.collective.host_sum.returned()
@@ -319,8 +319,8 @@ class HostExchange:
         return True
 
     def rest(self) -> None:
-        """Take no further step: the job is over, as soon as it is known why. If another rank has ended it, this one
-        says that it has left, too: so the others do not take it for a rank that is late."""
+        """Take no further step: the job is over, though the reason may not be known yet. If another rank has ended it,
+        this one says that it has left, too: so the others do not take it for a rank that is late."""
         self._rests = True
         if self.has_failed:
             self._publish(LEFT, FAILED)
@@ -369,8 +369,8 @@ class HostExchange:
                 yield Wake(rank)
 
     def waited_for(self, *, except_left: int | None = None) -> list[int]:
-        """The other ranks that could take a step, but have not: those that wait for others themselves are not named,
-        nor those who have left for the reason `except_left`."""
+        """The other ranks that could take a step, but have not. Ranks that wait for others themselves are not named,
+        nor those that have left for the reason `except_left`."""
         if not self._is_prepared:
             return []
         counters = self._counters

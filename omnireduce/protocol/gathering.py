@@ -31,7 +31,7 @@ def member_name(hello: Hello) -> str:
 
 
 class Meeting(NamedTuple):
-    """What workers come to: only those of the same job, launch and formation meet."""
+    """The place where the workers of a job come together: only those of the same job, launch and formation meet."""
 
     job: str
     launch: str
@@ -43,7 +43,7 @@ class Meeting(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The meeting of a team: what a worker of another one says does not count there."""
+    """The meeting of one team: workers of other teams have no say there."""
 
     team: str
     meeting: Meeting
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 class Standing(IntEnum):
-    """What a worker is to an elastic job."""
+    """The standing of a worker in an elastic job."""
 
     NEWCOMER = 0
     CLAIMANT = 1  # says that it was in the job, but this shard cannot know, as after a restart of the daemon
@@ -62,7 +62,7 @@ class Standing(IntEnum):
 
 
 class Attendee(NamedTuple):
-    """A worker that waits for the others. `key`: of its connection."""
+    """A worker that waits for the others. `key`: its connection."""
 
     key: Hashable
     hello: Hello
@@ -176,8 +176,8 @@ class Gathering:
         return (self.is_full and self.expected <= self.attendees.keys()) or self.has_settled(now)
 
     def take(self) -> list[tuple[Hashable, Hello]]:
-        """Take out the workers with which the job starts, in rank order, with the ranks that they get. Where there are
-        too many, survivors go first. Who is left was not in this generation, so it is a newcomer to those who are."""
+        """Take out the workers with which the job starts, in rank order, with the ranks that they get. If there are too
+        many, survivors go first. Workers that stay were not in this generation, so to its ranks they are newcomers."""
         order = sorted(self.attendees, key=lambda rank: (-self.attendees[rank].standing, rank))
         taken = [self.attendees.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._make_newcomers()
@@ -236,7 +236,7 @@ class Gathering:
 
 
 def _rival(other: Hello, hello: Hello) -> str:
-    """What to tell a worker while `other`, of another launch, waits under the same name: perhaps they belong
+    """The text for a worker while `other`, of another launch, waits under the same name: perhaps they belong
     together."""
     launches = " and ".join(shown(each.launch or "none") for each in (hello, other))
     return (

@@ -1,4 +1,4 @@
-"""What is wrong with a hello, by itself or beside that of another worker of its job."""
+"""Checks of a Hello, by itself and against that of another worker of the same job."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) 
 
 
 def of_another_team(spec: Hello, hello: Hello) -> str:
-    """What to say to a worker that wants to join a job of another team; empty when it is of the same team.
+    """The text for a worker that wants to join a job of another team; empty when it is of the same team.
 
     The text tells nothing about the other workers.
     """
@@ -59,7 +59,7 @@ def of_another_team(spec: Hello, hello: Hello) -> str:
 
 
 def in_the_way(gathering: Gathering, survivor: Hello) -> dict[int, str]:
-    """Survivors go first: the ranks of others that disagree with one, or gave its rank, each with what is wrong."""
+    """The ranks that a survivor replaces, because they disagree with it or gave its rank; each with what is wrong."""
     wrong = dict[int, str]()
     for rank, (_, other, standing) in gathering.attendees.items():
         if standing is not Standing.SURVIVOR:
@@ -73,7 +73,7 @@ def taken(other: Hello) -> str:
 
 
 def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
-    """What generations of one elastic job have in common. On the first shard they have no formation yet."""
+    """A key that the generations of one elastic job have in common. On the first shard they have no formation yet."""
     return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
 
 

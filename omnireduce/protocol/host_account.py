@@ -1,4 +1,4 @@
-"""What a rank counts of its exchanges in memory."""
+"""Counters of a rank's exchanges in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_LATE_S = 3600.0  # in one collective
 
 
 class Counts(NamedTuple):
-    """What came of a collective. The fields have the names and the order of those of STATE. Blocks are those of this
+    """Counters of one collective. The fields have the names and the order of those of STATE. Blocks are those of this
     rank."""
 
     staged_blocks: int

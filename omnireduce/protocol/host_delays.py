@@ -1,4 +1,4 @@
-"""Which ranks of a host hold the others up."""
+"""Late ranks of a host: those that hold the others up."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def _lowest_of_others(counters: Array) -> Array:
 
 
 def owed_ranks(counters: Array, s: Any, number: int, owed: Collection[int]) -> list[int]:
-    """The ranks, but `me`, for which this one may wait in leg `number` while shards owe them something. As
-    `late_ranks`."""
+    """The ranks other than `me` that this one may wait for in leg `number`, while shards owe them something. Arguments
+    as in `late_ranks`."""
     behind = counters[:, BEGUN] <= number if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
     return [rank for rank in np.flatnonzero(behind).tolist() if rank != s["me"] and (not owed or rank in owed)]
 
 
 def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
-    """The ranks, but `me`, that could take a step and have not. `counters`: int64 (ranks, words), how each region
-    begins; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
+    """The ranks other than `me` that could take a step and have not. `counters`: int64 (ranks, words), the beginning of
+    each region; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
     begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
     has_begun = begun > s["number"]
     late = ~has_begun

@@ -1,4 +1,4 @@
-"""What can be wrong among the ranks of a host."""
+"""Faults in the exchange among the ranks of a host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShortageError(Exception):
 
 
 def encoded_at(ints: Array, at: int) -> bytes:
-    """The encoded descriptor that a rank has put there; its length is not believed."""
+    """The encoded descriptor of a rank, at this place in memory. Its length is bounded, not believed."""
     size = max(0, min(int(ints[at]), EXTRA_WORDS * 8))
     found: bytes = ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
     return found[:size]

@@ -1,4 +1,4 @@
-"""How a collective goes through the memory of a host: in one leg, or in two."""
+"""Legs of a collective, its passes through the memory of a host: one or two."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NO_NOTES = np.zeros(0, np.uint8)
 
 
 class Leg(NamedTuple):
-    """One way of `blocks` through memory. `notes`: of a sum, what is known of each block, as in `HostSum`. `owed`: the
-    ranks, counted within the host, that have to wait for a shard before they begin."""
+    """One pass of `blocks` through memory. `notes`: for a sum, what is known of each block, as in `HostSum`. `owed`:
+    the ranks, counted within the host, that have to wait for a shard before they begin."""
 
     collective: Collective
     blocks: TensorBlocks | RowBlocks
@@ -27,7 +27,7 @@ class Leg(NamedTuple):
 
 
 def legs_of(collective: Collective, ranks: int, hosts: int) -> list[Leg]:
-    """The legs of a collective among the `ranks` of one of `hosts`."""
+    """The legs of a collective among the `ranks` of one host, in a job on so many `hosts`."""
     blocks, host_sum = collective.operand.blocks, collective.host_sum
     if isinstance(host_sum, RowSum):
         layout, nothing_yet = host_sum.layout, host_sum.returned()

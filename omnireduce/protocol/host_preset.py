@@ -16,7 +16,7 @@ from omnireduce.wire.blocks import capacity
 
 
 def storage_of(element: ElementType) -> int:
-    """How kernels add these elements: a place in STORAGES."""
+    """The number by which kernels know how to add these elements: an index into STORAGES."""
     name = element.name if element.is_half else element.storage.name
     assert name in STORAGES, f"no kernel adds {name}: see 'An element type' in CONTRIBUTING.md"
     return STORAGES.index(name)

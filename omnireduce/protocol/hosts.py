@@ -1,4 +1,4 @@
-"""Which ranks of a job share a host, and who of them exchanges sums with which shard."""
+"""The hosts of a job: which ranks share memory, and which of them exchanges the host's sums with each shard."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Neighbours(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A rank as a shard, or a relay, sees it: the key of the relay below through which it comes, if it does, and its
-    host, if it shares memory with others."""
+    """A rank as a shard or a relay sees it. `relay`: the key of the relay below through which it comes, or empty.
+    `host`: its host, if it shares memory with others."""
 
     rank: int
     relay: bytes
@@ -46,8 +46,8 @@ class Member(NamedTuple):
 
 
 def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
-    """The places in `members` of those who send sums to this shard: of each relay the first rank, of each host its
-    delegate, and every rank that has neither. They are in the order of the first ranks. Empty where nobody sends sums:
+    """The places in `members` of the ranks that send sums to this shard: the first rank of each relay, the delegate of
+    each host, and every rank that has neither. They are in the order of the first ranks. Empty if nobody sends sums:
     then every rank sends its own blocks."""
     several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
     found: dict[bytes | tuple[int, ...], int] = {}
@@ -60,8 +60,8 @@ def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
 
 
 def readers_of(members: Sequence[Member]) -> list[int]:
-    """The places in `members` of those who get the results of what every rank sends for itself: of each relay the first
-    rank, and every rank without one."""
+    """The places in `members` of the ranks that get results when every rank sends for itself: the first rank of each
+    relay, and every rank without one."""
     first = dict[bytes, int]()
     return [at for at, member in enumerate(members) if not member.relay or first.setdefault(member.relay, at) == at]
 
@@ -84,13 +84,13 @@ def chunk_bytes(nbytes: int, most: int, at_once: int = CHUNKS_AT_ONCE) -> int:
 
 
 def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = CHUNKS_AT_ONCE) -> int:
-    """How many blocks a chunk has of a tensor of `blocks` full blocks, where `room` of them fit a slot."""
+    """The blocks in a chunk of a tensor of `blocks` full blocks, if `room` of them fit a slot."""
     return max(1, min(chunk_bytes(blocks * block_bytes, CHUNK_BYTES, at_once) // block_bytes, room))
 
 
 class Dealing(NamedTuple):
-    """How blocks are dealt to `shards` shards: in stripes of `stripe_blocks`, or all to the first one if the tensor has
-    no more than `whole_bytes`. Where hosts send sums, a stripe of a tensor is a chunk, as it fits `slot_bytes`;
+    """The distribution of blocks among `shards` shards: in stripes of `stripe_blocks`, or all to the first one if the
+    tensor has no more than `whole_bytes`. If hosts send sums, a stripe of a tensor is a chunk that fits `slot_bytes`;
     else that is 0."""
 
     shards: int = 1

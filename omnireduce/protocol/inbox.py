@@ -1,4 +1,4 @@
-"""What a shard's machine has of one rank that it has not used yet."""
+"""Receive slots of one rank: messages that a shard's machine has not used up yet."""
 
 from __future__ import annotations
 

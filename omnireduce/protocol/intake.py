@@ -1,5 +1,5 @@
-"""Which jobs a shard takes: all, or while it drains those that are here, or in the end none. Those that somebody ended
-do not come back.
+"""Admission of jobs to a shard: of all jobs; while it drains, only of those that are here; in the end, of none. A job
+that somebody has ended is not admitted again.
 
 An elastic job is here as long as the shard drains: its ranks may form it anew. Only its first shard knows which workers
 belong to it, so the other shards do the same.
@@ -28,14 +28,14 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Order(_Ended):
-    """Somebody has ended jobs: those that are meant, of which a formation is older than `before`."""
+    """An order to end jobs with matching hellos. It refuses survivors of formations older than `before`."""
 
     is_meant: Callable[[Hello], bool]
     before: int
 
 
 class Intake:
-    """What a shard says to those who want to begin a job. It remembers for `limit_s` that a job was ended."""
+    """The answer of a shard to workers that want to begin a job. It remembers for `limit_s` that a job was ended."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -59,7 +59,7 @@ class Intake:
         self.state = "closed"
 
     def begins(self, spec: Hello) -> None:
-        """A job has been admitted; `spec`: a hello of its."""
+        """A job has been admitted; `spec`: one of its hellos."""
         if self.state == "draining":
             self._here.add(kin(spec))
 
@@ -73,7 +73,7 @@ class Intake:
         self._ended[_name(spec)] = _Ended(reason, now + self._limit_s)
 
     def end_survivors(self, is_meant: Callable[[Hello], bool], reason: str, now: float, before: int) -> None:
-        """Jobs were ended whose ranks may have left already to form them anew: another shard has told them first."""
+        """Jobs were ended whose ranks may have left already to form them anew: another shard told them first."""
         self._orders.append(_Order(reason, now + self._limit_s, is_meant, before))
 
     def objection(self, hello: Hello, now: float, *, gathers: bool) -> tuple[str, bool]:

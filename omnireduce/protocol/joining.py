@@ -1,4 +1,4 @@
-"""How a worker joins a job: a pure machine, from the first connection to the last Welcome.
+"""The join protocol of a worker: a pure state machine, from the first connection to the last Welcome.
 
     to each aggregator in turn   connect; prove the secret and have it proved, where there is one; say Hello
     then                         wait until all of them have said Welcome

@@ -1,4 +1,4 @@
-"""How long the next message is."""
+"""The length of the next message."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ SHARE = 64  # a message that is longer than the shortest one is at most so much 
 
 
 class Lengths(NamedTuple):
-    """The blocks of a message take up to `shortest` to `longest` bytes together, or one block alone takes more.
+    """The blocks of a message take `shortest` to `longest` bytes together, or one block alone takes more.
 
-    Of a small tensor messages are short: only what has arrived can come back. Of a large one they are longer: each
-    costs both sides the same, whatever its length.
+    Messages of a small tensor are short: only what has arrived can come back. Those of a large one are longer: each
+    message costs both sides the same, whatever its length.
     """
 
     shortest: int
@@ -20,11 +20,11 @@ class Lengths(NamedTuple):
 
     @classmethod
     def up_to(cls, longest: int) -> Lengths:
-        """For a network."""
+        """Lengths for a network."""
         return cls(longest // LONGER, longest)
 
     def of(self, nbytes: int) -> int:
-        """The bytes of a message, where so many go to its shard in all."""
+        """The bytes of a message, if so many go to its shard in all."""
         return min(self.longest, max(self.shortest, nbytes // SHARE))
 
     def most(self, block_bytes: int) -> int:
@@ -32,8 +32,8 @@ class Lengths(NamedTuple):
         return max(1, self.longest // block_bytes)
 
     def blocks(self, block_bytes: int, sent: int, at: int, end: int) -> int:
-        """The most blocks of the next message. `sent`: the blocks that went before it, which were found below block
-        `at` of `end`. What follows is taken to be as dense."""
+        """The most blocks of the next message. `sent` blocks went before it; they were found below block `at` of `end`.
+        The rest is taken to be as dense."""
         if self.shortest == self.longest or at <= 0:
             return max(1, self.shortest // block_bytes)
         return max(1, self.of(sent * end // at * block_bytes) // block_bytes)

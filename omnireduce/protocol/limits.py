@@ -1,4 +1,4 @@
-"""What one shard allows."""
+"""Limits of one shard on jobs, ranks, memory and time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omnireduce.wire.control import Hello
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many jobs may be here at once; how many ranks and bytes of slots and state one job may have; how many seconds
-    a job may gather; how many ranks and bytes of slots and state all jobs together may have."""
+    """Limits on the number of jobs at once; on the ranks, and the bytes of slots and state, of one job; on the seconds
+    that a job may gather; on the ranks, and the bytes of slots and state, of all jobs together."""
 
     max_jobs: int
     max_world_size: int

@@ -17,7 +17,7 @@ START: Place = (0, 0)
 
 
 class Lister:
-    """Lists up to `most` indices, in memory that stays."""
+    """Lists up to `most` indices in memory that it keeps."""
 
     def __init__(self, most: int) -> None:
         self._runs = np.empty((most // 2, 2), np.int64)
@@ -28,8 +28,8 @@ class Lister:
         return self._runs.nbytes + self._steps.nbytes
 
     def shortest(self, indices: Array, shards: int, stripe_blocks: int, block_bytes: int) -> tuple[Array, Array]:
-        """What to list in place of `indices`, int64, ascending, of one shard: runs, as `list_runs` writes them, or
-        steps, as `list_steps` does, or none of both."""
+        """The shortest list of `indices`, int64, ascending, of one shard: runs, as `list_runs` writes them, or steps,
+        as `list_steps` does, or neither."""
         runs = self._runs[: list_runs(indices, shards, stripe_blocks, self._runs)]
         if block_bytes > TINY_BYTES:
             return runs, NO_STEPS

@@ -1,4 +1,4 @@
-"""Who may join which job on one shard: a pure machine. Connections are opaque keys.
+"""Admission of workers to the jobs of one shard: a pure state machine. Connections are opaque keys.
 
 States of a job name: nobody → gathering (some ranks said hello) → running (all are here; one generation) → nobody. A
 new generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join
@@ -45,8 +45,8 @@ class Membership:
     descriptors_of_one = 1  # worker: its connection
 
     def __init__(self, limits: Limits, salt: int = 0, key: bytes = b"") -> None:
-        """`salt`: differs between processes, so that the numbers of their formations differ, too. `key`, for tickets:
-        the same in a process that takes the place of another, and known to nobody else."""
+        """`salt` differs between processes, so that the numbers of their formations differ, too. `key` is for tickets:
+        nobody else knows it, and a process that takes the place of this one has the same."""
         self._limits, self._salt, self._key = limits, salt, key
         self._gathering: dict[Meeting, Gathering] = {}
         self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
@@ -115,7 +115,7 @@ class Membership:
             yield Answer(key, self._pending(gathering, now))
 
     def rival(self, hello: Hello) -> Hashable | None:
-        """The connection that waits for the same place in the same job; None when there is none."""
+        """The connection that waits with the same rank for the same job; None when there is none."""
         gathering = self._gathering.get(Meeting.of(hello))
         rival = None if gathering is None else gathering.attendees.get(hello.rank)
         return None if rival is None else rival.key
@@ -187,7 +187,7 @@ class Membership:
         return list(self._held.values())
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
-        """The jobs whose hellos are meant are ended: refuse who waits for one, and who comes again."""
+        """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
         self.intake.end_survivors(is_meant, reason, now, self._salt + self._next_generation)
         for each in self._running.values():
             if is_meant(each.spec):
@@ -342,7 +342,7 @@ class Membership:
     # who may come
 
     def _standing(self, hello: Hello, meeting: Meeting) -> Standing:
-        """What a worker, whose hello is in order, is to its job. While a generation runs, only its members are
+        """The standing of a worker, whose hello is in order, in its job. While a generation runs, only its members are
         survivors."""
         if not hello.survived:
             return Standing.NEWCOMER
@@ -371,7 +371,7 @@ class Membership:
     def _objection(
         self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms, going: dict[int, str]
     ) -> tuple[str, bool]:
-        """Why `hello` cannot join beside those who are here but for the ranks `going`, and whether it might later;
+        """Why `hello` cannot join beside those who are here, except the ranks `going`, and whether it might later;
         empty when it can."""
         wrong, temporary = self._conflict(hello, meeting, standing, going)
         here = self._gathering.get(meeting)

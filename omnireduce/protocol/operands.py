@@ -1,4 +1,4 @@
-"""What a worker brings to a collective and where it wants the result; here a dense tensor."""
+"""Operands: a worker's input to a collective, and the place for its result. Here: dense tensors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Operand(Protocol):
 
     @property
     def is_divisible(self) -> bool:
-        """What it does next for different shards touches nothing in common."""
+        """Whether work for different shards may now go on in several threads: it touches nothing in common."""
         ...
 
     layout: Layout
@@ -98,11 +98,11 @@ class Operand(Protocol):
         ...
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
-        """As `pack`, of a tensor that will be encoded: fill `indices` only."""
+        """As `pack`, for a tensor that will be encoded: fill `indices` only."""
         ...
 
     def pack_found(self, indices: Array, encode: Encode) -> None:
-        """Have `encode` put the blocks that were found last, which are float32, into a message."""
+        """Let `encode` put the blocks that were found last, which are float32, into a message."""
         ...
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
@@ -113,7 +113,7 @@ class Operand(Protocol):
         ...
 
     def put_placed(self, indices: Array, place: Place) -> None:
-        """Take result blocks of float32, which `place` writes."""
+        """Take result blocks, which `place` writes as float32."""
         ...
 
     def take_totals(self, shard: int, totals: Array) -> None:
@@ -135,7 +135,7 @@ class _Unprotected:
 
 
 def as_writable(array: Array) -> Array:
-    """The same memory as an array that may be written: kernels are compiled for those only. Who calls one that writes
+    """The same memory as a writable array, because kernels are compiled for those only. A caller whose kernel writes
     has checked that the array itself may be written."""
     return array if array.flags.writeable else np.asarray(_Unprotected(array))
 
@@ -286,9 +286,9 @@ class DenseTensor(_Tensor):
 
 
 class HostSum(_Tensor):
-    """The sum of the ranks of a host, in the target of `operand`, which is a dense tensor of one of them. The shards
-    get it block by block, as soon as it is there. Their results take its place. `notes`: uint8 (blocks,), what is known
-    of each block, as in `kernels.chunk`."""
+    """The sum of the ranks of a host, in the target of `operand`, the dense tensor of one of them. Shards get each
+    block as soon as it is summed. Their results take its place. `notes`: uint8 (blocks,), what is known of each block,
+    as in `kernels.chunk`."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
@@ -301,7 +301,7 @@ class HostSum(_Tensor):
 
     @property
     def ready(self) -> int:
-        """Below which block all are summed. Their notes are written before."""
+        """The block below which all are summed. Their notes are written before."""
         return self._ready
 
     @ready.setter
@@ -317,8 +317,8 @@ class HostSum(_Tensor):
         return self.layout.first_block(shard)
 
     def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
-        """Whether so much follows at this cursor that it is worth a message: the rest of the tensor, a good part of it,
-        `span` blocks, or `most` that are not 0, all shards' together."""
+        """Whether enough follows at this cursor for a message: the rest of the tensor, a good part of it, `span`
+        blocks, or `most` non-zero blocks of all shards together."""
         ready, blocks = self.ready, self.layout.blocks
         if ready == blocks or ready - cursor >= min(span, max(1, blocks // SHARES)):
             return True

@@ -1,7 +1,7 @@
-"""Parts of any size, one of each rank, as a worker's share of a collective: cut into packets that are numbered by rank.
+"""Parts of any size, one from each rank, as a worker's share of a collective: packets, numbered by rank.
 
-A part is the bytes of an array, zeros up to the end of the last packet but for 8 bytes, and there its number of items.
-In place of its part a rank may say why it has none: then the part is a text, and the highest bit of these 8 bytes is 1.
+A part is the bytes of an array, with zeros up to the end of the last packet. The last 8 bytes hold its number of items.
+A rank may give a reason in place of its part: then the part is a text, and the highest bit of these 8 bytes is 1.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ IS_REFUSAL = 1 << 63
 
 
 class Packets(RowSet):
-    """This worker's part, and those of all `senders` in the end.
+    """This worker's part, and in the end those of all `senders`.
 
-    `own`: the packets of this worker's part, none of one that sends nothing; `like`: (0, ...), what the items of all
-    parts are. `rank` is this worker's, and a part has at most `most` packets. After `finish`, `parts` holds an array
-    (items, ...) of each sender, and `refused` says why ranks have refused their part, which is empty then.
+    `own`: the packets of this worker's part; none if it sends nothing. `like`: (0, ...), an empty array of the items of
+    all parts. `rank` is this worker's, and a part has at most `most` packets. After `finish`, `parts` holds an array
+    (items, ...) of each sender. `refused` then says why ranks have refused; the parts of these are empty.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Packets(RowSet):
 
 
 def packet_count(nbytes: int) -> int:
-    """How many packets a part of that size takes."""
+    """The number of packets for a part of that size."""
     return -(-(nbytes + COUNT_BYTES) // PACKET_BYTES)
 
 

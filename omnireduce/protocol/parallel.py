@@ -1,4 +1,4 @@
-"""Work for several shards, which threads do at the same time."""
+"""Work for several shards at the same time, in threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ThreadPool(Protocol):
 
 
 class Parallel:
-    """A worker's work for the shards, to which `streams` go, among the threads of `pool`."""
+    """A worker's work for its shards, divided among the threads of `pool`. `streams`: one for each shard."""
 
     def __init__(self, pool: ThreadPool, streams: Sequence[ShardStream], under_way: Collection[Collective]) -> None:
         self.pool, self._streams, self._under_way = pool, streams, under_way
@@ -47,6 +47,6 @@ class Parallel:
             yield from messages
 
     def place(self, shard: int, slot: int, nbytes: int) -> None:
-        """Do ahead what the machine's `received` does for this shard alone. Threads may do it for different shards at
-        the same time."""
+        """Do in advance the part of the machine's `received` that concerns this shard alone. Threads may do it for
+        different shards at the same time."""
         self._streams[shard].place(slot, nbytes)

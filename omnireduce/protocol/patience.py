@@ -1,4 +1,4 @@
-"""How long the oldest collective of a worker may take, and whose fault it is that it takes longer."""
+"""The time limit of a worker's oldest collective, and the cause to name when it has passed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATE = 0.05  # part of the time limit: a worker so much late was stopped, or wai
 
 
 class Patience:
-    """How long the worker `me` waits for its oldest collective: up to `timeout_s`, on the aggregators `addresses`."""
+    """The wait of worker `me` for its oldest collective: up to `timeout_s`, on the aggregators `addresses`."""
 
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
@@ -26,7 +26,7 @@ class Patience:
         self.since, self._extra_s, self.late_s, self._longest = now, 0.0, 0.0, None
 
     def heard(self, waiting: Waiting, now: float) -> None:
-        """A shard says whom the oldest collective waits for, perhaps since before it was this worker's oldest one."""
+        """A shard says for whom the oldest collective waits, perhaps since before it was the oldest one."""
         seconds = min(now - self.since, waiting.seconds)
         if self._longest is None or seconds > self._longest.seconds:
             self._longest = Waiting(waiting.what, waiting.who, seconds)
@@ -38,24 +38,24 @@ class Patience:
         return self.since + self.timeout_s + self._extra_s + grace_s
 
     def defer(self, moments: int) -> bool:
-        """Let those judge first who know more: wait so many moments more, but only once. Returns whether to wait."""
+        """Give other ranks, which know more, so many moments to judge first, but only once. Returns whether to wait."""
         if self._extra_s or not moments:
             return False
         self._extra_s = moments * self.moment_s
         return True
 
     def moments_before(self, cause: Cause) -> int:
-        """How many moments to wait before this is said. A rank that is blamed may itself wait for a shard that hangs:
-        it knows that, and names the shard."""
+        """How many moments to wait before this cause is named. A rank that is blamed may itself wait for a shard that
+        hangs: it knows that, and names the shard."""
         return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
 
     def moments_of_hosts(self, now: float, sees_who: bool, owing: Sequence[ShardStream], after_own: bool) -> int:
-        """How many moments to wait where there are several hosts. A rank that waits for shards which hang speaks at
-        once. Only the ranks of a host see who of it is late: one that `sees_who` comes next. Then come those to whom
+        """How many moments to wait if there are several hosts. A rank that waits for shards which hang speaks at once.
+        Only the ranks of a host see which of them is late: a rank that `sees_who` comes next. Then come ranks to which
         shards are `owing` results: they see delegates.
 
-        `after_own`: each rank got the result of the collective before from the shards by itself, as of float16.
-        A rank that is late may still wait for a shard in it, and names that shard before it is named.
+        `after_own`: each rank got the result of the collective before from the shards by itself, as for float16. A rank
+        that is late may still wait for a shard in it. It names that shard before others name the rank.
         """
         if not sees_who and self._hanging(now, owing):
             return 0
@@ -71,7 +71,7 @@ class Patience:
         return [each for each in owing if each.hangs(now, self.since, self.timeout_s)]
 
     def cause(self, now: float, reason: str, owing: Sequence[ShardStream]) -> Cause:
-        """Whose fault it is: that of shards, of those `owing` results, which hang, or of ranks that come late."""
+        """The cause of the delay: shards that hang, of those `owing` results, or ranks that come late."""
         hanging = self._hanging(now, owing)
         waits = [each.waiting for each in owing if each.waiting is not None]
         if hanging:
@@ -93,7 +93,7 @@ class Patience:
         return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
 
     def cause_behind(self, reason: str, streams: Sequence[ShardStream], others: str) -> Cause:
-        """Whose fault it is for a rank to which no shard owes anything: the `others` of its host know more."""
+        """The cause, for a rank to which no shard owes anything: the `others` of its host know more."""
         waits = [each.waiting for each in streams if each.waiting is not None]
         longest = max(waits, key=lambda each: each.seconds, default=None)
         return Cause(others if longest is None else longest.who, reason, timeout=True)

@@ -1,4 +1,4 @@
-"""What a worker brings to a collective whose sums go through a block program, and where it wants what comes of them."""
+"""Operands of a collective whose sums go through a block program, and the places for its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omnireduce.protocol.rows import RowSet
 
 
 class Totals:
-    """What a program has added up on each shard that took part."""
+    """The totals that a program has added up on each shard that took part."""
 
     def __init__(self, count: int) -> None:
         self._of_shards, self._count = dict[int, Array](), count
@@ -28,8 +28,8 @@ class Totals:
 
 
 class ProgrammedTensor(DenseTensor):
-    """A tensor, `source`, whose sum goes through a program. What comes of it goes to `target`. Blocks for which there
-    is no result stay there as they are.
+    """A tensor, `source`, whose sum goes through a program. The results go to `target`. Blocks without a result stay
+    there as they are.
 
     Both are flat contiguous arrays of float32 of one size. `source` None contributes nothing; `drops`: this worker does
     not want the results. `results`: how many blocks come back, where that is known.
@@ -69,8 +69,8 @@ class ProgrammedTensor(DenseTensor):
 
 
 class ProgrammedRows(RowSet):
-    """Rows whose sums go through a program. `out`, (n_rows, row length): what comes of them is written there, too.
-    `drops`: this worker does not want the results."""
+    """Rows whose sums go through a program. `out`, (n_rows, row length): the results are written there, too. `drops`:
+    this worker does not want the results."""
 
     def __init__(
         self, numbers: Array, values: Array, layout: Layout, memory: Memory, totals: Totals,

@@ -1,4 +1,4 @@
-"""How long no result has left a shard, when it says so, and whether it stood still itself."""
+"""Stall detector of a shard: how long no result has left, when to warn, and whether the shard itself stood still."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 
 def in_words(message: Waiting) -> str:
-    """What a worker tells its user."""
+    """The text of a Waiting message for the user of a worker."""
     how = "for" if message.who.endswith(STOOD_STILL.removeprefix(ITSELF)) else "since"
     return f"{shown(message.what)}: waiting for {shown(message.who)} {how} {message.seconds:.1f} s"
 
 
 class Quiet:
-    """No result has left a shard since `since`. It says whom it waits for after `after_s`, and again each time that the
-    wait has doubled.
+    """No result has left a shard since `since`. After `after_s` the shard names the ranks that it waits for, and again
+    each time that the wait has doubled.
 
-    While a result is awaited, the shard has a turn at least every `after_s`. So a turn that is late by as much tells
-    that the shard itself stood still. That time is off the wait.
+    While a result is awaited, the shard has a turn at least every `after_s`. If a turn is late by as much, the shard
+    itself stood still. That time does not count as a wait.
     """
 
     def __init__(self, after_s: float) -> None:
@@ -45,7 +45,7 @@ class Quiet:
         return late_s
 
     def is_due(self, now: float) -> bool:
-        """Whether to say now whom the shard waits for; it does."""
+        """Whether to name now the ranks that the shard waits for. If so, the caller does."""
         if now < self._say_at:
             return False
         self._say_at = self.since + 2 * (now - self.since)

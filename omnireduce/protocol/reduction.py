@@ -1,4 +1,4 @@
-"""One collective on the aggregator: which blocks come next, their sums in a result slot, the result as a message."""
+"""One collective on the aggregator: the next blocks, their sums in a result slot, and the result as a message."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
 
 
 class Budget(NamedTuple):
-    """What an aggregator does for one job before others have their turn. Work is counted in bytes that are read; work
-    without bytes counts as many bytes as take the same time.
+    """The work that an aggregator does for one job before others have their turn. It is counted in bytes read; work
+    without bytes counts as the bytes that take the same time.
 
-    `work`: of one turn, where no other job is busy. A turn may go beyond it by one step. A step is bounded, too:
-    `window`, indices of one message; `piece_bytes`, all ranks' parts of one block. `blocks`: most blocks of one result.
-    `output`: about how many bytes leave in one turn while other jobs are busy.
+    `work`: of one turn, if no other job is busy. A turn may exceed it by one step. A step is bounded, too: `window`,
+    indices of one message; `piece_bytes`, all ranks' parts of one block. `blocks`: most blocks of one result. `output`:
+    about how many bytes leave in one turn while other jobs are busy.
     """
 
     work: int = 16 << 20
@@ -136,7 +136,7 @@ class Reduction:
         return added * form.block_work
 
     def _merge_piece(self, slot: int) -> int:
-        """As `merge`, for blocks of which one alone is too much for one step."""
+        """As `merge`, for blocks so large that one of them is too much for one step."""
         if self._column == 0 and not self._plan(1):
             return 0
         form, before = self._format, self._column

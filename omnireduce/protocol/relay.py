@@ -127,7 +127,7 @@ class RelayMachine(AggregatorMachine):
 
     @property
     def _ranks_report(self) -> bool:
-        """Whether ranks share memory, and report what comes of that."""
+        """Whether ranks share memory, and report their exchanges there."""
         return self._senders.has_hosts or self._in_memory
 
     def _let_go(self, rank: int) -> Iterator[Effect]:
@@ -191,7 +191,7 @@ class RelayMachine(AggregatorMachine):
             yield Tell(self._up, Leave())
 
     def _admit_result(self, peer: int, header: Header) -> Sequence[int]:
-        """Who gets a result. Raises ProtocolError for one that cannot be."""
+        """The members that get a result. Raises ProtocolError for an invalid one."""
         if peer != self._up:
             raise ProtocolError("a result for a rank that gets none here")
         awaited = self._awaited[0] if self._awaited else None
@@ -270,18 +270,18 @@ class RelayMachine(AggregatorMachine):
         return self._late(found)
 
     def _late(self, members: Iterable[int]) -> list[int]:
-        """Those of the members that are late themselves, and in place of the others whom they wait for."""
+        """The late ones: of `members` those that wait for nobody, and those that the others wait for."""
         return sorted({late for member in members for late in self._behind(member) or [member]})
 
     def _behind(self, rank: int) -> list[int]:
-        """Whom this member waits for, as it says: a relay below, or a rank that shares memory with others. Who has
-        reported later is not late."""
+        """The ranks that this member waits for, by its report: it is a relay below, or a rank that shares memory. A
+        rank that has reported later is not late."""
         report, came_at = self._reports.get(rank, (Report(), 0.0))
         latest = {each: at for each, (_, at) in self._reports.items() if at > came_at}
         return [each for each in range(self._up) if self._numbers[each] in report.behind and each not in latest]
 
     def _report(self) -> Report:
-        """What the first member has reported, with what this relay waits for, if it has said so."""
+        """The first member's report, with the wait of this relay, if the upstream was told of one."""
         totals = self._reports[0][0] if self._ranks_report and 0 in self._reports else Report()
         wait = self._told_wait
         if wait is None:

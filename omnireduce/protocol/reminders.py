@@ -1,4 +1,4 @@
-"""When to tell users, again and again, whom something waits for at its start. Pure."""
+"""Reminders of a long wait at the start of a job: when to tell users again. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ FIRST_S = 1.0  # how long to wait before saying so the first time
 
 
 class Reminders:
-    """Of a wait since `now`: due after 1, 2, 4, ... seconds."""
+    """Reminders of a wait that began at `now`: due after 1, 2, 4, ... seconds."""
 
     def __init__(self, now: float) -> None:
         self._since, self.at = now, now + FIRST_S
 
     def due(self, now: float) -> float:
-        """How many seconds the wait has lasted, if that is to be said now, which the caller does; else 0."""
+        """The seconds that the wait has lasted, if the caller is to say so now; else 0."""
         if now < self.at:
             return 0.0
         waited_s = now - self._since

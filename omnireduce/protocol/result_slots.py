@@ -1,4 +1,4 @@
-"""The result slots of a shard: those that are free, and who has not read the others yet."""
+"""Result slots of a shard: the free ones, and for each other one the ranks that have not read it yet."""
 
 from __future__ import annotations
 

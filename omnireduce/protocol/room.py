@@ -14,7 +14,7 @@ from omnireduce.wire.control import Hello
 
 
 class Room:
-    """The room of a membership, by its jobs: those that gather and run, and `held`, whose memory is not given back."""
+    """The room for jobs of a membership: jobs that gather and run, and `held`, whose memory is not given back."""
 
     def __init__(
         self, limits: Limits, gathering: Mapping[Meeting, Gathering], running: Mapping[int, Running],

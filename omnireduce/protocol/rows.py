@@ -1,4 +1,4 @@
-"""Rows of a large sparse matrix as a part of a collective: those of a worker, or the sums of a host's."""
+"""Operands of rows of a large sparse matrix: those of a worker, or the sums of a host's rows."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class NumberedRows:
 
 
 class RowSet(NumberedRows):
-    """Rows that a worker brings.
+    """Rows that a worker contributes.
 
     `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
     numbers, int64 (m,), ascending, and their sums, (m, row length), in arrays that `memory` gives.
@@ -130,7 +130,7 @@ class RowSet(NumberedRows):
 
 
 class RowsInto(RowSet):
-    """Rows that a worker brings, whose sums go to their places in `out`, (rows, row length). The others become 0."""
+    """Rows that a worker contributes. Their sums go to their places in `out`, (rows, row length); others become 0."""
 
     def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory, *, out: Array) -> None:
         super().__init__(numbers, values, layout, memory)
@@ -164,8 +164,8 @@ class RowsInto(RowSet):
 
 
 class RowSum(NumberedRows):
-    """The rows of all ranks of a host, summed. The shards get them in place of those of `operand`, a rank's own ones.
-    What they return this rank shares with its host."""
+    """The rows of all ranks of a host, summed. Shards get them in place of the rows of `operand`, which are one rank's.
+    This rank shares the results of the shards with its host."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
@@ -184,7 +184,7 @@ class RowSum(NumberedRows):
         return self._rows
 
     def returned(self) -> RowBlocks:
-        """What the shards have returned to this rank. The sums are not needed any more."""
+        """The results that shards have returned to this rank. The sums are not needed any more."""
         numbers, rows = self.collected()
         self.numbers, self._rows = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
         self._union = self._rows  # it may have been copied

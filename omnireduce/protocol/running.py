@@ -1,4 +1,4 @@
-"""A generation of a job that runs on one shard, as far as it matters to those who want to join."""
+"""A generation of a job that runs on one shard, as far as admission needs to know it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from omnireduce.wire.control import Hello
 
 
 class Running(NamedTuple):
-    """`spec`: the hello of who came first. `formation`: a number that no other generation has. `ranks`: those that have
-    not left, with the ranks that they have. `asked`: the ranks that all its workers gave in their hellos, also those
-    that have left."""
+    """`spec`: the hello of its first worker. `formation`: a number that no other generation has. `ranks`: those that
+    have not left. `asked`: the ranks that its workers gave in their hellos, also those that have left."""
 
     meeting: Meeting
     spec: Hello
@@ -21,8 +20,8 @@ class Running(NamedTuple):
     asked: frozenset[int]
 
     def has_group(self, hello: Hello) -> bool:
-        """Whether one of its ranks has said this hello to a group of them: the name of a group begins with that of its
-        job."""
+        """Whether one of its ranks has said this hello, which is to a group of them: the name of a group begins with
+        that of its job."""
         mine, spec = self.ranks.get(hello.parent_rank), self.spec
         is_named = hello.job.startswith(f"{spec.job}+") and (hello.team, hello.launch) == (spec.team, spec.launch)
         return is_named and mine is not None and (mine.host, mine.pid) == (hello.host, hello.pid)

@@ -1,5 +1,4 @@
-"""Who brings blocks to a shard: every rank for itself or, of hosts whose ranks share memory and of relays, one rank for
-all."""
+"""The ranks that send blocks to a shard: all of them or, for hosts that share memory and for relays, one for all."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from omnireduce.protocol.shard_states import Running, ShardStates
 
 
 class Senders:
-    """The `ranks` that bring blocks to the current collective on shard `shard`, the `reduction` that has a place for
-    each, and the `readers` of its results. Where hosts or relays send sums, `delegates` send them. What must not be
-    summed on the way every rank sends for itself, and `readers` get the results. `waits`: hosts go on with each result,
-    as of tensors. `make` gives the work space for so many. `marks`: results say which blocks one sender alone has
-    brought. `states`: what programs keep here; None on a relay, where sums pass as they are. `running`: the program of
-    the current collective."""
+    """The `ranks` that send blocks to shard `shard` in the current collective, the `reduction` that has a place for
+    each, and the `readers` of its results. If hosts or relays send sums, the ranks `delegates` send them. In a
+    collective that must not be summed on the way, every rank sends for itself, and `readers` get the results. `waits`:
+    hosts go on with each result, as for tensors. `make` gives the work space for so many ranks. `marks`: results say
+    which blocks one sender alone has. `states`: what programs keep here; None on a relay, which only passes sums on.
+    `running`: the program of the current collective."""
 
     def __init__(
         self,
@@ -44,8 +43,8 @@ class Senders:
         self.waits = False
 
     def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Reduction:
-        """Begin a collective whose blocks travel as `codec` says; `key`: of what it draws for sums. Raises CodecError,
-        and ProtocolError when there is no room for what a program keeps."""
+        """Begin a collective. `codec`: of its blocks; `key`: of the random numbers for sums. Raises CodecError, and
+        ProtocolError when there is no room for what a program keeps."""
         by_host = self.delegates != () and descriptor.summed_by_host
         self.waits = by_host and not descriptor.has_rows and self.has_hosts
         self.ranks = self.delegates if by_host else self._everybody
@@ -60,7 +59,7 @@ class Senders:
         return self.reduction
 
     def end(self) -> bytes:
-        """The program of the current collective has run on all blocks. Returns what it has added up."""
+        """The program of the current collective has run on all blocks. Returns its totals."""
         assert self.running is not None
         assert self.states is not None
         done, self.running = self.running, None

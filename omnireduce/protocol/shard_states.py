@@ -1,4 +1,4 @@
-"""What a shard keeps for block programs: the states of one job, and a program that is about to run."""
+"""State of block programs on a shard: the states of one job, and the program of the current collective."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ShardStates:
 
 
 class Running:
-    """A program during one collective. `totals`: float64, what it has added up so far."""
+    """A program during one collective. `totals`: float64, its sums so far."""
 
     def __init__(self, program: BlockProgram, state: Array, stripes: Stripes, elements: int, block_size: int) -> None:
         self.program, self._state, self._stripes, self._elements = program, state, stripes, elements
@@ -73,8 +73,8 @@ class Running:
 
     @property
     def work(self) -> int:
-        """What it costs, in times that a block is read from memory: the state is, and a pass over what lies in the
-        nearest cache takes half as long."""
+        """The cost of a block, in reads of a block from memory. The state is read from memory; a pass over data in the
+        nearest cache costs half as much."""
         return self.program.columns + (1 + self.program.work) // 2
 
     def run(self, op: int, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array) -> None:

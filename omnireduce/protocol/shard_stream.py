@@ -1,4 +1,4 @@
-"""A worker's exchange with one shard: what it packs into messages, and the results that it places."""
+"""A worker's exchange with one shard: blocks that it packs into messages, and results that it puts in place."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ShardStream:
         return Send((self.shard,), slot, nbytes)
 
     def place(self, slot: int, nbytes: int) -> None:
-        """Do the work of `received` ahead of it. Other streams may do theirs at the same time."""
+        """Do the work of `received` in advance. Other streams may do theirs at the same time."""
         try:
             self._placed.append(self._place(slot, nbytes))
         except ProtocolError as error:
@@ -175,8 +175,7 @@ class ShardStream:
 
     @staticmethod
     def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
-        """The indices of a result as they were listed; those of runs or steps lie in `indices`. Raises
-        ProtocolError."""
+        """The indices of a result. Those of runs or steps are listed in `indices`. Raises ProtocolError."""
         listed = message_steps(memory, header) if header.steps else message_list(memory, header)
         if not (header.runs or header.steps):
             return listed

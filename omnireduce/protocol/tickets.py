@@ -1,4 +1,4 @@
-"""Tickets, which only the members of a formation of an elastic job get: they prove later that a worker was in it.
+"""Tickets of the members of a formation of an elastic job: they prove later that a worker was in it.
 
 A ticket is made with a key that never leaves the daemon. So a shard need not remember which workers got one.
 """

@@ -1,4 +1,4 @@
-"""Which blocks of a collective come next, and where each rank has its part of them."""
+"""The union of all ranks' blocks in a collective: which blocks come next, and where each rank's part lies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ INDEX_WORK = 16  # of one index
 
 
 class Shape(NamedTuple):
-    """The blocks of a collective: how many there are, which of them are this shard's, and how large they are. With
-    `every` all of them are planned, also those that no rank brings."""
+    """The blocks of a collective: how many there are, which of them are this shard's, and their size. With `every`,
+    `plan` also lists blocks that no rank has brought."""
 
     blocks: int
     stripes: Stripes
@@ -34,7 +34,7 @@ class Union:
 
     `slots`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks, with their messages.
 
-    Of a message the indices are copied, checked and used window by window: `hungry` ranks have used up theirs.
+    The indices of a message are copied, checked and used window by window. `hungry`: ranks whose window is used up.
     """
 
     def __init__(self, ranks: int, slots: Array, window: int) -> None:
@@ -67,8 +67,8 @@ class Union:
         self.received_blocks = 0
 
     def open(self, rank: int, row: int, header: Header) -> int:
-        """Make the message in row `row` of the slots the one that `rank`'s blocks are taken from; return the work that
-        this was. Raises ProtocolError."""
+        """Take `rank`'s blocks from now on from the message in row `row` of the slots; return the work done. Raises
+        ProtocolError."""
         before = self._frontier[rank]  # a message that does not raise it would be one of endless many
         blocks, block_bytes = self.shape.blocks, self.shape.block_bytes
         if header.left_out or header.block_bytes != block_bytes or not before < header.frontier <= blocks:
@@ -86,7 +86,7 @@ class Union:
         return work
 
     def feed(self, rank: int) -> int:
-        """Go on with the message of a hungry rank; return the work that this was. Raises ProtocolError."""
+        """Go on with the message of a hungry rank; return the work done. Raises ProtocolError."""
         self.hungry.remove(rank)
         return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
 

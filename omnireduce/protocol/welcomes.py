@@ -1,4 +1,4 @@
-"""What a shard tells the ranks of a job when all of them are there."""
+"""Welcome messages to the ranks of a job, once all of them have come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omnireduce.wire.control import Hello, Seat, Welcome
 
 
 def welcomes_of(generation: int, hellos: Sequence[Hello], draw: Callable[[], bytes]) -> list[Welcome]:
-    """For each rank its welcome, but for what concerns its link; `hellos[r]` is that of rank r. `draw` gives random
+    """The welcome of each rank, except what concerns its link; `hellos[r]` is that of rank r. `draw` gives random
     tokens, by which the ranks of a host meet."""
     whole_bytes = min(hello.whole_bytes for hello in hellos)
     welcomes = [Welcome(generation, whole_bytes=whole_bytes) for _ in hellos]

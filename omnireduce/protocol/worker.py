@@ -92,7 +92,7 @@ class WorkerMachine:
 
     @property
     def _is_judged(self) -> bool:
-        """What memory has shown is why the job is over: no other rank has ended it before."""
+        """The job ends for the reason that memory shows: no other rank has ended it before."""
         return self._accused is not None and not self._is_old_news
 
     def _warn_at(self, host: HostExchange) -> float:
@@ -183,7 +183,7 @@ class WorkerMachine:
         yield from self._end_if_deserted(host, now)
 
     def _hand_over(self, host: HostExchange) -> None:
-        """Of several hosts: what this one has summed may go to the shards, and what has come back may be shown."""
+        """With several hosts: give the shards what this host has summed, and show what has come back."""
         current = host.current
         if current is not None and current.host_sum is not None:
             current.host_sum.ready = host.summed_blocks
@@ -270,7 +270,7 @@ class WorkerMachine:
             yield from self.violated(shard, f"unexpected {type(message).__name__}", now)
 
     def _retire(self, shard: int, cause: Cause, now: float) -> Iterator[Effect]:
-        """`shard` takes part in no collective that it does not know yet."""
+        """`shard` takes part in no further collective than those that it already knows."""
         self._retired[shard] = cause
         yield from self._end_if_retired()
         if self.ended is None and self.host is not None:
@@ -296,7 +296,7 @@ class WorkerMachine:
             yield from self._end(Cause(self._sender(shard), f"protocol error: {reason}"))
 
     def _sender(self, shard: int | None) -> str:
-        """Who sends results: a shard, or the other ranks of this host, which may have them from shards."""
+        """The sender of results: a shard, or the other ranks of this host, which may have them from shards."""
         if shard is not None:
             return f"aggregator {self._addresses[shard]}"
         assert self.host is not None
@@ -344,7 +344,7 @@ class WorkerMachine:
             yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
 
     def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
-        """Tell the first shard what it cannot see: what goes on in memory. With several hosts tell all of them."""
+        """Report to the first shard what it cannot see: exchanges in memory. With several hosts, to all shards."""
         report = host.report(now)
         self._report_at, self._said_whom = now + REPORT_S, report.total > 0
         yield Tell(0, report)
@@ -364,7 +364,7 @@ class WorkerMachine:
         yield from self._end(reason if isinstance(reason, Cause) else Cause(self._me, reason) if reason else None)
 
     def _overdue(self, now: float) -> Cause:
-        """Whose fault it is that the oldest collective takes so long: shards that hang, or ranks that come late."""
+        """The cause of the delay of the oldest collective: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"{oldest} not complete after {self.timeout_s:g} s"
         if late := self.host and self.host.waited_for(except_left=FAILED):
