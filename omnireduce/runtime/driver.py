@@ -67,7 +67,7 @@ class Driver:
             self.feed(peer)
 
     def read(self, peer: int) -> Sequence[Event]:
-        """What has arrived from `peer`. Of an incomplete message the machine learns that something has come."""
+        """The events that have come from `peer`. The machine learns of a part of a message that is still incomplete."""
         counters = self.links[peer].counters
         before = counters.received_bytes
         events = self.links[peer].poll()

@@ -1,9 +1,9 @@
-"""What rank 0 and the aggregator that it starts for its job tell each other, and what rank 0 tells the other ranks.
+"""Messages between rank 0 and the aggregator that it starts for its job, and from rank 0 to the other ranks.
 
 A pair of connected Unix sockets joins the two processes. The rank sends a Config, together with a descriptor of its own
-process where the system has such (pidfd_open(2)). The aggregator sends `Compiling` now and then, and in the end `Ready`
-or `Failed`. When the connection is over, or the rank's process is, the aggregator stops with the job. The rank passes
-all news on to the other ranks as they are.
+process if the system has such (pidfd_open(2)). The aggregator sends `Compiling` now and then, and in the end `Ready` or
+`Failed`. When the connection or the rank's process ends, the aggregator stops with the job. The rank passes all news on
+to the other ranks unchanged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES
 
 
 class Compiling(Struct, frozen=True, tag="compiling"):
-    """So many of the aggregator's kernels are ready."""
+    """The aggregator has compiled so many of its kernels."""
 
     ready: _Count
     total: _Count
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The aggregator waits for the ranks at `address`. It admits who knows `secret`, which it has drawn."""
+    """The aggregator waits for the ranks at `address`. It admits workers that know `secret`, which it has drawn."""
 
     address: _Address
     secret: _Secret

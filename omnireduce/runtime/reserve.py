@@ -1,4 +1,4 @@
-"""One descriptor that is kept back."""
+"""A descriptor that is kept back for emergencies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def allow_all_descriptors() -> None:
 
 
 class Reserve:
-    """Keeps one descriptor back. When there is no other one left, a connection can be accepted with it, and told why it
-    is refused. Otherwise the connection would wait, and wake whoever listens for ever."""
+    """Keeps one descriptor back. When there is no other one left, a connection can be accepted with it, to be told why
+    it is refused. Otherwise the connection would wait, and wake the listener for ever."""
 
     def __init__(self) -> None:
         self._descriptor = os.open(os.devnull, os.O_RDONLY)

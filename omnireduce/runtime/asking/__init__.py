@@ -1,1 +1,1 @@
-"""How a worker, the console and the daemon's monitor reach an aggregator and ask it something."""
+"""Requests to aggregators, from workers, the console and the daemon's monitor: connect, prove a secret, ask."""

@@ -1,4 +1,4 @@
-"""How a worker, or a program that asks for a status, connects to an aggregator: by the wanted transport, once."""
+"""Connection of a worker or a status client to an aggregator: one attempt, by the wanted transport."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How to ask aggregators for their status, or for what else they may do: every wait has a bound, every failure is an
-answer too."""
+"""Status and administrative requests to aggregators: every wait is bounded, and a failure is an answer, too."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def ask(address: str, config: Config, timeout_s: float, *, secret: Secret | None
 def ask_all(
     addresses: Sequence[str], config: Config, timeout_s: float, *, secret: Secret | None = None, purpose: str = ""
 ) -> list[Status | OmniReduceError]:
-    """What `ask` returns or raises for each address, all asked at once."""
+    """For each address the status from `ask`, or the error that it raises; all are asked at once."""
 
     def outcome(address: str) -> Status | OmniReduceError:
         try:
@@ -122,8 +121,8 @@ def request(address: str, config: Config, timeout_s: float, wanted: AdminRequest
 
 
 def refuse(address: str, config: Config, timeout_s: float, hello: Hello, secret: Secret | None) -> None:
-    """Say a hello that refuses to come to the shard at `address`. Raises RefusedError when it has heard, with what it
-    says of that; otherwise what `ask` raises."""
+    """Say a hello that refuses to come to the shard at `address`. Raises RefusedError, with the shard's answer, when
+    the shard has heard it; otherwise what `ask` raises."""
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(reach(address, config, secret, deadline)) as link:
         link.send_control(encode_control(hello))

@@ -1,5 +1,6 @@
-"""The worker's side of the handshake, on a real link, for those who only ask an aggregator something: they prove the
-secret, and the aggregator proves it to them."""
+"""The worker's side of the handshake over a real link, for a client that only asks an aggregator something: each proves
+the secret to the other.
+"""
 
 from __future__ import annotations
 

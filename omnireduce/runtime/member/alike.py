@@ -1,4 +1,4 @@
-"""What all ranks do and have alike, or get an error: a rank that fails alone would let the others wait for it."""
+"""Agreement of all ranks, or an error on all: a rank that fails alone would leave the others waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIGEST_BYTES = 8
 
 
 def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` on each rank, and return what it gives here. Where it raises anything on one, the others raise
+    """Call `attempt` on each rank, and return its result on this one. If it raises on one rank, the others raise
     UsageError."""
     results, errors = list[T](), list[Exception]()
     try:
@@ -39,7 +39,7 @@ def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
 
 
 class Comparison:
-    """A comparison of what all ranks of `comm` should have alike. `own`: names, and what this rank has under each.
+    """A comparison of values that should be the same on all ranks of `comm`. `own`: names, and this rank's values.
 
     It starts an exchange of 8 bytes, a checksum, beside whatever the ranks exchange until one calls `settle`. `name`:
     of the collective.
@@ -65,8 +65,8 @@ class Comparison:
 
 
 def check_alike(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
-    """All ranks call this with what it is, and what this rank has of it. Raises UsageError on all of them, with the
-    first difference, unless all have the same. `name`: of the collective."""
+    """Raises UsageError on all ranks, with the first difference, unless all have the same values. All ranks call this.
+    `own`: names, and this rank's values. `name`: of the collective."""
     Comparison(comm, own, name).settle()
 
 

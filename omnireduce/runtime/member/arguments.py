@@ -1,4 +1,4 @@
-"""What the arguments of collectives must be, and how they are made ready."""
+"""Arguments of collectives: checks, and conversions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a cop
 
 
 def two_that_share(arrays: Sequence[Array]) -> tuple[int, int] | None:
-    """The places of two of these contiguous arrays that share memory; None where no two do."""
+    """The indices of two of these contiguous arrays that share memory; None if no two do."""
     placed = sorted((each.ctypes.data, each.nbytes, at) for at, each in enumerate(arrays) if each.nbytes)
     for (start, nbytes, at), (next_start, _, other) in pairwise(placed):
         if start + nbytes > next_start:
@@ -78,7 +78,7 @@ def check_op(op: object) -> Op:
 
 
 def check_root(root: object, size: int, name: str = "root") -> int:
-    """A rank as an int, of an argument of this name. Raises UsageError unless the job has it."""
+    """The argument `name`, a rank, as an int. Raises UsageError unless the job has it."""
     number = whole(root, name)
     if not 0 <= number < size:
         raise UsageError(f"{name} {number}: expected 0 to {size - 1}")

@@ -1,4 +1,4 @@
-"""Makes of the links to all shards an engine that drives them. When that fails, it tells the peers why."""
+"""Assembly of a rank's engine from its links to all shards. When that fails, the peers are told why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes calls of a user ready: checks the arguments, and says what travels and which arrays belong to the collective.
+"""Calls of collectives, made ready to start: arguments checked, data to send and arrays in use determined.
 
 Nothing is started here, so nothing has to be undone when an argument is wrong.
 """
@@ -41,10 +41,10 @@ Rows = tuple[NDArray[np.int64], NDArray[S]]
 
 
 class Call(NamedTuple, Generic[T]):
-    """A collective that can be started: what travels, this rank's part of it, and what the caller gets in the end.
+    """A collective that can be started: its descriptor, this rank's operand, and the result for the caller.
 
-    The arrays that it `reads` and `writes` are its own until it is finished; `put_back` is the last that it does to
-    them. `result` gives the same object each time. `codec`: how its blocks travel, if not as they are.
+    The arrays that it `reads` and `writes` are its own until it is finished; `put_back` is its last use of them.
+    `result` gives the same object each time. `codec`: of its blocks, if they are encoded.
     """
 
     descriptor: Descriptor
@@ -57,7 +57,7 @@ class Call(NamedTuple, Generic[T]):
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
-    """What returns the first result of `make`, whatever threads ask for it."""
+    """A function that returns the first result of `make` each time, in whatever thread."""
     lock, found = threading.RLock(), list[T]()  # of many entries: a signal handler may come on top
 
     def get() -> T:
@@ -76,11 +76,11 @@ class WithPool(Protocol):
 
 
 class Place(NamedTuple):
-    """What a call needs to know of its rank. `owner`: the thread whose collectives need no name; `block_size` in
-    elements; `dealing`: which shard gets what; parts that travel in packets have up to `part_bytes`; `with_pool` lends
-    memory for results; sums of float32 travel by `codec`, and `codec_seed` is that of what it draws. `in_memory`:
-    ranks exchange in memory that they share. `tell_idle` is called with each codec that all ranks share memory for, so
-    that nothing travels."""
+    """The facts about a rank that a call needs. `owner`: the thread whose collectives need no name; `block_size`: in
+    elements; `dealing`: which shard gets what; `part_bytes`: largest part that travels in packets; `with_pool` lends
+    memory for results; `codec`: of float32 sums; `codec_seed`: of the random numbers that it draws. `in_memory`: ranks
+    exchange in memory that they share. `tell_idle` is called with each codec that has no effect, because all ranks
+    share memory."""
 
     rank: int
     size: int
@@ -134,8 +134,8 @@ def reduction(
 def _codec_of(
     place: Place, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
 ) -> tuple[str, int]:
-    """The name of the codec for a call that wants this one, empty for none, and the seed. The codec of the
-    configuration is for the calls that codecs work on."""
+    """The codec's name and seed for a call that wants this one; an empty name for none. The configured codec is only
+    for calls that codecs work on."""
     works = kind == "allreduce" and element.name == "float32" and op in CODED_OPS and block_size <= CODED_ELEMENTS
     if wanted is None and works:
         wanted = place.codec
@@ -154,7 +154,7 @@ def check_codec(name: object) -> str:
 
 
 def check_codec_of(protocol: ProtocolConfig) -> None:
-    """Raises ConfigError for a codec that the configuration wants and that cannot be."""
+    """Raises ConfigError if the configuration wants a codec that cannot be used."""
     try:
         check_codec(protocol.codec)
     except UsageError as error:
@@ -301,7 +301,7 @@ def _side_by_side(place: Place, what: str, x: NDArray[S]) -> NDArray[S]:
 
 
 def barrier(place: Place, name: str) -> Call[None]:
-    """Nothing, once everybody is there."""
+    """No result; it is complete once all ranks have called it."""
     empty = np.zeros(0, BYTES)
     return _movement(place, _moving(place, "barrier", name, empty), None, empty, lambda: None)
 

@@ -1,8 +1,8 @@
-"""A rank makes its kernels ready before it joins, so that no collective waits for them.
+"""Compilation of a rank's kernels before it joins, so that no collective waits for them.
 
-Where they must be compiled, that takes minutes. Meanwhile a thread meets the other ranks of the host, and tells the
-aggregators that this rank will come: then nobody's time to join goes by. It says so by the hello that the rank will say
-later, on a connection of its own, which lasts as long.
+It can take minutes. Meanwhile a thread meets the other ranks of the host, and tells the aggregators that this rank will
+come: then nobody's time to join goes by. It sends them the hello that the rank will say later, on a connection of its
+own, which lasts as long as the compilation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LOOK_S = 0.1  # between two looks whether the kernels are ready
 
 
 def progress_of(rank: int, log: BoundLog) -> Progress:
-    """What says how many kernels are compiled, on rank 0. It is a warning: a program that sets up no logs shows nothing
-    less severe."""
+    """The function that reports, on rank 0, how many kernels are compiled. It warns, because a program that sets up no
+    logs shows nothing less severe."""
 
     def say(ready: int, total: int) -> None:
         if rank == 0:

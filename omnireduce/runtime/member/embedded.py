@@ -56,10 +56,10 @@ def embed(config: Config, launch: Launch, job: str, *, is_named: bool) -> Embedd
 
 
 def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
-    """What tells this launch from another one on this host. Empty: the name of its job does, if `is_named`.
+    """The identity of this launch among others on this host. Empty if the name of its job is enough: `is_named`.
 
-    Raises ConfigError where rank 0 cannot start an aggregator for all: workers on several hosts, an elastic job, or
-    workers of which nothing tells that they belong together.
+    Raises ConfigError if rank 0 cannot start an aggregator for all: for workers on several hosts, for an elastic job,
+    or if nothing tells that the workers belong together.
     """
     nothing = "no aggregator is configured (cluster.aggregators)"
     if launch.local_size is not None and launch.local_size < launch.size:
@@ -231,8 +231,8 @@ class Child:
             raise
 
     def _order(self, config: Config) -> None:
-        """Tell it how to be, and give it a descriptor that tells of the end of this process. Without that the end of
-        the connection must do, though a fork of this process may keep the connection open."""
+        """Send the process its configuration, and a descriptor that tells it when this process ends. Without one, the
+        end of the connection must do, though a fork of this process may keep the connection open."""
         daemon = replace(config.aggregator, listen=str(Address(loopback(), 0)), shards=1)
         log = config.log if config.log.level == "error" else replace(config.log, level="warning")
         order = Config(transport=config.transport, verbs=config.verbs, aggregator=daemon, trace=config.trace, log=log)

@@ -1,4 +1,4 @@
-"""What becomes of open communicators when their process ends or forks.
+"""Cleanup of open communicators when their process ends or forks.
 
 While one is open, `sys.excepthook` is replaced by a function that remembers the exception which ends the process, and
 then shows it as before. So the other ranks can be told which one it was. With the last communicator the replacement

@@ -1,4 +1,4 @@
-"""Who drives a communicator, and how threads wait.
+"""The engine of a communicator: which thread drives the machine, and how the others wait.
 
 A thread that waits for a collective drives the machine itself: nothing is handed over between threads on that path.
 One that starts collectives takes a turn now and then, because it may never have to wait.
@@ -80,8 +80,8 @@ class Engine(Interruptible):
 
     @entering
     def exclusively(self, function: Callable[[], T]) -> T:
-        """Call `function`, which uses what the machine uses, while nobody drives; return its result. Raises what
-        `submit` raises of nested calls."""
+        """Call `function` while nobody drives, because it uses the machine's state; return its result. Raises what
+        `submit` raises for nested calls."""
         self._refuse_nested()
         with self._lock:
             return function()
@@ -151,7 +151,7 @@ class Engine(Interruptible):
             raise TimeoutError("the collective is still under way")
 
     def _wait(self, handle: Started[Any], deadline: float | None) -> bool:
-        """Return whether `handle` is finished, rather than the time over."""
+        """Return whether `handle` is finished; False if the time is over."""
         while not handle.finished and not self._settle_end(handle):
             if deadline is not None and time.monotonic() >= deadline:
                 return False

@@ -1,4 +1,4 @@
-"""Collectives whose sums go through a block program on the shards, before all ranks get what comes of them."""
+"""Collectives whose sums go through a block program on the shards before all ranks get the results."""
 
 from __future__ import annotations
 

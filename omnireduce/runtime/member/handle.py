@@ -1,4 +1,4 @@
-"""What collectives under way look like to their caller, and the errors that they may end with."""
+"""Handles of collectives under way, and checks of new collectives against them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _nothing() -> None:
 
 
 class Waiter(Protocol):
-    """What a handle needs of the engine."""
+    """The part of the engine that a handle needs."""
 
     def wait(self, handle: Started[Any], timeout_s: float | None) -> None: ...
     def end_error(self, *, under_way: bool = False) -> OmniReduceError: ...
 
 
 class Observing(Protocol):
-    """What an engine needs of an observer."""
+    """The part of an observer that an engine needs."""
 
     def watch(self, calls: Sequence[Call[Any]], handles: Sequence[Started[Any]], /) -> tuple[Call[Any], ...]: ...
 

@@ -20,7 +20,7 @@ Own = TypeVar("Own", bound="Interruptible")
 
 
 class Here(threading.local):
-    """For each thread: how many calls are under way, one on top of the other, and what is to be done after them."""
+    """The state of one thread: how many calls are under way, nested, and what to do after them."""
 
     depth = 0
     asked: tuple[Callable[[], None], ...] = ()

@@ -1,4 +1,4 @@
-"""How the ranks of a launch on one host learn where the aggregator is that rank 0 has started.
+"""The meeting of the ranks of a launch on one host: rank 0 tells them where the aggregator is that it has started.
 
 Rank 0 listens on an abstract Unix socket. Its name follows from what only the processes of this launch share, so
 nothing is left in the file system, and no other launch comes there. Each of the other ranks connects and sends a card:
@@ -41,8 +41,8 @@ Say = Callable[[str], None]
 
 
 def place_of(launch: str, job: str, proc: Path = Path("/proc")) -> str:
-    """The name of the socket. Network namespaces have their own names. A launcher's id may be made of process ids, so a
-    PID namespace counts, too."""
+    """The name of the socket. Network namespaces have their own names. A launcher's id may be made of process ids, so
+    the PID namespace is part of the name."""
     namespace = ""
     with suppress(OSError):
         namespace = str((proc / "self/ns/pid").stat().st_ino)
@@ -51,8 +51,8 @@ def place_of(launch: str, job: str, proc: Path = Path("/proc")) -> str:
 
 
 class Deadline:
-    """The end of a wait of `limit_s` seconds, which news put off. `complain` is called after 1, 2, 4, ... seconds of
-    it, with the words that say so; not before START_S while `is_starting`: what is waited for is here, and starts."""
+    """The end of a wait of `limit_s` seconds; news puts it off. `complain` is called after 1, 2, 4, ... seconds of it,
+    with the time in words; not before START_S while `is_starting`: the awaited process is here, and starts."""
 
     def __init__(self, limit_s: float, complain: Callable[[str], None]) -> None:
         self._limit_s, self._complain = limit_s, complain
@@ -141,7 +141,7 @@ class Invitations:
         self._selector.register(guest, selectors.EVENT_READ)
 
     def _hear(self, guest: socket.socket) -> None:
-        """Take a card. Who says anything else, or more, or hangs up, is none of the ranks, or knows already."""
+        """Take a card. A guest that says anything else, or more, or hangs up, is no rank, or knows already."""
         try:
             data = guest.recv(CARD.size + 1)
         except ConnectionError as error:

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is: its launcher says so in environment variables.
+"""Detection of this process's rank and world size, from environment variables of its launcher.
 
 Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around one, and the inner
 launcher is the one to believe. Slurm counts only inside a step: a batch script has the variables of the whole
@@ -104,8 +104,8 @@ def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = No
 
 
 class Alone(NamedTuple):
-    """What the environment of a process says for which no launcher speaks, and what to do `instead`. `is_certain`: it
-    should be one of several ranks."""
+    """The signs in the environment that a process without a launcher is one of several, and what to do `instead`.
+    `is_certain`: it should be one of several ranks."""
 
     said: str
     instead: str
@@ -113,7 +113,7 @@ class Alone(NamedTuple):
 
 
 def alone_though(environ: Mapping[str, str] = os.environ) -> Alone | None:
-    """What speaks of several processes; None: nothing does."""
+    """The sign that there are several processes; None if there is none."""
     for hint in HINTS:
         many = hint.many(environ)
         if many:
@@ -157,7 +157,7 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
 
 
 def identity_of(config: Config, rank: int, size: int) -> str:
-    """What tells this launch from others: `cluster.launch`, or what the launcher gives; empty where nothing does."""
+    """The identity of this launch: `cluster.launch`, or what the launcher gives; empty if neither gives one."""
     return launch_id(rank, size) if config.cluster.launch == "auto" else config.cluster.launch
 
 
@@ -173,8 +173,8 @@ def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) ->
 
 
 def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
-    """The id of the launch: the launcher's own; of MPICH's mpirun, which may give none, where it waits for its proxies;
-    else that of a launcher that says the same of this process."""
+    """The id of the launch: the launcher's own. If MPICH's mpirun gives none: the address where it waits for its
+    proxies. Else the id of another launcher that agrees on this process's rank and size."""
     found = _job(variables, environ)
     if found is None and variables.launcher == "MPICH":
         found = _met_at(_process_manager() or "") or None
@@ -186,7 +186,7 @@ def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
 
 
 def _same(said: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> list[Variables]:
-    """The launchers other than `said` that say the same of this process. One carries out what another one wants."""
+    """The other launchers that agree with `said` on rank and size. One carries out what another one wants."""
     inside = [each for each in LAUNCHERS if each is not said and _is_inside(each, environ)]
     return [each for each in inside if _says(each, environ, rank, size)]
 
@@ -198,9 +198,9 @@ def _met_at(address: str) -> str:
 
 
 def this_host(proc: Path = PROC) -> str:
-    """What the processes of this host, or of this container, share with no others: the id that the kernel drew when it
-    started, and the inode of the network namespace, each with a loopback address of its own. Without the first, the
-    name of the host."""
+    """A name that only the processes of this host, or of this container, share: the id that the kernel drew when it
+    started (else the name of the host), and the inode of the network namespace, as each has a loopback address of its
+    own."""
     try:
         parts = [(proc / "sys/kernel/random/boot_id").read_text().strip()]
     except OSError:
@@ -228,8 +228,8 @@ def _short(text: str) -> str:
 
 
 def _innermost(environ: Mapping[str, str]) -> Variables | None:
-    """Who started this process. Where Slurm says what the variables of a torchrun that is not there say, they only
-    repeat it."""
+    """The launcher that started this process. If Slurm agrees with variables of torchrun, but there is no torchrun,
+    they only repeat what Slurm says."""
     found = [each for each in LAUNCHERS if _is_inside(each, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
     if found[:1] == [OWN]:  # it says torchrun's variables, too, but for the id that torchrun gives

@@ -1,4 +1,4 @@
-"""What a rank that waits looks at: its links, who wakes it in this process, and the other ranks of its host."""
+"""Poller of a waiting rank: for its links, wake-ups from this process, and the other ranks of its host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Ready = list[tuple[int, int]]  # descriptors, and what for
 
 
 class Lookout:
-    """`links`, one per shard, and `host`, whose ranks ring `bells`, an eventfd each. It closes the bells. Raises
-    OSError."""
+    """Polls `links`, one per shard, and `host`, whose ranks wake each other by `bells`, an eventfd each. It closes the
+    bells. Raises OSError."""
 
     def __init__(self, links: Sequence[Link], host: HostExchange | None, bells: Sequence[int]) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -38,7 +38,7 @@ class Lookout:
                 self._poll.register(descriptor, select.POLLIN)
 
     def wake(self) -> None:
-        """Let the thread that looks out return, if there still may be one."""
+        """Let the polling thread return, if there still may be one."""
         with self._waking:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -57,7 +57,7 @@ class Lookout:
         return self._host is None or not self._host.can_go_on
 
     def watch_all(self) -> None:
-        """Keep the poll object in step with what the links wait for."""
+        """Register with the poll object the events that each link now waits for."""
         for shard in range(len(self._links)):
             self._watch(shard)
 
@@ -129,7 +129,7 @@ class Lookout:
         return []
 
     def _sleep(self, patience_ms: float | None) -> Ready:
-        """Sleep on the descriptors. Another rank of this host rings when it has moved."""
+        """Sleep on the descriptors. Another rank of this host wakes this one when it has moved."""
         if self._host is None:
             return self._poll.poll(patience_ms)
         if not self._host.fall_asleep():

@@ -1,4 +1,4 @@
-"""Which thread the name of a collective belongs to."""
+"""Names of collectives, each of which belongs to one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells a profile and a timeline of the collectives of one channel. An engine has it only where one is wanted."""
+"""Observer of a channel's collectives, for profile and timeline. An engine has it only if one is wanted."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _numbers = itertools.count(1)
 
 
 class Moved(NamedTuple):
-    """Of a channel until now: the bytes that it has sent, and the non-zero blocks that its rank brought to exchanges in
-    memory, None where nobody counts those."""
+    """Counters of a channel: bytes that it has sent, and non-zero blocks that its rank brought to exchanges in memory
+    (None: nobody counts those)."""
 
     sent_bytes: int
     own_blocks: int | None
 
 
 class Observer:
-    """Watches collectives from their start to their end. `profile`, `timeline` and `recorder` may change; of a channel
-    that is not traced already, `recorder` gets what each collective does itself."""
+    """Watches collectives from start to end. `profile`, `timeline` and `recorder` may change. If the channel is not
+    traced already, `recorder` records the collectives' own work."""
 
     def __init__(self, moved: Callable[[], Moved], profile: Profile | None) -> None:
         self.profile, self._moved = profile, moved
@@ -66,7 +66,7 @@ class Observer:
         return call if operand is call.operand else call._replace(operand=operand)
 
     def _since_last(self) -> tuple[int, int | None]:
-        """What was moved since the last collective was over."""
+        """The bytes and blocks that were moved since the last collective was over."""
         before, self._before = self._before, self._moved()
         sent, blocks = self._before
         return sent - before[0], None if blocks is None or before[1] is None else blocks - before[1]

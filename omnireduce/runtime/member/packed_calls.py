@@ -34,7 +34,7 @@ def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]
 
 
 def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -> Call[Any]:
-    """The root's `x`, or what is equal to it."""
+    """The root's `x` on the root, and an equal object elsewhere."""
     root, language = check_root(root, place.size), _language(trust)
     called = _describe(place, "broadcast_object", name, language, (), root=root)
     packets = _packets(place, called, lambda: _bytes_of(x, trust) if place.rank == root else None, [root], BYTE)
@@ -42,14 +42,14 @@ def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -
 
 
 def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[Any]]:
-    """What is equal to everybody's `x`."""
+    """An object equal to the `x` of each rank."""
     called = _describe(place, "allgather_object", name, _language(trust), ())
     packets = _packets(place, called, lambda: _bytes_of(x, trust), range(place.size), BYTE)
     return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
 
 
 def _language(trust: object) -> str:
-    """What objects are said in: all ranks must agree."""
+    """The encoding of objects. All ranks must agree on it."""
     if not isinstance(trust, bool):
         raise UsageError(f"trust is {a_type(trust)}; expected True or False")
     return "pickles" if trust else "plain data"
@@ -68,8 +68,8 @@ def _describe(
 def _packets(
     place: Place, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
 ) -> Packets:
-    """This rank's part of the call: what `own` makes. Raises what that raises, and UsageError for too many bytes; then
-    a refusal can travel in place of the part."""
+    """This rank's part of the call, which `own` makes. Raises what `own` raises, and UsageError for too many bytes;
+    then a refusal can travel in place of the part."""
 
     def made(rows: Array) -> Packets:
         layout, most = place.layout(called), called.packets
@@ -96,7 +96,7 @@ def _rows_of(own: Array | None, most: int) -> Array:
 
 
 def _parts(packets: Packets) -> list[Array]:
-    """Raises UsageError where a rank has refused its part."""
+    """The parts of all ranks. Raises UsageError if a rank has refused its part."""
     for rank, why in packets.refused.items():
         raise told(UsageError(f"rank {rank} refused its part: {why}"))
     return packets.parts

@@ -1,4 +1,4 @@
-"""Some ranks of a job that have a communicator of their own, and a rank that refuses to come to them."""
+"""Groups: some ranks of a job with a communicator of their own, and a rank that refuses to join them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HEARD_S = 10.0  # how long a rank that refuses waits until the aggregator has he
 
 
 def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
-    """Raises UsageError unless these are ranks of a job of `size`, each once, `own` is among them, and `name` is none
-    of those that are taken."""
+    """Raises UsageError unless `ranks` are different ranks of a job of `size`, with `own` among them, and `name` is not
+    taken."""
     if name in taken:
         raise UsageError(f"there is a group {name!r} already: give another name, or shut that one down")
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
@@ -29,13 +29,13 @@ def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Seq
 
 
 def job_of_group(job: str, name: str, generation: int) -> str:
-    """As which job its ranks join. The aggregators know from it to which job the group belongs."""
+    """The name of a group's job. It tells aggregators to which job the group belongs."""
     return f"{job}+{name}.{generation}"
 
 
 def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
-    """With which they join: the launch is that of the job. Programs may keep so much on each shard. Raises
-    ConfigError."""
+    """The configuration with which the ranks of a group join: the launch is that of the job. Programs may keep
+    `state_bytes` on each shard. Raises ConfigError."""
     return check_config(
         replace(
             config,
@@ -47,10 +47,10 @@ def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
 
 
 def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None) -> None:
-    """Let the ranks that wait for this one in the group of `hello` know why it does not come.
+    """Tell the ranks that wait for this one in the group of `hello` why it does not come.
 
-    The first aggregator tells them, to which all of them come first. Returns when it has heard: the next hello of this
-    rank must not overtake this one. Raises nothing where it cannot be reached: then the job is about to end.
+    All of them come to the first aggregator first, and it tells them. Returns when it has heard: the next hello of this
+    rank must not overtake this one. Raises nothing if it cannot be reached: then the job is about to end.
     """
     hello = replace(
         hello, refuses=why, smallest=0, settle_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",

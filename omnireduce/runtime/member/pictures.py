@@ -1,4 +1,4 @@
-"""The pictures that a rank makes of its work: its profile, and its part of the timeline."""
+"""A rank's profile, and its part of the timeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _jobs: dict[str, str] = {}  # of each folder for profiles the first job of this 
 
 
 class Pictures:
-    """Those of one communicator, whose job is `job`. Nothing is done where none is wanted."""
+    """Profile and timeline of one communicator, whose job is `job`. Does nothing if neither is wanted."""
 
     def __init__(self, settings: Trace, job: str, log: BoundLog) -> None:
         self._settings, self._job, self._log = settings, job, log
@@ -46,8 +46,8 @@ class Pictures:
         self._follows = False
 
     def follow(self, leader: Pictures) -> None:
-        """From now on `leader` makes the pictures of both: its communicator is the one that has made this one, for some
-        of its ranks, and ends no earlier."""
+        """From now on `leader` makes profile and timeline of both. Its communicator has made this one, for some of its
+        ranks, and ends no earlier."""
         self._follows = True
         leader._followers.add(self)
         self._profile = leader._profile if self._profile is not None else None

@@ -1,13 +1,13 @@
-"""What a rank refuses by itself, before anything of it has travelled, and how the other ranks learn of it.
+"""Refusals: a rank refuses a call by itself, before any data of it has travelled, and tells the other ranks.
 
-They may wait for this rank already, or would take its next call for this one. So a refusal takes the place of the call.
-If all ranks refuse, each has its own error, and the job goes on. If some do not, the job ends on all of them with what
-was refused, as where calls differ: the ranks that do not refuse have begun to send.
+The other ranks may wait for this one already, or would take its next call for this one. So a refusal takes the place of
+the call. If all ranks refuse, each has its own error, and the job goes on. If some do not, these have begun to send:
+the job ends on all ranks, with the refused call in the error, as if calls had differed.
 
-Parts of any size say themselves why they are missing (see `packets`). Then all ranks get a UsageError, and the job goes
-on.
+A collective of parts of any size carries the reason in place of a part (see `packets`). Then all ranks get a
+UsageError, and the job goes on.
 
-Nobody waits for a refusal here: its rank has an error to look at. A thread sees to it that it is heard.
+A rank does not wait for its own refusal here: it has an error to look at. A thread makes sure that the others hear it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SETTLE_S = 2.0  # how long a rank that leaves waits for the others to hear what 
 
 
 class Refusing(Protocol):
-    """What has others wait for it: a communicator, or a queue for one of its names."""
+    """An object whose `refuse` other ranks hear: a communicator, or a queue for one of its names."""
 
     def refuse(self, error: Exception) -> None: ...
 
 
 @contextmanager
 def told_to_others(others: Refusing) -> Iterator[None]:
-    """What is raised inside is told to the other ranks, which are about to begin what this rank was asked to begin."""
+    """Within this context, tell the other ranks of an error, because they are about to begin the same call."""
     try:
         yield
     except Exception as error:
@@ -48,23 +48,23 @@ def told_to_others(others: Refusing) -> Iterator[None]:
 
 
 def told(error: E, name: str = "") -> E:
-    """The error, of which the others know; those that wait for this `name`, if one is given."""
+    """Note on the error that the others know of it (only those that wait for `name`, if given); return it."""
     error.__dict__.setdefault("told", set()).add(name)
     return error
 
 
 def names_told(error: Exception) -> set[str]:
-    """The names of `told`."""
+    """The names given to `told`."""
     return set(error.__dict__.get("told", ()))
 
 
 def is_told(error: Exception, name: str = "") -> bool:
-    """Whether the others know of the error; those that wait for this `name`, if one is given."""
+    """Whether the other ranks know of the error; for a `name`, those that wait for it."""
     return not {"", name}.isdisjoint(names_told(error))
 
 
 def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:
-    """The call that was refused because of `error` has room for why: `make` makes of that what is to be started."""
+    """Note on `error`, which refuses a call, how to send it: `make` makes a call of the reason."""
     error.__dict__["instead"] = make
 
 
@@ -79,15 +79,15 @@ def reason_of(error: Exception) -> str:
 
 
 def refusal(place: Place, why: str) -> Call[None]:
-    """What takes the place of a call: nothing, and why."""
+    """The call that takes the place of a refused one: without data, with the reason."""
     empty = np.zeros(0, BYTES)
     called = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
     return Call(called, DenseTensor(empty, empty, place.layout(called), called.element.zero_mask), lambda: None)
 
 
 def tell(member: Member, error: Exception) -> None:
-    """Let the other ranks know that this one refuses the next collective because of `error`. Where they know of it, or
-    the job is over, does nothing."""
+    """Tell the other ranks that this one refuses the next collective because of `error`. Does nothing if they know of
+    it, or if the job is over."""
     if is_told(error):
         return
     told(error)
@@ -105,7 +105,7 @@ def tell(member: Member, error: Exception) -> None:
 
 
 def _start(engine: Engine, call: Call[Any], why: str) -> None:
-    """Start what takes the place of a call. In a signal handler that interrupts a collective, after that one."""
+    """Start a call in place of a refused one. In a signal handler that interrupts a collective, start it afterwards."""
     if engine.inside:
         engine.afterwards(lambda: _start(engine, call, why))
         return
@@ -123,7 +123,7 @@ def _await(engine: Engine) -> None:
 
 
 def settle(engine: Engine) -> None:
-    """Before a rank leaves, let the others come to what it has refused."""
+    """Before a rank leaves, let the others reach the calls that it has refused."""
     if engine.refused is None or engine.inside:
         return
     handle, why = engine.refused

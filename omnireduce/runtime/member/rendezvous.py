@@ -1,4 +1,4 @@
-"""How a worker joins its aggregators: it drives the machine of joining over real links, until all ranks are there."""
+"""Driver of the join protocol: it connects a worker to its aggregators over real links, until all ranks are there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LISTEN_S = 0.1  # how long a shutdown meanwhile may go unnoticed: no signal hand
 
 
 def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hello:
-    """What this process says to join `job` as `rank` of `size`."""
+    """The Hello of this process, to join `job` as `rank` of `size`."""
     return Hello(
         version=PROTOCOL_VERSION,
         job=job,
@@ -67,8 +67,8 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
 
 
 class Arrival(NamedTuple):
-    """What a worker got: one attached link per shard, in order, its place in the job, how many workers wait for the
-    next generation, and what it shares with the other ranks of its host, if there are some."""
+    """A worker that has joined: one attached link per shard, in order, its place in the job, how many workers wait for
+    the next generation, and what it shares with the other ranks of its host, if there are some."""
 
     links: list[Link]
     joined: Joined
@@ -92,7 +92,7 @@ def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[
 
 
 class First(Protocol):
-    """A membership beside which a worker has another one: its engine."""
+    """The engine of a membership, as a second membership beside it needs it."""
 
     def listen(self) -> bool: ...
     def end_error(self) -> OmniReduceError: ...
@@ -124,7 +124,7 @@ def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> I
 
 
 class _Visitor:
-    """Carries out what the machine asks for: connections, messages, slots."""
+    """Carries out the effects of the join protocol: connections, messages, slots."""
 
     def __init__(self, config: Config, hello: Hello, secret: Secret | None) -> None:
         self._config, self._tls = config, worker_context(config.security)
@@ -224,7 +224,7 @@ class _Visitor:
         perform(effects, self._do)
 
     def _do(self, deed: Deed) -> Iterator[JoiningEffect] | None:
-        """Carry out a deed; return what the machine makes of its outcome."""
+        """Carry out an effect; return the machine's effects in answer to its outcome."""
         try:
             return self._carry_out(deed)
         except TransportError as error:

@@ -1,4 +1,4 @@
-"""With whom this process can share memory."""
+"""The key of processes that can share memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NETWORK = "/proc/self/ns/net"  # an abstract Unix socket is seen only within it
 
 
 def memory_key() -> str:
-    """What is the same for processes that can share memory, and meet to do so: of one user, on one host, in one network
-    namespace. Empty where that cannot be known."""
+    """The same text for all processes that can share memory and meet to do so: those of one user, on one host, in one
+    network namespace. Empty if that is not known."""
     with suppress(OSError), open(BOOT_ID, "rb") as file:
         clock = os.stat(CLOCK).st_ino if os.path.exists(CLOCK) else 0
         told = b"%s %d %d %d" % (file.read(64).strip(), os.stat(NETWORK).st_ino, clock, os.geteuid())

@@ -1,4 +1,4 @@
-"""What a worker has moved, and by which transports."""
+"""Statistics of a worker: what it has moved, and by which transports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Statistics:
 
 
 def statistics_of(channels: Sequence[Channel]) -> Statistics:
-    """Of all channels together."""
+    """The totals of all channels."""
     return Statistics(
         sum(each.sent_bytes for each in channels),
         sum(each.received_bytes for each in channels),

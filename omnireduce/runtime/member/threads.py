@@ -29,11 +29,10 @@ MOST_BY_ITSELF = 6  # threads: an eighth of their work is the interpreter's, whi
 
 
 def threads_for(wanted: int, links: Sequence[Link], neighbours: int) -> Threads | None:
-    """The threads of a rank with these links, `wanted` or fewer; None where one is enough. 0: the shards on this host
-    need a processor each, its ranks share the others, and half of a share is for the user's own work. `neighbours`: how
-    many ranks share memory here; the launcher may know of more. Raises BlockingIOError when the system has no room for
-    the threads that are wanted.
-    """
+    """The threads of a rank with these links, `wanted` or fewer; None if one is enough. If `wanted` is 0, the number
+    follows from the processors: each shard on this host gets one, its ranks share the others, and half of a share is
+    for the user's own work. `neighbours`: how many ranks share memory here; the launcher may know of more. Raises
+    BlockingIOError when the system has no room for the wanted threads."""
     count = min(wanted or _by_processors(links, neighbours), len(links))
     if count < 2:
         return None

@@ -1,4 +1,4 @@
-"""The ways that the tensors of a rank may go, as its calls see them: one for each channel."""
+"""The channels of a rank, as its calls see them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Member(NamedTuple):
         return self._replace(ordinary=ways[0], urgent=ways[1])
 
     def way(self, x: object, priority: object, block_size: object) -> Way:
-        """The way of `x`: what the caller says, else a small array is urgent. What has larger blocks than usual goes
-        the ordinary way: slots of the other one may be too small. Raises UsageError for a priority that is no
+        """The channel for `x`: as `priority` says; None: urgent for a small array. Blocks larger than usual take the
+        ordinary channel, because slots of the urgent one may be too small. Raises UsageError for a priority that is no
         number."""
         if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
             return self.ordinary

@@ -1,1 +1,1 @@
-"""The side of an aggregator: one process that serves many jobs, each in its turn."""
+"""The aggregator's side: one process serves many jobs, each in its turn."""

@@ -1,4 +1,4 @@
-"""Whom an aggregator shard talks to."""
+"""Access control of an aggregator shard: secrets, users, TLS and operators."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from omnireduce.wire.control import other_version
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`teams`: which secrets workers must prove to know; None: none. `any_local_user`: any user of this host may share
-    memory with the shard. `tls`: TCP connections must use TLS with this; None: TCP goes without TLS. `ticket_key`: by
-    this key a shard knows the survivors of elastic jobs; a shard that takes the place of another has the same key."""
+    """`teams`: the teams whose secrets workers may prove; None: no secret is wanted. `any_local_user`: any user of this
+    host may share memory with the shard. `tls`: TCP connections must use TLS with this; None: TCP goes without TLS.
+    `ticket_key`: proves the survivors of elastic jobs; a shard that takes the place of another has the same key."""
 
     teams: Teams | None = None
     any_local_user: bool = False
@@ -29,7 +29,7 @@ class Access:
     ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def secret_of(self, team: str) -> Secret | None:
-        """What this shard proves to its upstream for a worker of `team`; None where no secret is wanted."""
+        """The secret that this shard proves to its upstream for a worker of `team`; None if no secret is wanted."""
         return None if self.teams is None else self.teams.of(team).secrets[0]
 
     def gate(self, link: Link) -> Gate:
@@ -37,7 +37,7 @@ class Access:
         return Gate(self.teams, secrets.token_bytes(NONCE_BYTES), self._objection(link))
 
     def order(self, request: AdminRequest, link: Link, gate: Gate) -> Order:
-        """What the peer may ask of the daemon. Raises ProtocolError if it may not ask for that.
+        """The order that the peer's request gives to the daemon. Raises ProtocolError if it may not give it.
 
         Who may read the daemon's memory, or knows its own secret, runs the service. A team may end its own jobs.
         """

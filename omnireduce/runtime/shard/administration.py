@@ -1,4 +1,4 @@
-"""What those who run the service ask of a shard: to drain, and to end jobs."""
+"""Administrative requests to a shard: to drain, and to end jobs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from omnireduce.wire.control import Cause
 
 
 class Administration:
-    """Does what is asked. `jobs` run on the shard; `answer` tells those who wait what `membership` has decided.
+    """Carries out requests. `jobs` run on the shard; `answer` passes the decisions of `membership` to waiting workers.
 
-    `pass_on` tells the rest of the daemon what somebody has asked of this shard.
+    `pass_on` tells the rest of the daemon what was requested of this shard.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Administration:
         return len(self._jobs) + self._membership.gathers
 
     def ask(self, order: Order) -> int:
-        """Somebody asks this shard: obey, and tell the rest of the daemon. Return how many jobs that concerns.
+        """Carry out a request to this shard, and pass it on to the rest of the daemon. Return how many jobs it
+        concerns.
 
         Raises ProtocolError if the daemon cannot be told.
         """
@@ -54,7 +55,7 @@ class Administration:
         return self.obey(order)
 
     def obey(self, order: Order) -> int:
-        """Do what is asked of the daemon. Return how many jobs that concerns."""
+        """Carry out a request to the daemon. Return how many jobs it concerns."""
         if order.action == "end":
             return self._end(order)
         self._stops |= order.stops

@@ -1,4 +1,4 @@
-"""A second thread of a shard, for what would keep the first one busy for long: TLS handshakes."""
+"""A second thread of a shard, for work that would keep the first one busy for long: TLS handshakes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from omnireduce.transport.base import Link
 
 
 class Aside:
-    """Does the tasks of links, one after another, in the order in which they came. Until its task is done, nobody looks
-    at a connection; then it has its turn.
+    """Does the tasks of links, in the order in which they came. A connection is not served until its task is done; then
+    it has its turn.
 
     The thread exists from the first task on.
     """

@@ -1,4 +1,4 @@
-"""What a shard knows of one connection, from its first byte to its last."""
+"""One connection of a shard, and its state, from its first byte to its last."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Connection:
     interest: int = selectors.EVENT_READ  # what the selector looks for; 0: it does not look
 
     def about(self, what: str) -> dict[str, object]:
-        """The log's event `what`, with what is known of this connection's peer."""
+        """The log's fields for the event `what`, with the facts known of this connection's peer."""
         hello, team = self.hello, self.gate.said or None
         peer: dict[str, object] = {"peer": self.link.peer, "user": self.link.user, "team": team}
         if hello is None or not hello.job.isprintable():

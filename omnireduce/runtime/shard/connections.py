@@ -1,4 +1,4 @@
-"""Everybody who is connected to a shard: what is waited for on each connection, and how long it may stay."""
+"""All connections of a shard: the events that each waits for, and how long it may stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.
 
 class Connections:
     """All connections; each is in `selector`. `strangers` have not said hello yet. `compilers` have said that their
-    ranks compile, the oldest first: nothing is lost where one ends. `leavers` are still sent our last words; those in
+    ranks compile, the oldest first: nothing is lost when one ends. `leavers` are still sent our last words; leavers in
     `staying` have asked for more time."""
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:

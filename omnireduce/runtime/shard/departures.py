@@ -1,4 +1,4 @@
-"""How the connections of a shard end."""
+"""Teardown of a shard's connections."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Repor
 
 
 class Departures:
-    """Lets connections go: with a moment to read our last words, or at once. When the last connection of a job goes,
-    the job's memory goes, too."""
+    """Ends connections: after a moment to read our last words, or at once. With the last connection of a job, the job's
+    memory goes, too."""
 
     def __init__(
         self, connections: Connections, questions: Questions, membership: Membership | Relaying, clock: Clock
@@ -45,8 +45,8 @@ class Departures:
             self._connections.let_leave(connection)
 
     def hear(self, connection: Connection, events: Sequence[Event]) -> None:
-        """If a rank that leaves reports, let all ranks of its job stay: a collective goes on in memory, of which their
-        shard sees nothing. If one that stays fails, the others must not wait for it."""
+        """If a leaving rank reports, let all ranks of its job stay: a collective goes on in memory, which their shard
+        cannot see. If a rank that stays fails, the others must not wait for it."""
         job = connection.job
         if job is None or not job.is_member(connection.rank):
             return
@@ -82,7 +82,7 @@ class Departures:
                 self._send_away(member, cause)
 
     def send_away(self, cause: Cause) -> None:
-        """Tell those that were let stay why they must leave now."""
+        """Tell the ranks that were let stay why they must leave now."""
         for connection in tuple(self._connections.staying):
             self._send_away(connection, cause)
 

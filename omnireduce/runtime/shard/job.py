@@ -55,7 +55,7 @@ WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are
 
 
 def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
-    """What to tell the ranks of a job that could not be made, and whether it may be possible later."""
+    """The text for the ranks of a job that could not be made, and whether it may be possible later."""
     if isinstance(error, OSError | MemoryError):
         what = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
         return f"the aggregator has no {what} for this job: {error}", True
@@ -65,7 +65,7 @@ def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
 
 
 def why_broken_off(error: Exception, job: Job | None) -> str:
-    """What to tell the ranks of a job, or a newcomer, whose service failed; the log gets the details."""
+    """The text for the ranks of a job, or for a newcomer, whose service failed; the log gets the details."""
     about, what = log if job is None else job.log, job or "a newcomer"
     if isinstance(error, MemoryError):
         about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
@@ -78,7 +78,7 @@ def why_broken_off(error: Exception, job: Job | None) -> str:
 
 
 class JobFactory(Protocol):
-    """How a server makes a job of what differs between its jobs. Raises OSError and MemoryError."""
+    """Makes a job on a server from the arguments that differ between jobs. Raises OSError and MemoryError."""
 
     def __call__(
         self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], above: Above | None, /
@@ -86,7 +86,7 @@ class JobFactory(Protocol):
 
 
 class Above(NamedTuple):
-    """Of the job of a relay: its upstream, what that has told each member, and the member's uplink."""
+    """The upstream of a relay's job: its address, the Welcome of each member, and the member's uplink."""
 
     address: str
     welcomes: Sequence[Welcome]
@@ -94,9 +94,9 @@ class Above(NamedTuple):
 
 
 class Job:
-    """Made when all ranks are there; tells each rank so, once nothing can fail any more. `links[r]` and `hellos[r]`
-    belong to rank r. On a relay they belong to its member r, and `above` is what it is part of: then the uplinks follow
-    in `links`. Raises OSError and MemoryError.
+    """A job whose ranks are all there. It tells each rank so, once nothing can fail any more. `links[r]` and
+    `hellos[r]` belong to rank r. On a relay they belong to its member r, and `above` is its upstream: the uplinks
+    follow in `links`. Raises OSError and MemoryError.
 
     The daemon has so many `shards`. After `straggler_s` without a result the log names the ranks that a collective
     waits for. Blocks may travel by `codecs`.
@@ -289,7 +289,7 @@ class Job:
 
     @property
     def key(self) -> JobKey:
-        """That of its status."""
+        """The key of its status."""
         return self.name, self.generation, self._spec.launch
 
     def status(self, now: float) -> JobStatus:

@@ -21,8 +21,8 @@ ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one door in one turn, the second
 
 
 class Door(NamedTuple):
-    """A listening socket; `make_link` makes a link of a socket that it accepts. `of_monitor`: it is for the daemon's
-    own monitor alone."""
+    """A listening socket; `make_link` makes a link of an accepted socket. `of_monitor`: only for the daemon's own
+    monitor."""
 
     listener: socket.socket
     make_link: Callable[[socket.socket], Link]
@@ -30,11 +30,11 @@ class Door(NamedTuple):
 
 
 class Listening:
-    """Keeps `doors` in `selector`, and accepts who comes there.
+    """Keeps `doors` in `selector`, and accepts connections there.
 
-    Where the system has no room for one more connection, the first that waits would keep a socket readable. A
-    descriptor is kept back to accept this one and to tell it so (`turn_away`). Where that fails, nobody is accepted
-    until `deadline`.
+    If the system has no room for one more connection, the first that waits would keep a socket readable. A descriptor
+    is kept back to accept this one and to tell it so (`turn_away`). If that fails, no connection is accepted until
+    `deadline`.
     """
 
     def __init__(

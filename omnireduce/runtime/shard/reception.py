@@ -1,4 +1,4 @@
-"""Connections of a shard until they are in a job: who they are, what they may ask, what they are told."""
+"""Connections of a shard until they are in a job: identification, requests and answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewe
 
 
 class Reception:
-    """Lets newcomers in. `access` says who may join, and may be replaced; `change` is told what becomes of jobs."""
+    """Admits newcomers. `access` says who may join, and may be replaced; `change` is told of changes to jobs."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Reception:
         self._questions, self._pages, self._clock, self._change = questions, pages, clock, change
 
     def open(self, door: Door, listening: Listening, *, busy: bool) -> None:
-        """Let in some of those who wait at a door, fewer when jobs are `busy`."""
+        """Accept some of the connections that wait at a door, fewer when jobs are `busy`."""
         strangers, leavers = self._connections.strangers, self._connections.leavers
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one
         room = min(MAX_STRANGERS, descriptors // 2)
@@ -120,7 +120,7 @@ class Reception:
         return connection.job is None and not connection.leaving
 
     def _obey(self, connection: Connection, request: AdminRequest) -> None:
-        """Do what somebody who runs the service asks. Raises ProtocolError if the peer may not ask for that."""
+        """Carry out a request of an operator or a team. Raises ProtocolError if the peer may not make it."""
         order = self.access.order(request, connection.link, connection.gate)
         log.info("%s asks to %s", order.by, request.text, extra=connection.about("admin"))
         jobs = self._administration.ask(order)

@@ -1,7 +1,7 @@
-"""Admission to the jobs of a relay: its upstream decides.
+"""Admission to the jobs of a relay, which its upstream decides.
 
-A relay passes each Hello on, by an uplink of that worker's own, and passes the answers back. The upstream takes the
-ranks that come through one relay for one contributor. When it has welcomed all of them, the relay begins the job, too.
+A relay passes each Hello on, by an uplink for that worker alone, and passes the answers back. To the upstream the ranks
+that come through one relay are one contributor. When it has welcomed all of them, the relay begins the job, too.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ Connected = Callable[[Link | str], None]  # gets the link, or why there is none
 
 class Upstream(NamedTuple):
     """Shard s of a job has aggregator `addresses[s]` above it. `connect(address, timeout_s, done)` connects to one, and
-    later calls `done` in the thread of the shard, unless what it has returned is called before. `close` ends attempts
-    that are under way."""
+    returns a function that cancels the attempt. Unless cancelled, it later calls `done` in the thread of the shard.
+    `close` ends attempts that are under way."""
 
     addresses: Sequence[str]
     connect: Callable[[str, float, Connected], Callable[[], object]]
@@ -70,8 +70,8 @@ class Upstream(NamedTuple):
 
 
 class Relaying:
-    """The membership of a relay called `name`. `answer` gets what the upstream has decided. `secret_of(team)` is what
-    the relay proves for a worker of that team."""
+    """The membership of a relay called `name`. `answer` gets the upstream's decisions. `secret_of(team)`: the secret
+    that the relay proves for a worker of that team."""
 
     descriptors_of_one = 2  # worker: its connection, and its uplink
 
@@ -130,7 +130,7 @@ class Relaying:
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
 
     def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
-        """These and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
+        """These jobs and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
         generation."""
         mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
         last = max(mine, default=0) if hello.smallest or hello.formation else 0
@@ -138,7 +138,7 @@ class Relaying:
         return [*gather, *(each for number, each in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
-        """The connection that waits for the same place in the same job; None when there is none."""
+        """The connection that waits with the same rank for the same job; None when there is none."""
         waiting = self._gathering.get(Meeting.of(hello), {}).values()
         mine = hello.rank, hello.compiling
         return next((each.key for each in waiting if (each.hello.rank, each.hello.compiling) == mine), None)
@@ -197,7 +197,7 @@ class Relaying:
         return list(self._held.values())
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
-        """The jobs whose hellos are meant are ended: refuse who waits for one, and who comes again."""
+        """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
         for hello in [*self._running.values(), *(each.hello for each in self._visitors.values())]:
             if is_meant(hello):
                 self.intake.end(hello, reason, now)

@@ -1,4 +1,4 @@
-"""What a shard answers to a status request: totals since its start, and its jobs page by page."""
+"""Answers to status requests of a shard: its totals since the start, and its jobs page by page."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _same(job: JobStatus) -> JobStatus:
 
 
 def _fill(makers: Mapping[JobKey, Callable[[], JobStatus]], after: JobKey) -> tuple[list[JobStatus], bool]:
-    """As many jobs beyond `after` as one page holds, in the order of their keys, and whether there are more."""
+    """As many jobs beyond `after` as fit one page, in the order of their keys, and whether there are more."""
     jobs: list[JobStatus] = []
     room = PAGE_BYTES
     for key in sorted(key for key in makers if key > after):

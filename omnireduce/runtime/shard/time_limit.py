@@ -1,4 +1,4 @@
-"""Connections that may stay for some time only."""
+"""Connections with a time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TimeLimit:
 
     @property
     def oldest(self) -> Connection:
-        """The one that has been here for longest."""
+        """The connection that has been here for longest."""
         return next(iter(self._since))
 
     @property

@@ -1,5 +1,6 @@
-"""Who is served on a shard: all in turn, and nobody for long. Jobs go in the order in which they got something to do,
-connections outside jobs in the order in which they came."""
+"""Scheduler of a shard: each is served in turn, and nobody for long. Jobs go in the order in which they got something
+to do, connections outside jobs in the order in which they came.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _age = attrgetter("number")
 
 
 class Share(NamedTuple):
-    """What a job may do in one turn: `work`, as in Budget, and `output`, in bytes to each rank."""
+    """The limits of a job in one turn: `work`, as in Budget, and `output`, in bytes to each rank."""
 
     work: int
     output: int
@@ -41,11 +42,11 @@ ServeJob = Callable[[Job, dict[Connection, int], Share], int]
 
 
 class Turns:
-    """Two lines: of jobs, each with its connections that are ready, and of connections that are in no job.
+    """Two queues: of jobs, each with its connections that are ready, and of connections that are in no job.
 
     A mask says for what a connection is ready, as with a selector. `processor_s`: a clock that stands still while other
-    processes have the processor. Work is counted as it usually takes. Numbers may be such that it takes far longer:
-    then the next turns of that job are shorter.
+    processes have the processor. Work is counted at its usual cost. Some values of elements cost far more: then the
+    next turns of that job are shorter.
     """
 
     def __init__(self, clock: Clock, processor_s: Clock, budget: Budget) -> None:
@@ -58,7 +59,7 @@ class Turns:
 
     @property
     def waited_for(self) -> bool:
-        """Somebody is in line."""
+        """Some job or connection is queued."""
         return bool(self._jobs or self._others)
 
     def ready(self, connection: Connection, mask: int) -> None:
@@ -74,7 +75,7 @@ class Turns:
         self._jobs.setdefault(job, {})
 
     def serve(self, serve_job: ServeJob, serve_other: Callable[[Connection, int], int]) -> None:
-        """Serve those who are in the lines now, in order, until that was enough work for one turn.
+        """Serve what is queued now, in order, until that was enough work for one turn.
 
         The functions get what is ready and return the work that they have done; the one for a job also gets the job's
         share.
@@ -106,7 +107,7 @@ class Turns:
                 work += serve_other(connection, self._others.pop(connection))
 
     def _share(self, job: Job, busy: int, now: float) -> Share:
-        """What a job may do now. The shard is shared while another job had something to do lately."""
+        """The share of a job now. The shard counts as shared while another job had something to do lately."""
         if job.generation != self._last and now < self._last_at + LATELY_S:
             self._shared_until = now + LATELY_S
         self._last, self._last_at = job.generation, now
@@ -117,8 +118,8 @@ class Turns:
 
 
 def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
-    """What a job of so many `ranks` may do while `busy` jobs are in line. It is less where the shard is `shared`: other
-    jobs may have something to do at any time. It is never so little that the cost of the turn itself shows."""
+    """The share of a job of so many `ranks` while `busy` jobs are queued. It is smaller if the shard is `shared`: other
+    jobs may have something to do at any time. It is never so small that the cost of the turn itself shows."""
     part = budget.work // BESIDE_OTHERS if shared else budget.work
     work = max(part // busy, min(budget.work, LEAST_WORK))
     if not shared:

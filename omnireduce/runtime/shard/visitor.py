@@ -47,7 +47,7 @@ def seated(hello: Hello, welcome: Welcome) -> Hello:
 
 
 def status_of(visitors: Sequence[Visitor], now: float) -> JobStatus:
-    """A job that gathers, of which these workers are here."""
+    """The status of a job that gathers, of which these workers are here."""
     here = [each for each in visitors if not each.hello.compiling]
     first = (here or visitors)[0]
     return JobStatus(

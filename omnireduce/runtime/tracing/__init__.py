@@ -1,1 +1,1 @@
-"""What records a traced job: spans, and links that record. Rank and shard each have further parts of their own."""
+"""Recording of a traced job: spans, and links that record. Rank and shard each have further parts of their own."""

@@ -1,4 +1,4 @@
-"""The traces of one job side by side, on one clock: messages paired, and what each rank and shard did when."""
+"""The traces of one job side by side, on one clock: paired messages, and the work of each rank and shard over time."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def on_one_clock(lanes: list[Lane], shifts: Mapping[str, int]) -> list[Lane]:
 
 
 def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
-    """What to add to the times of each host, by its boot, in nanoseconds: 0 if there is only one.
+    """The shift of each host's times, by its boot, in nanoseconds: 0 if there is only one host.
 
-    Of several, the clock of the first lane's host, in Unix time, is that of all. Others are set by the messages and
-    credits that went to and fro: of these the fastest take as long one way as the other. (So does NTP: RFC 5905.) A
-    host that exchanged none has its own Unix time.
+    With several hosts, all times are on the clock of the first lane's host, in Unix time. The other clocks are set by
+    the messages and credits between hosts: the fastest of these take as long one way as the other. (So does NTP: RFC
+    5905.) A host that exchanged none has its own Unix time.
     """
     shifts: dict[str, int] = {}
     for lane in lanes:
@@ -116,7 +116,7 @@ def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
 
 
 def _fastest(lanes: Sequence[Lane], one: str, other: str, shifts: Mapping[str, int]) -> int | None:
-    """How long, at least, what went from one host to the other was under way, by their clocks as they are."""
+    """The shortest time that anything took from one host to the other, by their clocks as they are."""
     times = []
     for sender, receiver in itertools.product(lanes, lanes):
         from_to = sender.origin, receiver.origin
@@ -139,8 +139,8 @@ def missing(lanes: Sequence[Lane]) -> list[str]:
 
 
 def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
-    """When each message or credit that `sender` sent to `receiver` left, and when it had arrived, in order: links keep
-    it.
+    """For each message or credit that `sender` sent to `receiver`: when it left, and when it had arrived. Links keep
+    their order.
 
     Raises UsageError when the two traces do not fit together.
     """
@@ -153,7 +153,8 @@ def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
 
 
 def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
-    """When everything that came to `lane` from lanes on its host left, and when it had arrived; in order of arrival."""
+    """When each message or credit to `lane` from lanes on its host left, and when it had arrived; in order of
+    arrival."""
     found: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for peer in lanes:
         if peer.origin.kind != lane.origin.kind and peer.origin.boot == lane.origin.boot:
@@ -198,10 +199,10 @@ def exclusive(layers: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
-    """When each collective was under way, by lane: begin and end of all, in order, without overlap.
+    """The times in which each collective was under way, by lane: begin and end of all, in order, without overlap.
 
     On a rank a collective is under way from its submission, or from the end of the one before, to its completion. On a
-    shard it is under way while any rank has it under way. Only those that all lanes recorded to their end count. Raises
+    shard it is under way while it is on any rank. Only collectives that all lanes recorded to their end count. Raises
     UsageError if a rank recorded none.
     """
     ranks = [lane for lane in lanes if lane.origin.kind == "rank"]

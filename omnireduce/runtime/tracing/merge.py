@@ -1,7 +1,7 @@
-"""One timeline of all ranks and shards, in the form of Chrome's traces, of what they left in a folder.
+"""One timeline of all ranks and shards, in the form of Chrome's traces, made from their files in a folder.
 
-Each rank and shard is a process, with what it did. Each tensor is a process, as in Horovod's timeline, with a row for
-each rank. All times are on one clock: that of the host or, of several hosts, that of one of them: see `lanes.clocks`.
+Each rank and shard is a process that shows its work. Each tensor is a process, as in Horovod's timeline, with a row for
+each rank. All times are on one clock: that of the host or, with several hosts, of one of them (see `lanes.clocks`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Merged(NamedTuple):
-    """What a timeline is made of: the ranks and shards, how many events it has, and how many are missing because the
-    room for them was full."""
+    """Summary of a timeline: the ranks and shards, how many events it has, and how many are missing because the room
+    for them was full."""
 
     who: list[str]
     events: int
@@ -67,8 +67,8 @@ def merge(folder: str | Path, output: str | Path, job: str | None = None) -> Mer
 
 
 class _Run:
-    """What one run left. `numbers`: of the process of each rank and shard, in order. `shift`: what is added to the
-    times of an origin."""
+    """The files of one run. `numbers`: of the process of each rank and shard, in order. `shift`: added to the times of
+    an origin."""
 
     def __init__(self, lanes: list[Lane], parts: list[Part]) -> None:
         origins = [*(lane.origin for lane in lanes), *(part.origin for part in parts)]

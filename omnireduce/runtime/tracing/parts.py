@@ -1,7 +1,7 @@
-"""The parts of a timeline as they are read: what each rank noted, as events in order.
+"""Parts of a timeline as files: the events that each rank has noted, in order.
 
-A part may end in the middle of a line, or of an activity: its rank was killed, or still writes. What was not ended then
-ends with the last line.
+A part may end in the middle of a line, or of an activity: its rank was killed, or still writes. An activity without an
+end ends with the last line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank noted. `size`: bytes of the file that were looked at; `missed`: lines that did not fit."""
+    """The notes of one rank. `size`: bytes of the file that were looked at; `missed`: lines that did not fit."""
 
     origin: Origin
     path: Path

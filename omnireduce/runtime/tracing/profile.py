@@ -1,7 +1,7 @@
-"""The profile of a rank: how often each collective was called, on how many bytes, and how long that took.
+"""Profile of a rank: how often each collective was called, on how many bytes, and how long that took.
 
-The table has the form of a well-known profile of MPI. The time of a collective is that from its start until it is
-complete, on this rank, waits for others included.
+The table has the form of a well-known profile of MPI. The time of a collective goes from its start until it is complete
+on this rank, including waits for others.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What each tensor of a rank goes through, and when: the rank's part of the timeline.
+"""A rank's part of the timeline: the activities of each of its tensors, with times.
 
-A part is a file of lines, one for each event, written as it happens. So all that a rank has noted is there after it
-was killed, but for a line that it was writing just then. `merge` makes one timeline of the parts and traces of all
-ranks and shards. The names of activities are Horovod's.
+A part is a file of lines, one for each event, written as it happens. If the rank is killed, all its notes are there,
+except a line that it was writing just then. `merge` makes one timeline of the parts and traces of all ranks and shards.
+The names of activities are Horovod's.
 
-Each line is a list of JSON: a letter of `Line`, the time in nanoseconds of the monotonic clock, and what belongs to it.
-The first line is the `Origin` of the part.
+Each line is a list of JSON: a letter of `Line`, the time in nanoseconds of the monotonic clock, and the details of the
+event. The first line is the `Origin` of the part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INNER = "queue: "  # how the names of collectives begin that a queue starts for 
 
 
 class Line(StrEnum):
-    """What a line tells, and what follows the time."""
+    """The kinds of a line, and the details that follow the time."""
 
     BEGIN = "B"  # tensor, activity, details
     END = "E"  # tensor, activity, details
@@ -169,7 +169,7 @@ class Timeline(NoTimeline):
 
 
 def _plain(x: object) -> object:
-    """Numbers of NumPy as numbers, and what else there may be as text."""
+    """Numbers of NumPy as numbers, and other values as text."""
     try:
         return index(x)  # type: ignore[arg-type]
     except TypeError:

@@ -1,10 +1,10 @@
-"""Traces: what one rank, or one shard for one job, did at what time.
+"""Traces: timed records of the work of one rank, or of one shard for one job.
 
 A trace is a list of spans, each recorded when it ended. While it is recorded it lies in a file that is mapped to
-memory, `JOB-rankN.live`: what a killed process has recorded is there. In the end it becomes `JOB-rankN.npz`. The
+memory, `JOB-rankN.live`: so the records of a killed process are there. In the end it becomes `JOB-rankN.npz`. The
 classes that record are in `links`, and in the module `traced` of either side. They are used only when `trace.folder` or
-`trace.timeline` is set. Times are nanoseconds of the monotonic clock,
-which all processes of a host share; `Origin` says how to compare them with those of another host.
+`trace.timeline` is set. Times are nanoseconds of the monotonic clock, which all processes of a host share; `Origin`
+says how to compare them with those of another host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class What(IntEnum):
-    """What a span tells. `peer` is the shard in a rank's trace, the rank in a shard's trace, -1 where there is no
+    """The kinds of spans. `peer` is the shard in a rank's trace, the rank in a shard's trace, -1 if there is no
     peer."""
 
     COLLECTIVE = 0  # from submission to completion; detail: bytes of the tensor
@@ -93,13 +93,13 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stamped(origin: Origin) -> Origin:
-    """`origin` of what begins now, in this process."""
+    """`origin`, with the identity and clock of this process, for a trace that begins now."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return msgspec.structs.replace(origin, boot=boot, epoch_ns=time.time_ns() - now(), began_ns=now())
 
 
 def trace_folder(settings: Trace) -> str:
-    """Where traces go; empty: there are none."""
+    """The folder for traces; empty: there are none."""
     wants_timeline = settings.timeline not in ("", DYNAMIC)
     return settings.folder or (settings.timeline + PARTS if wants_timeline else "")
 
@@ -126,7 +126,7 @@ def check_trace(settings: Trace) -> None:
 
 
 def profile_folder(settings: Trace) -> str:
-    """Where profiles go; empty: there are none. Raises UsageError where "the current folder" is none."""
+    """The folder for profiles; empty: there are none. Raises UsageError where "the current folder" is none."""
     if settings.profile in ("", "0"):
         return ""
     return str(whole_path("." if settings.profile == "1" else settings.profile))
