@@ -1,4 +1,4 @@
-"""What machines ask of their driver. Peers are numbers: shards for a worker, ranks for an aggregator."""
+"""Effects of the machines, for their driver. Peers are numbers: shards for a worker, ranks for an aggregator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport offers.
+"""The interface of every transport: links with send and receive slots.
 
 A link joins two peers. Each side owns a row of send slots and a row of receive slots; slot k of one side arrives as
 slot k of the other. Theory of operation:
@@ -52,9 +52,9 @@ class Control(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The link is over; nothing follows. `violation`: the peer has broken the rules, while the network works. Then what
-    is sent before the link is closed may still reach the peer, if it can be sent at once. `refused`: the peer says that
-    this end has broken the rules."""
+    """The link is over; nothing follows. `violation`: the peer has broken the rules, while the network works. Then a
+    message sent before the link is closed may still reach the peer, if it can be sent at once. `refused`: the peer says
+    that this end has broken the rules."""
 
     reason: str
     violation: bool = False
@@ -149,7 +149,7 @@ class Link(ABC):
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:
-        """Return what has happened since the last call, as far as the budget goes, without blocking."""
+        """Return the events since the last call, as far as the budget goes, without blocking."""
 
     @abstractmethod
     def flush(self, most: int = EVERYTHING) -> None:
@@ -172,7 +172,7 @@ class Link(ABC):
 
     @property
     def clogged(self) -> bool:
-        """More output waits than can wait for a peer that reads."""
+        """More output waits than is allowed for a peer that reads."""
         return False
 
     @abstractmethod

@@ -1,9 +1,9 @@
-"""How the ranks of one host give each other their memory and their bells.
+"""The exchange of descriptors among the ranks of one host: of their memory, and of eventfds ("bells") that wake them.
 
-The first of them listens on an abstract Unix socket, whose name the aggregator has told them all. Each of the others
+The first rank listens on an abstract Unix socket, whose name the aggregator has told all of them. Each other rank
 connects and sends two descriptors: its region, and an eventfd that wakes it. When all are there, the first rank sends
-everybody's descriptors to one after the other: the system limits how many are under way. Only processes of the same
-user meet, as the kernel says. Nothing here blocks.
+everybody's descriptors to one rank after the other, because the system limits how many are under way. Only processes of
+the same user meet; the kernel says whose they are. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankGoneError(TransportError):
 
 
 class HostMeeting:
-    """One rank, number `me` of `ranks` of its host, until `group` is there. `token` tells this meeting from others.
+    """Rank number `me` of `ranks` on its host, until `group` is there. `token` tells this meeting from others.
 
     Raises OSError, as do its methods; these raise TransportError, too, when somebody else is there.
     """
@@ -154,7 +154,7 @@ class HostMeeting:
         self._gather()
 
     def _gather(self) -> None:
-        """Once all are there, begin to give everything to everybody."""
+        """Once all ranks are there, begin to send everything to each of them."""
         if len(self._members) + 1 == self._ranks:
             self._unserved = list(self._members.values())
             self._serve_next()

@@ -29,7 +29,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Regions:
-    """The regions of `ranks` ranks, `nbytes` each, a multiple of the page size: `array`, uint8 (ranks, nbytes).
+    """The regions of `ranks` ranks, each of `nbytes`, a multiple of the page size: `array`, uint8 (ranks, nbytes).
 
     That of rank `me` is there from the start, and `fd` is what the others need to map it. Raises OSError.
     """

@@ -45,8 +45,8 @@ class Peer(NamedTuple):
 
 @cache
 def _user_of_strangers() -> int | None:
-    """The user whom the kernel names in place of all that the user namespace of this process does not know (65534, as a
-    rule). None where it knows all users."""
+    """The user whom the kernel names in place of all users that this process's user namespace does not know (65534, as
+    a rule). None if it knows all users."""
     with contextlib.suppress(OSError):
         if Path("/proc/self/uid_map").read_text().split() != ALL_USERS:
             return int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -60,7 +60,7 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def holder_of(name: str, kind: int = socket.SOCK_STREAM) -> Peer | None:
-    """The process that listens at a Unix socket; None if nobody does who can be asked."""
+    """The process that listens at a Unix socket; None if no such process can be asked."""
     with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.setblocking(False)  # one that accepts nobody must not keep us waiting
         try:
@@ -151,7 +151,7 @@ def name_of(host: str, port: int, purpose: str = "") -> str:
 
 
 def _own(host: str) -> list[str]:
-    """The addresses of `host` that are this network namespace's, which also has its own abstract names."""
+    """The addresses of `host` in this network namespace, which also has its own abstract names."""
     try:
         return [target.host for target in look_up(host) if is_own(target)]
     except OSError as error:

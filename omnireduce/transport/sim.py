@@ -19,7 +19,7 @@ POISON = 0xEE  # what a receive slot holds once its credit is returned, so that 
 
 
 class Network(Protocol):
-    """Virtual time: `now` says it, in seconds; `at` makes something happen at a later time."""
+    """Virtual time: `now` tells it, in seconds; `at` calls a function at a later time."""
 
     def now(self) -> float: ...
     def at(self, time: float, action: Callable[[], None]) -> None: ...
@@ -50,7 +50,7 @@ class SimLink(InprocLink):
         self._severed = False
 
     def map_slots(self) -> None:
-        """Use the slots that the other end has attached, instead of `attach` with slots of our own."""
+        """Use the slots that the other end has attached, in place of `attach` with slots of our own."""
         self._mapped = True
         self.attach(self.other.receive_slots, self.other.send_slots)
 
@@ -84,7 +84,7 @@ class SimLink(InprocLink):
         self._instead[slot] = message
 
     def announce_again(self, slot: int, nbytes: int) -> None:
-        """Break the protocol: send a slot once more that is under way already."""
+        """Break the protocol: send a slot again that is still under way."""
         again = Copied(slot, nbytes)
         again.message = self.send_slots[slot, :nbytes].copy()
         self._output.append(again)

@@ -1,4 +1,4 @@
-"""What a peer speaks that speaks none of this project's protocols, as far as its first bytes tell."""
+"""Detection of other protocols: the name of what a peer speaks, by its first bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEGINNINGS = {
 
 
 def spoken(first: bytes) -> str:
-    """The name of the protocol; empty where the `first` four bytes or more do not tell."""
+    """The name of the protocol; empty if the `first` four bytes or more do not tell."""
     if len(first) >= 2 and 20 <= first[0] <= 23 and first[1] == 3:  # a record: type, then the major version
         return TLS
     return _BEGINNINGS.get(bytes(first[:4]), "")

@@ -112,8 +112,8 @@ class StreamLink(Link):
         """Put the small frames, then `frame` and the `messages` that it announces, behind the output that waits
         already.
 
-        A signal handler that raises may come between two lines. Even then nothing is there twice, and no frame is there
-        without its message. So the peer can still be told.
+        A signal handler that raises may come between two lines. Even then nothing is queued twice, and no frame is
+        queued without its message. So the peer can still be told.
         """
         small, self._small = self._small, bytearray()
         small += frame
@@ -223,11 +223,11 @@ class StreamLink(Link):
         return count
 
     def _end_closed(self, events: list[Event], why: str | None) -> None:
-        """Nothing more will come. `why`: what the system said, unless the peer has closed the connection."""
+        """No more input will come. `why`: the system's reason, unless the peer has closed the connection."""
         self._end(events, f"connection broken: {why}" if why else "connection closed")
 
     def _arrived(self, count: int, events: list[Event]) -> None:
-        """Deal with `count` bytes that have been received to where they belong."""
+        """Handle `count` bytes, received straight to where they belong."""
         self.counters.received_bytes += count
         if self._body is None:
             self._filled += count
@@ -274,7 +274,7 @@ class StreamLink(Link):
             self._filled = rest
 
     def _no_frame(self, at: int, kind: int, length: int) -> str:
-        """What is wrong with the bytes from `at` on, which are no frame."""
+        """The reason why the bytes from `at` on are no frame."""
         name = spoken(bytes(self._view[at : at + FRAME.size]))
         expected = f"; expected at most {self._control_limit} bytes" if kind == CONTROL else ""
         what = f"it looks like {name}" if name else f"kind {kind}, length {length}{expected}"

@@ -32,7 +32,7 @@ class TcpLink(StreamLink):
         return events
 
     def _let_gather(self, nbytes: int) -> None:
-        """Let the system call the socket readable when so many bytes have come, or the connection is over."""
+        """Let the system report the socket as readable once so many bytes have come, or the connection is over."""
         if nbytes != self._readable_at:
             self._readable_at = 0  # unknown: an interrupt may come after each line
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)

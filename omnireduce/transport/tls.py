@@ -124,7 +124,7 @@ class TlsLink(TcpLink):
 
     @property
     def clogged(self) -> bool:
-        """As with other stream links. Besides, a peer can make OpenSSL answer it: these answers are limited, too."""
+        """As with other stream links. A peer can also make OpenSSL answer it: these answers are limited, too."""
         return super().clogged or self._outgoing.pending > ANSWER_BYTES
 
     # input

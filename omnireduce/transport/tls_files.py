@@ -1,5 +1,4 @@
-"""TLS as the files of the configuration want it: certificates, keys, authorities. Errors name the file, and what is
-wrong with it."""
+"""TLS contexts from files of the configuration: certificates, keys, authorities. Errors name a file and its fault."""
 
 from __future__ import annotations
 
@@ -96,6 +95,6 @@ def _add_certificate(context: ssl.SSLContext, section: str, certificate: str, ke
 
 
 def _why(error: Exception) -> str:
-    """What OpenSSL calls the error, in small letters."""
+    """OpenSSL's name of the error, in small letters."""
     reason = getattr(error, "reason", None) or ""
     return f" ({reason.replace('_', ' ').lower()})" if reason else ""

@@ -1,1 +1,1 @@
-"""What travels between workers and aggregators: block messages and control messages."""
+"""Wire format of the messages between workers and aggregators: block messages and control messages."""

@@ -4,13 +4,13 @@ A block message fills the start of a slot, so that every transport moves one con
 
     header (64 bytes) | blocks (count × block bytes) | padding to 8 | list | extra
 
-The list is the indices of the blocks. Where that is shorter it is their runs: the first index of each and how many
-blocks it has, which follow on each other in the stripes of one shard. Or it is their steps: how far each index is
-beyond the one before it, see `kernels.steps`; these are bytes, and not int64. In a result an index may have a mark in
-its bits above MAX_BLOCKS: 1 + the number of the rank that alone contributed. That rank has the block already. The
-result that it is sent may leave such blocks out, but not their indices. Everything is little-endian. `extra` is the
-encoded Descriptor in the first message of a collective and empty in the others. The end of a collective is a frontier
-equal to its number of blocks.
+The list holds the indices of the blocks, or a shorter form of them. One form is their runs: the first index of each
+run, and its number of blocks, which follow on each other in the stripes of one shard. The other is their steps: the
+distance of each index from the one before it, see `kernels.steps`; these are bytes, not int64. In a result an index may
+have a mark in its bits above MAX_BLOCKS: 1 + the number of the only rank that contributed. That rank has the block
+already. The result for this rank may leave such blocks out, but not their indices. Everything is little-endian. `extra`
+is the encoded Descriptor in the first message of a collective and empty in the others. The end of a collective is a
+frontier equal to its number of blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_RUNS, NO_STEPS = np.empty((0, 2), np.int64), np.empty(0, np.uint8)
 
 
 class Header(NamedTuple):
-    """Head of a block message: which collective, how far it promises to have come, what it carries."""
+    """Head of a block message: its collective, the frontier that it promises, and its contents."""
 
     collective: int
     frontier: int
@@ -62,7 +62,7 @@ class Header(NamedTuple):
 
 
 def capacity(slot_bytes: int, block_bytes: int) -> int:
-    """How many blocks of `block_bytes` fit in one slot."""
+    """The number of blocks of `block_bytes` that fit in one slot."""
     return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + INDEX_BYTES))
 
 
@@ -94,7 +94,7 @@ def seal(
     runs: Array = NO_RUNS,
     steps: Array = NO_STEPS,
 ) -> int:
-    """Complete a message whose blocks, but for those left out, are already in `slot`; return its length in bytes.
+    """Complete a message whose blocks, except those left out, are already in `slot`; return its length in bytes.
 
     `runs`, int64 (runs, 2), `steps`, uint8 (bytes,): if there are any, they say the same as `indices` and are listed
     instead.

@@ -46,11 +46,11 @@ _Why = Annotated[str, msgspec.Meta(max_length=REFUSED_CHARACTERS)]
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why a collective or job ended: who, and what happened.
+    """The reason for the end of a collective or job: who caused it, and what happened.
 
     `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; a worker may
-    still wait for what other shards owe it of the last collective. `mismatch`: ranks have begun different collectives,
-    or some have refused the one that others have begun.
+    still wait for other shards' results of the last collective. `mismatch`: ranks have begun different collectives, or
+    some have refused the one that others have begun.
     """
 
     culprit: _Text
@@ -64,7 +64,7 @@ Mtu = Literal[256, 512, 1024, 2048, 4096]  # bytes
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where one end of an RDMA connection is: its GID and LID, queue pair, first sequence number, receive slots."""
+    """One end of an RDMA connection: its GID and LID, queue pair, first sequence number, receive slots."""
 
     gid: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f:.]{2,39}\Z")]
     lid: _U16
@@ -76,8 +76,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, the first message where there is a secret: prove that you know the secret of my team; I
-    shall, too."""
+    """Worker to aggregator, the first message if there is a secret: prove that you know the secret of my team, and I
+    shall prove that I do."""
 
     version: int
     nonce: _Nonce
@@ -85,7 +85,7 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: prove it first."""
+    """Aggregator to worker: you prove it first."""
 
     nonce: _Nonce
 
@@ -133,7 +133,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why.
-    `compiling`: of which it is known that their kernels compile. While there are some, this is said once a second, and
+    `compiling`: those of them whose kernels are known to compile. While there are some, this is sent once a second, and
     nobody's time to join goes by."""
 
     missing: Annotated[list[int], msgspec.Meta(max_length=LISTED)]
@@ -143,8 +143,8 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Rank `rank` of `world_size`. `formation` is what the worker tells the other shards; `ticket` proves later that
-    the worker was in it."""
+    """Rank `rank` of `world_size`. The worker tells `formation` to the other shards; `ticket` proves later that it was
+    in this formation."""
 
     rank: _U32
     world_size: _U32
@@ -156,12 +156,12 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
     `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
-    the worker's place in an elastic job. `whole_bytes`: the least of those that the ranks sent. `meeting`: where the
-    ranks of this worker's host meet, which are `neighbours`, ascending; its host is number `host` of `hosts`. Without
-    neighbours each rank of the job sends its own blocks. `place`: in memory that local ranks share with an aggregator,
-    the slots of this one begin at slot `place` × slots. `relayed`: how many ranks of this generation have come through
-    the same relay as this one; 0 without a relay. `shards`: how many shards the
-    aggregator has, this one among them; 0 if it does not say so.
+    the worker's place in an elastic job. `whole_bytes`: the smallest one that a rank sent. `meeting`: where the ranks
+    of this worker's host meet. These are `neighbours`, ascending, on host number `host` of `hosts`. Without neighbours
+    each rank of the job sends its own blocks. `place`: in memory that local ranks share with an aggregator, this
+    worker's slots begin at slot `place` × slots. `relayed`: how many ranks of this generation have come through the
+    same relay as this one; 0 without a relay. `shards`: how many shards the aggregator has, this one among them; 0 if
+    it does not say so.
     """
 
     generation: _Positive
@@ -179,7 +179,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: you cannot join, and why; `temporary`: now, but perhaps later."""
+    """Aggregator to worker: you cannot join, and why; `temporary`: not now, but perhaps later."""
 
     reason: _Text
     temporary: bool = False
@@ -196,7 +196,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     seconds: _Seconds
 
     def heard_from(self, address: str) -> Waiting:
-        """The same, where an aggregator that names itself has its `address`."""
+        """The same; an aggregator that names itself gets its `address`."""
         if not self.who.startswith(ITSELF):
             return self
         who = self.who.replace(ITSELF, f"aggregator {address}", 1)
@@ -204,11 +204,11 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Worker to the first aggregator, in a job whose ranks exchange tensors in memory: what came of that so far.
+    """Worker to the first aggregator, in a job whose ranks exchange tensors in memory: their statistics so far.
 
-    Numbers as in `Traffic`: of the collectives of the job, but `own_blocks` and the bytes of this rank, and
-    `union_blocks` of its part. `late_s`: for how long the others waited in all for each rank of `late`. The collective
-    under way, `what`, has waited for `waited_s` for `total` ranks, some of them in `behind`.
+    The numbers are those of `Traffic`, for the collectives of the job; but `own_blocks` and the bytes are this rank's,
+    and `union_blocks` its part's. `late_s`: for how long the others waited in all for each rank of `late`. The
+    collective under way, `what`, has waited for `waited_s` for `total` ranks, some of them in `behind`.
     """
 
     collectives: _Total = 0
@@ -226,7 +226,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def elsewhere(self) -> Report:
-        """The same for the shards beyond the first: they must not count the bytes once more."""
+        """The same for the shards after the first: they must not count the bytes again."""
         return msgspec.structs.replace(self, sent_bytes=0, received_bytes=0)
 
 
@@ -253,7 +253,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Opening(msgspec.Struct):
-    """What the first message of a connection has in every version of the protocol."""
+    """The fields of a connection's first message that every version of the protocol has."""
 
     type: str
     version: int
@@ -296,7 +296,7 @@ def decode_control(body: bytes) -> ControlMessage:
 
 
 def other_version(theirs: int) -> str:
-    """What to say to a peer that speaks another version of the protocol; empty for one that does not."""
+    """The text for a peer that speaks another version of the protocol; empty for one that does not."""
     if theirs == PROTOCOL_VERSION:
         return ""
     return f"protocol version {theirs}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"

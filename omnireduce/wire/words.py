@@ -1,4 +1,4 @@
-"""What a peer said, made fit for a log line or a message."""
+"""Text from peers, made safe for a log line or a message."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a text that a peer is told: at most four of them, and how many more there are."""
+    """Names as a text for a peer: at most four of them, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def shown(text: str) -> str:
-    """What a peer wrote, fit for a log line or a message: as it is, or escaped where it cannot be printed."""
+    """A peer's text, made safe for a log line or a message: as it is, or escaped if it cannot be printed."""
     return text if text.isprintable() else repr(text)

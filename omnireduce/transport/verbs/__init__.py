@@ -1,5 +1,5 @@
 """RDMA links on pyverbs: `devices` finds ports to send from, `queue` owns the verbs objects, `link` is the transport,
-`connect` is how two ends agree on it.
+and `connect` negotiates it between two ends.
 
 Nothing here is imported unless a verbs link may be wanted. Only `devices` and `queue` import pyverbs itself.
 """

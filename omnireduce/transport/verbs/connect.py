@@ -1,7 +1,7 @@
-"""How two ends agree on RDMA: the worker's Hello carries an endpoint, the aggregator's Welcome the answer.
+"""Negotiation of RDMA between two ends: the worker's Hello carries an endpoint, the aggregator's Welcome the answer.
 
-With "auto", RDMA is used where it takes the path of the control connection: each end needs a port with the address that
-it has on that connection. If there is none, a worker that insists ("verbs") takes any active port.
+With "auto", RDMA is used if it takes the path of the control connection: each end needs a port with the address that it
+has on that connection. If there is none, a worker that insists ("verbs") takes any active port.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RDMA devices, their ports and addresses: what there is, and which to use."""
+"""RDMA devices, their ports and addresses: a list of them, and the choice of one."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Failure(NamedTuple):
 
 
 class QueuePair(Protocol):
-    """What a link needs of `verbs.queue.Queue`."""
+    """The part of `verbs.queue.Queue` that a link needs."""
 
     descriptor: int
     unacknowledged: int

@@ -171,11 +171,11 @@ class Queue:
         self.unacknowledged += 1
 
     def poll(self) -> Iterator[Write | Failure]:
-        """What has happened since the last call. Afterwards `descriptor` becomes readable with the next news."""
+        """The events since the last call. Afterwards `descriptor` becomes readable with the next news."""
         return self._guarded(self._poll())
 
     def drain(self) -> Iterator[Write | Failure]:
-        """What has happened since the last call, without a system call. What only the device itself tells is left to
+        """The events since the last call, without a system call. Events that only the device itself tells are left to
         `poll`."""
         return self._guarded(self._drain())
 
@@ -189,7 +189,7 @@ class Queue:
         return Failure(f"RDMA failed: {reason}{self._port_trouble()}")
 
     def _port_trouble(self) -> str:
-        """What to add to a failure when the port is not active; empty when it is."""
+        """A text to add to a failure when the port is not active; empty when it is."""
         port = self.choice.port
         try:
             state = self._context.query_port(port.number).state
@@ -265,7 +265,7 @@ def _gid(text: str) -> GID:
 
 
 def _event_descriptors() -> set[int]:
-    """Open descriptors of verbs events: pyverbs does not say which ones its channels have."""
+    """Open descriptors of verbs events, because pyverbs does not say which ones its channels have."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
