@@ -91,7 +91,7 @@ def largest(x: Array, k: int) -> Array:
 
 
 def at_least(x: Array, magnitude: float, *, beyond: bool = False) -> Array:
-    """Where the magnitude of `x`, float32 (n,), is so large, or `beyond` it: int64, ascending."""
+    """Places where the magnitude of `x`, float32 (n,), is at least `magnitude`, or `beyond` it: int64, ascending."""
     bits = x.view(np.int32)
     least = _bits_of(magnitude) + beyond
     found = np.empty(count_at_least(bits, least), np.int64)

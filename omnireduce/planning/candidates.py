@@ -49,7 +49,7 @@ class Study(NamedTuple):
 
 
 def shard_counts(hosts: int, ranks: int) -> list[int]:
-    """A few numbers from 1 up to that of the hosts, each a multiple of the one before, but for the last."""
+    """A few numbers from 1 up to that of the hosts, each a multiple of the one before, except the last."""
     most = max(1, min(hosts, MOST_LINKS // (hosts * ranks)))
     step = 2 if most <= 64 else 8
     counts = [1]

@@ -225,7 +225,7 @@ class _Exchange:
         return found + np.bincount(self._node, of_shards, self._nodes)
 
     def _seconds(self, work: _Work) -> float:
-        """When the last sender has placed the last window."""
+        """The time at which the last sender has placed the last window."""
         home, node, latency = self._home, self._node, self._hosts.latency_s
         hosts, racks = self._hosts, np.arange(self._hosts.racks + 1)
         out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))
@@ -255,7 +255,7 @@ class _Exchange:
         return float(placed.max())
 
     def _windows_ahead(self) -> int:
-        """How far a sender may be ahead of the shards."""
+        """The number of windows that a sender may be ahead of the shards."""
         count = 1 + self._load.own.mean() * self._block_bytes // self._message_bytes
         return max(1, int(self._messages.slots // count))
 

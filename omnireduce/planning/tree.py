@@ -52,7 +52,7 @@ class _Tree:
         return Prediction(seconds, int(busiest), self._worked_s, (int(self._members.max()) + 2) * slots)
 
     def _messages_of(self, nbytes: Array, level: int) -> Array:
-        """How many messages so many bytes are, to or from all shards."""
+        """The number of messages for so many bytes, to or from all shards."""
         found: Array = np.maximum(self._plan.shards, -(-nbytes // self._lengths[level]))
         return found
 

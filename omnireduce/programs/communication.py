@@ -1,5 +1,5 @@
-"""Operations that move values between ranks. Each costs what it says: nothing else in a program communicates, but Norm
-and ReduceTensor of a sliced tensor."""
+"""Operations that move values between ranks. Nothing else in a program communicates, except Norm and ReduceTensor of a
+sliced tensor."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Send(Communication):
 
 
 class Recv(Communication):
-    """What a Send has sent, in the group that gets it, in the same layout."""
+    """The value that a Send has sent, in the group that receives it, in the same layout."""
 
     takes_what_is_under_way = True
 

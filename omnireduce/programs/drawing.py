@@ -71,7 +71,7 @@ def places(pipeline: Pipeline) -> dict[Expression, Spot]:
 
 
 def _needed(pipeline: Pipeline, node: Expression) -> list[Expression]:
-    """What has a name among the things that `node` is made from."""
+    """The named operands that `node` is made from."""
     inside = [node] if isinstance(node, Input) else pipeline.belonging_to(node)
     found = [each for own in inside for each in own.operands if each in pipeline.names and each not in inside]
     return list(dict.fromkeys(found))

@@ -36,7 +36,7 @@ class Execution:
         self._under_way: dict[Expression, Handle[Array]] = {}
 
     def value(self, node: Expression) -> Array:
-        """What this rank has of an expression that has been evaluated."""
+        """This rank's value of an expression that has been evaluated."""
         return node.array if isinstance(node, Constant) else self._values[node]
 
     @property
@@ -62,7 +62,7 @@ class Execution:
         return found
 
     def name(self, node: Expression) -> str:
-        """What `node` is called in the names of collectives and in timelines."""
+        """The name of `node` in the names of collectives and in timelines."""
         return self.pipeline.names.get(node, type(node).__name__)
 
     def is_here(self, node: Expression) -> bool:
@@ -71,7 +71,7 @@ class Execution:
 
     @contextmanager
     def shown(self, node: Expression, activity: str) -> Iterator[None]:
-        """What happens inside is shown in the timeline, if one is recorded."""
+        """Show what happens inside in the timeline, if one is recorded."""
         timeline, row = self.ranks.comm.timeline, self.ranks.named(self.name(node))
         if timeline.is_on:
             timeline.begin(row, activity)

@@ -262,8 +262,8 @@ class Constant(Expression):
 
 
 def formula(node: Expression, names: Mapping[Expression, str]) -> str:
-    """What an expression says. Operands that have a name are called by it, the others are written out, as far as a
-    text may be deep and long."""
+    """The text of an expression. Operands that have a name are called by it. The others are written out, up to a limit
+    of depth and length."""
     return _formula(node, names, {}, DEEPEST_TEXT)
 
 

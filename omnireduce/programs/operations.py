@@ -39,7 +39,7 @@ class Reduction(Enum):
 
     @property
     def op(self) -> Op:
-        """What the service calls it."""
+        """The service's name of the reduction."""
         ops: dict[Reduction, Op] = {
             Summation: "sum",
             Multiplication: "prod",
@@ -50,7 +50,7 @@ class Reduction(Enum):
 
     @property
     def ufunc(self) -> np.ufunc:
-        """What combines two arrays."""
+        """The NumPy function that combines two arrays."""
         return {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[self.op]
 
 
@@ -146,13 +146,13 @@ class WholeReduction(Expression):
 
     @property
     def partial_dtype(self) -> np.dtype[Any]:
-        """Of what a part gives."""
+        """The type of a part's contribution."""
         dtype = self.operands[0].type.dtype
         return Float64 if dtype in FLOATS else dtype
 
     @abstractmethod
     def partial(self, array: Array) -> Array:
-        """What a part gives: an array of one element."""
+        """The contribution of a part: an array of one element."""
 
     def finish(self, combined: Array) -> Array:
         """The result, from what all parts give together."""
@@ -205,7 +205,7 @@ class ReduceTensor(WholeReduction):
 
 
 def _neutral(reduction: Reduction, dtype: np.dtype[Any]) -> float | int:
-    """What a rank without elements contributes."""
+    """The contribution of a rank without elements."""
     if reduction in (Summation, Multiplication):
         return 0 if reduction is Summation else 1
     if number_type(dtype).is_float:

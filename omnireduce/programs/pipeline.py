@@ -161,13 +161,13 @@ class Pipeline:
 
     @property
     def groups(self) -> int:
-        """How many groups of ranks the program is for."""
+        """The number of groups of ranks that the program is for."""
         sent = [each.to for each in self.nodes if isinstance(each, Send)]
         return 1 + max([0, *sent, *(each.type.group or 0 for each in self.inputs)])
 
     @property
     def least_ranks(self) -> int:
-        """How many ranks a group has at least."""
+        """The least number of ranks in a group."""
         return 1 + max([0, *(each.root for each in self.nodes if isinstance(each, Broadcast))])
 
     def __str__(self) -> str:

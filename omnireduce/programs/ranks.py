@@ -85,15 +85,15 @@ class Meeting:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Those that were made so far."""
+        """The communicators that were made so far."""
         return list(self._made.values())
 
     def rooms(self, pipeline: Pipeline) -> Rooms:
-        """Those of a program, as long as it lives."""
+        """The rooms of a program, as long as it lives."""
         return self._rooms.setdefault(pipeline, {})
 
     def group(self, comm: Communicator, groups: int) -> Communicator:
-        """That of this rank's group. All ranks of the group call this together."""
+        """The communicator of this rank's group. All ranks of the group call this together."""
         if groups == 1:
             return comm
         size = comm.size // groups
@@ -101,7 +101,7 @@ class Meeting:
         return self._create(comm, range(number * size, (number + 1) * size), f"programs-{groups}-{number}")
 
     def pair(self, comm: Communicator, groups: int, source: int, target: int) -> Communicator:
-        """That of this rank and its partner: `source` and `target` are their groups. Both call this together."""
+        """The communicator of this rank and its partner, of the groups `source` and `target`. Both call this."""
         size = comm.size // groups
         at = comm.rank % size
         ranks = [source * size + at, target * size + at]

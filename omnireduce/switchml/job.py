@@ -18,14 +18,14 @@ from omnireduce.runtime.member.arguments import flat_view
 
 
 class Pending(Protocol):
-    """What was started: see `Handle`."""
+    """An all-reduce that was started: see `Handle`."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> object: ...
 
 
 class Starter(Protocol):
-    """What starts jobs, as a communicator does."""
+    """A starter of jobs, such as a communicator."""
 
     def allreduce_async(self, x: Array, *, out: Array | None = ..., name: str = ...) -> Pending: ...
 

@@ -30,12 +30,12 @@ class Batch(NamedTuple):
     pending: list[int]
 
     def rows(self, packets: Sequence[int]) -> list[int]:
-        """Where these packets are."""
+        """The rows of these packets."""
         return [each % len(self.entries) for each in packets]
 
 
 class Exchange(Protocol):
-    """Where packets go."""
+    """The exchange that packets go through."""
 
     def receive(self, name: str, batch: Batch, *, with_extra: bool) -> Sequence[int]:
         """Put the sums of some of the pending packets into their memory and return their numbers. `name` is that of the

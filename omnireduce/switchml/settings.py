@@ -38,8 +38,8 @@ class Dummy(NamedTuple):
 
 
 class InPackets(NamedTuple):
-    """How jobs travel in packets: by this processor, with so many entries in a packet, and so many packets under way.
-    `dummy`: None where they go over the service."""
+    """Settings of jobs in packets: the processor, the entries of a packet, and the number of packets under way.
+    `dummy`: None if they go over the service."""
 
     processor: type[PrePostProcessor]
     packet_numel: int = 1024

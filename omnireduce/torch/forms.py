@@ -1,5 +1,5 @@
-"""The forms in which torch calls the collectives of a group: with options, or with their words one by one; with lists
-of tensors, or with one tensor."""
+"""The forms in which torch calls the collectives of a group: with an options object, or with its fields as arguments;
+with lists of tensors, or with one tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def only(given: Sequence[T]) -> T:
 
 
 def options_of(kind: type, words: Sequence[str], args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """The options of this kind among the arguments of a call; else what its `words`, in this order, say."""
+    """The options of this kind among the arguments of a call, or else options made of its arguments `words`."""
     found = named.get("opts", args[0] if args else None)
     if isinstance(found, kind):
         return found
@@ -37,8 +37,8 @@ def options_of(kind: type, words: Sequence[str], args: Sequence[Any], named: dic
 
 
 def forms(kind: type, *words: str) -> Callable[[Method], Method]:
-    """Lets a method `(self, tensors, opts)`, whose options are of `kind`, take one tensor for a list of one, too, and
-    `words` in place of the options."""
+    """Lets a method `(self, tensors, opts)`, whose options are of `kind`, also take one tensor for a list of one, and
+    the arguments `words` for the options."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""At which address gloo of a rank is reached by the other ranks.
+"""The address at which other ranks reach a rank's gloo.
 
 Gloo by itself takes what the host's own name means. On many hosts this is 127.0.1.1, at which other hosts do not reach
 it; on a host without IPv4 it may be no address of the host at all. So each rank says which addresses its host has, and
@@ -21,8 +21,8 @@ CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them
 
 
 class HostOfRank(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of its host: what no other host has, and its addresses, first the one on the way to the
-    store."""
+    """What a rank says of its host: an identity that no other host has, and its addresses, first the one on the way to
+    the store."""
 
     identity: str
     addresses: list[str]

@@ -26,8 +26,8 @@ from omnireduce.runtime.member.refusals import told_to_others
 
 
 class Aggregator(Collective):
-    """The aggregators sum what the compressor selects, block by block in the form of its codec. What this draws at
-    random follows from `protocol.codec_seed`: a `seed` of the compressor is refused.
+    """The aggregators sum what the compressor selects, block by block in the form of its codec. The codec's random
+    numbers follow from `protocol.codec_seed`: a `seed` of the compressor is refused.
 
     Of a compressor or memory of the user's own, what the compressor has made is decompressed here and summed; blocks of
     zeros do not travel.
@@ -78,7 +78,7 @@ class Aggregator(Collective):
 
 
 class Allreduce(Aggregator):
-    """Compressed tensors are summed as they are. Of the compressors of this package the service does the same."""
+    """Compressed tensors are summed as they are. For compressors of this package the service does the same."""
 
     name = "allreduce"
 

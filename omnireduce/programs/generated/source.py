@@ -1,4 +1,4 @@
-"""The whole file."""
+"""Generation of the whole file of a program."""
 
 from __future__ import annotations
 

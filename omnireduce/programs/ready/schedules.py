@@ -1,4 +1,4 @@
-"""In which ways the programs can run. All schedules of a program give the same results."""
+"""Schedules of the programs: the ways in which each can run. All schedules of a program give the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that are done as one."""
+"""Fusion of several stages into one."""
 
 from __future__ import annotations
 

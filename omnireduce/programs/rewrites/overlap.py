@@ -1,4 +1,4 @@
-"""A MatMul and what reduces its result, at the same time."""
+"""Overlap of a MatMul with the reduction of its result."""
 
 from __future__ import annotations
 
