@@ -23,7 +23,7 @@ def experiment(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: text for name, text in os.environ.items() if name not in ("NPROC", "MPI_ARGS")}
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", "programs", *words], cwd=ROOT, env=kept | environ, capture_output=True,
-        text=True, check=False, timeout=WAIT_S, stdin=subprocess.DEVNULL,
+        text=True, check=False, timeout=4 * WAIT_S, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ MUTATIONS = (
         "anybody ends a gathering",
         _DOOMED,
         "a rank of another job of this name, or one that is started again by hand, ends the job",
-        "    if is_elastic or not hello.launch or not is_missing:\n",
+        "    if is_elastic or not (hello.launch or is_group) or not is_missing:\n",
         "    if is_elastic or not is_missing:\n",
         test="tests/protocol/test_doomed.py::test_without_a_launch_a_rank_may_come_again_with_other_settings",
     ),
