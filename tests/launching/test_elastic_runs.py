@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launches import ENDS_WELL, are_gone, launched, python, run
-from local_cluster import READY_S, WAIT_S
+from local_cluster import READY_S, SETTLE, WAIT_S
 
 from omnireduce.launching.command import read_words
 from omnireduce.launching.elastic_job import ElasticJob
@@ -66,7 +66,7 @@ FAILS = "import os\nos.write(1, b'0\\n')\nraise SystemExit(6)"
 def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
     """The others go on without it, and take it in."""
     gate, go = tmp_path / "gate", tmp_path / "go"
-    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(TRAINING), str(gate), str(go)]
+    words = ["-np", "3", "--min-np", "2", "--set", SETTLE, *python(TRAINING), str(gate), str(go)]
     with launched(*words) as launcher:
         found = launcher.numbers(3)
         assert {size for _, size in found.values()} == {3}
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
 def test_a_rank_that_comes_back_takes_no_place_of_a_survivor(tmp_path: Path) -> None:
     """Survivors have chosen their devices by their local ranks. How many a host has now, all know."""
     gate = tmp_path / "gate"
-    words = ["-np", "3", "--min-np", "2", "--set", "elastic.settle_s=0.5", *python(PLACES), str(gate)]
+    words = ["-np", "3", "--min-np", "2", "--set", SETTLE, *python(PLACES), str(gate)]
     with launched(*words) as launcher:
         found = launcher.numbers(3)
         assert {rank: places for rank, (_, *places) in found.items()} == {rank: [3, rank, rank, 3] for rank in range(3)}

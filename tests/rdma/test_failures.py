@@ -137,7 +137,7 @@ def test_a_network_card_that_is_removed(spare: str) -> None:
         with subprocess.Popen(["ip", "link", "delete", spare]) as removal:
             for worker in ranks:
                 error = worker.expect("error")
-                assert error["type"] == "AbortedError"
+                assert error["type"] == "AbortedError", error
                 assert re.search("RDMA failed: .*; (rxe[34] port 1 is down|the device rxe[34] is gone)", error["text"])
                 assert error["at"] - removed < FAILURE_S
             assert removal.wait(WAIT_S) == 0, "someone holds the device back"

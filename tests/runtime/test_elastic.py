@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from local_cluster import Daemon, Ranks, configured, eventually, never_wait, run_job, unique_job
+from local_cluster import SETTLE, Daemon, Ranks, configured, eventually, never_wait, run_job, unique_job
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
@@ -17,7 +17,7 @@ from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.member import calls
 from omnireduce.runtime.member.calls import Call, Place
 
-ELASTIC = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
+ELASTIC = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
 
 
 @pytest.fixture(params=WAYS)
@@ -141,7 +141,7 @@ def test_a_worker_that_is_started_again_joins_the_others(elastic: Config) -> Non
 
 
 def test_too_few_survivors_say_so_and_may_try_again(daemon: Daemon) -> None:
-    config = configured(daemon.addresses, *ELASTIC, "cluster.join_timeout_s=0.5")
+    config = configured(daemon.addresses, *ELASTIC, "elastic.settle_s=0.3", "cluster.join_timeout_s=0.5")
 
     together = Together(2)
 
@@ -392,7 +392,7 @@ def test_survivors_wait_for_an_aggregator_that_shuts_down_and_comes_back() -> No
 
 def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemon) -> None:
     """Who finds no place waits as a newcomer does, until its time to join is over. The members have left it behind."""
-    config = configured(daemon.addresses, *ELASTIC, "cluster.join_timeout_s=1.5")
+    config = configured(daemon.addresses, *ELASTIC, "elastic.settle_s=0.3", "cluster.join_timeout_s=1.5")
     together, formed, given_up = Together(4), threading.Event(), threading.Semaphore(0)
 
     def others_wait() -> bool:

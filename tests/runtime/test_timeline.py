@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from local_cluster import WAIT_S, Daemon, configured, run_job, unique_job
+from local_cluster import SETTLE, WAIT_S, Daemon, configured, run_job, unique_job
 from pictured import Timeline, queued
 from transports import KINDS, MEMORY, over
 
@@ -262,7 +262,7 @@ def test_an_older_run_is_left_out(daemon: Daemon, tmp_path: Path) -> None:
 
 def test_a_job_that_is_formed_anew_goes_on_with_both(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    overrides = ["elastic.enabled=true", "elastic.settle_s=0.1", f"trace.timeline={path}", f"trace.profile={tmp_path}"]
+    overrides = ["elastic.enabled=true", SETTLE, f"trace.timeline={path}", f"trace.profile={tmp_path}"]
 
     def run(comm: Communicator) -> None:
         comm.allreduce(np.ones(10), name="before")

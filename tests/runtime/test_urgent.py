@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, run_job, start_job, unique_job
+from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually, run_job, start_job, unique_job
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
@@ -348,7 +348,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
 
 
 def test_both_are_formed_anew(daemon: Daemon) -> None:
-    config = configured(daemon.addresses, *URGENT, "elastic.enabled=true", "elastic.settle_s=0.3")
+    config = configured(daemon.addresses, *URGENT, "elastic.enabled=true", SETTLE)
 
     all_have_it = threading.Barrier(3)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S, Daemon, Ranks, configured, eventually, unique_job
+from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually, unique_job
 
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, ClosedError, ConfigError, OmniReduceError, UsageError
@@ -175,7 +175,7 @@ def test_other_collectives_need_no_name_when_jobs_are_over(daemon: Daemon) -> No
 
 def test_a_rank_that_comes_new_counts_jobs_as_the_others_do(daemon: Daemon) -> None:
     """Rank 1 leaves and is started again. Meanwhile rank 0 goes on alone."""
-    elastic = ("elastic.enabled=true", "elastic.settle_s=0.3", "security.allow_no_secret=true")
+    elastic = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
     config, alone = configured(daemon.addresses, f"cluster.job={unique_job('switchml')}", *elastic), threading.Event()
 
     def total(context: Context) -> float:
