@@ -18,8 +18,8 @@ from omnireduce.data_parallel.queue import Queue
 from omnireduce.data_parallel.tasks import Task
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member import ending, world
+from omnireduce.runtime.member.alike import agreed
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import reason_of
 
 T = TypeVar("T")
 
@@ -244,34 +244,29 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     session = session_of()
     session.added += 1  # also where one refuses: all count alike
     number = session.added
-    refused: Exception | None = None
-    ranks = list[int]()
-    try:
-        made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-        ranks = _checked_members(made, session)
-    except Exception as error:
-        refused = error
-    own = ranks, "" if refused is None else reason_of(refused)
-    said = session.queues[0].allgather_object_async(own, name=f"process set {number}").wait()
-    if refused is not None:
-        raise refused
-    for rank, (theirs, reason) in enumerate(said):
-        if reason or theirs != ranks:
-            raise UsageError(f"rank {rank}: {reason or f'process set {theirs}; this rank has {ranks}'}")
+
+    def exchange(own: ProcessSet | None, reason: str) -> list[str]:
+        ranks = [] if own is None else own.members()
+        said = session.queues[0].allgather_object_async((ranks, reason), name=f"process set {number}").wait()
+        differs = "process set {}; this rank has {}".format
+        return [why or (differs(theirs, ranks) if theirs != ranks else "") for theirs, why in said]
+
+    made = agreed(lambda: _checked(process_set, session), exchange)
     made.process_set_id, session.sets[number] = number, made
     if made.included():
-        session.queues[number] = Queue(session.comm, ranks, name=f"set-{number}")
+        session.queues[number] = Queue(session.comm, made.members(), name=f"set-{number}")
     return made
 
 
-def _checked_members(made: ProcessSet, session: _Session) -> list[int]:
-    """The ranks of a set that is to be added. Raises UsageError."""
+def _checked(process_set: ProcessSet | Sequence[int], session: _Session) -> ProcessSet:
+    """The set that is to be added. Raises UsageError."""
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = made.members()
     if not ranks or not 0 <= ranks[0] <= ranks[-1] < session.comm.size:
         raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
     if any(each.members() == ranks for each in session.sets.values()):
         raise UsageError(f"process set {ranks}: there is one of these ranks")
-    return ranks
+    return made
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

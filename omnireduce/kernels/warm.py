@@ -50,7 +50,7 @@ def warm_up_all(progress: Progress = _silent) -> None:
 
 
 def worker_kernels(*, in_memory: bool = True) -> list[Kernel]:
-    """What a worker calls; the kernels of the exchange inside a host only if ranks may exchange `in_memory`."""
+    """The kernels that a worker calls; those of the exchange inside a host only if ranks may exchange `in_memory`."""
     return list(_of_worker(in_memory))
 
 

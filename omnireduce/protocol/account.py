@@ -122,7 +122,7 @@ class Account:
 
     @property
     def memory_bytes(self) -> int:
-        """What ranks have put into memory that they share, and taken from it."""
+        """Bytes that ranks have put into memory that they share, and taken from it."""
         return sum(report.sent_bytes + report.received_bytes for report, _ in self._reports.values())
 
     @property

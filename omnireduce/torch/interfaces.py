@@ -21,8 +21,8 @@ CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them
 
 
 class HostOfRank(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of its host: an identity that no other host has, and its addresses, first the one on the way to
-    the store."""
+    """The host of a rank: an identity that no other host has, and its addresses, first the one on the way to the
+    store."""
 
     identity: str
     addresses: list[str]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from omnireduce.config import Config, load_config, override_config
 from omnireduce.descriptor import REFUSED_BYTES
-from omnireduce.errors import ClosedError, OmniReduceError, UsageError
+from omnireduce.errors import ClosedError, OmniReduceError
+from omnireduce.runtime.member.alike import agreed
 from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import reason_of
 from omnireduce.runtime.member.world import connect
 from omnireduce.torch.work import told_to_torch
 
@@ -76,24 +76,19 @@ class Job:
             raise told_to_torch(ClosedError("this process group was destroyed; make a new one to go on"))
 
     def _agree(self) -> tuple[str, Config]:
-        """What tells this job from all others, which rank 0 draws, and the configuration. Returns when all ranks are
-        here; a rank that has died is noticed at once. Raises ConfigError, and UsageError where another rank has."""
-        refused: OmniReduceError | None = None
-        try:
-            config = load_config(overrides=[f"cluster.timeout_s={self._timeout_s}"])
-        except OmniReduceError as error:
-            refused = error
-        said = secrets.token_bytes(DRAWN_BYTES) + ("" if refused is None else reason_of(refused)).encode()
-        texts = self._told_by_all(said.ljust(DRAWN_BYTES + REFUSED_BYTES, b"\0"))
-        if refused is not None:
-            raise refused
-        for rank, text in enumerate(texts):
-            if reason := text[DRAWN_BYTES:].rstrip(b"\0"):
-                raise UsageError(f"rank {rank}: {reason.decode()}")
+        """The id of this job, which rank 0 draws, and the configuration. Returns when all ranks are here; a rank that
+        has died is noticed at once. Raises ConfigError, and UsageError if another rank has raised it."""
+        drawn, texts = secrets.token_bytes(DRAWN_BYTES), list[bytes]()
+
+        def exchange(_: Config | None, reason: str) -> list[str]:
+            texts.extend(self._told_by_all((drawn + reason.encode()).ljust(DRAWN_BYTES + REFUSED_BYTES, b"\0")))
+            return [text[DRAWN_BYTES:].rstrip(b"\0").decode() for text in texts]
+
+        config = agreed(lambda: load_config(overrides=[f"cluster.timeout_s={self._timeout_s}"]), exchange)
         return texts[0][:DRAWN_BYTES].hex(), config
 
     def _told_by_all(self, own: bytes) -> list[bytes]:
-        """What each rank says, all as long. Raises DistBackendError."""
+        """The bytes of each rank, of one length. Raises DistBackendError."""
         found = [torch.empty(len(own), dtype=torch.uint8, device="cpu") for _ in range(self._gloo.size())]
         try:
             self._gloo.allgather([found], [torch.frombuffer(bytearray(own), dtype=torch.uint8)]).wait()

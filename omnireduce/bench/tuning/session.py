@@ -63,7 +63,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What rank 0 sends to its parent. `refusal`: why nothing was measured. `share`: of the best of the grid."""
+    """The message of rank 0 to its parent. `refusal`: why nothing was measured. `share`: of the best of the grid."""
 
     refusal: str = ""
     share: float | None = None

@@ -24,17 +24,23 @@ DIGEST_BYTES = 8
 def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` on each rank, and return its result on this one. If it raises on one rank, the others raise
     UsageError."""
+    return agreed(attempt, lambda _, reason: comm.allgather_object(reason, name=name))
+
+
+def agreed(attempt: Callable[[], T], exchange: Callable[[T | None, str], Sequence[str]]) -> T:
+    """As `together`, for ranks that have no communicator of their own here. `exchange` gets the result of this rank, or
+    None and the reason of its error. It returns the reason of each rank, empty where there is none."""
     results, errors = list[T](), list[Exception]()
     try:
         results.append(attempt())
     except Exception as error:
         errors.append(error)
-    texts = comm.allgather_object(reason_of(errors[0]) if errors else "", name=name)
+    reasons = exchange(results[0] if results else None, reason_of(errors[0]) if errors else "")
     if errors:
         raise told(errors[0])
-    for rank, text in enumerate(texts):
-        if text:
-            raise told(UsageError(f"rank {rank}: {text}"))
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise told(UsageError(f"rank {rank}: {reason}"))
     return results[0]
 
 
