@@ -134,9 +134,9 @@ def _take_step(group: Group, model: str, rows: dict[tuple[str, str], list[float]
     """Ways alternate: neither finds its code and memory in the caches, as none does in a training."""
     sums = set[float]()
     for way in (OWN, OURS):
-        found = group.tell(do="turn", model=model, way=way)
-        rows[model, way].append(max(row["ms"] for row in found))
-        sums.update(row["sum"] for row in found)
+        answers = group.tell(do="turn", model=model, way=way)
+        rows[model, way].append(max(answer["ms"] for answer in answers))
+        sums.update(answer["sum"] for answer in answers)
     if len(sums) > 1:
         raise PeerError("frameworks", f"gave different means of {model}: {sums}")
 

@@ -89,12 +89,12 @@ class Job:
 
     def _told_by_all(self, own: bytes) -> list[bytes]:
         """The bytes of each rank, of one length. Raises DistBackendError."""
-        found = [torch.empty(len(own), dtype=torch.uint8, device="cpu") for _ in range(self._gloo.size())]
+        parts = [torch.empty(len(own), dtype=torch.uint8, device="cpu") for _ in range(self._gloo.size())]
         try:
-            self._gloo.allgather([found], [torch.frombuffer(bytearray(own), dtype=torch.uint8)]).wait()
+            self._gloo.allgather([parts], [torch.frombuffer(bytearray(own), dtype=torch.uint8)]).wait()
         except RuntimeError as error:
             raise dist.DistBackendError(f"omnireduce: not all ranks came to join the job: {error}") from error
-        return [each.numpy().tobytes() for each in found]
+        return [part.numpy().tobytes() for part in parts]
 
     def _communicator_of(self, launch: str, config: Config) -> Communicator:
         config = override_config(config, {"cluster.launch": launch}, source="process group")
