@@ -8,12 +8,10 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import tomllib
-from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
 from itertools import dropwhile, pairwise
@@ -22,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from free_ports import free_address
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, complaints
 
 import omnireduce
@@ -230,19 +229,6 @@ def run_script(lines: list[str], folder: Path, **environ: str) -> str:
             raise
     assert process.returncode == 0, f"{out}\n{err}"
     return out
-
-
-def free_address(ports: int = 1) -> str:
-    """An address on this host that nobody listens at, and neither at the ports after it."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + ports):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except (OSError, OverflowError):
-                continue
-            return f"127.0.0.1:{first}"
 
 
 def here(line: str, port: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round
+from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, configured, eventually, gone_within, run_job, start_job, workers
 from transports import WAYS, over
 
@@ -114,8 +115,8 @@ def test_a_daemon_that_is_started_again_at_its_address() -> None:
     def run(comm: Communicator) -> list[float]:
         return comm.allreduce(np.ones(3)).tolist()
 
-    with Daemon(1) as first:
-        address = first.addresses[0]
+    address = free_address()
+    with Daemon(1, listen=address):
         config = configured([address])
         comm = Communicator(config, rank=0, size=1)
         assert run(comm) == [1.0] * 3

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
+from free_ports import free_ports
 from local_cluster import (
     READY_S,
     Daemon,
@@ -194,18 +195,10 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_shard_i_listens_on_port_plus_i() -> None:
-    for _ in range(20):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        try:
-            with Daemon(3, listen=f"127.0.0.1:{port}") as daemon:
-                assert daemon.addresses == [f"127.0.0.1:{port + i}" for i in range(3)]
-                assert_serves(daemon)
-                return
-        except AssertionError as error:
-            if "Address already in use" not in str(error):
-                raise
-    pytest.fail("found no three free ports in a row")
+    port = free_ports(3)
+    with Daemon(3, listen=f"127.0.0.1:{port}") as daemon:
+        assert daemon.addresses == [f"127.0.0.1:{port + i}" for i in range(3)]
+        assert_serves(daemon)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "localhost:0", "[::1]:0"])

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_aborted, assert_serves, expect_round
+from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, Process, configured, eventually, unique_job, workers
 from raw_peer import RawPeer, await_pending
 from test_many_teams import GENERAL, SPEECH, VISION, Keys, joins, keys  # noqa: F401  a fixture
@@ -260,15 +261,16 @@ def go_on_for_ever(comm: Communicator) -> None:
 
 def test_an_elastic_job_goes_on_after_the_daemon_was_replaced() -> None:
     """Neither a drain nor its end costs it anything: it waits for the next daemon."""
-    with Daemon(1, "aggregator.drain_s=0.1") as daemon:
-        config = configured(daemon.addresses, "elastic.enabled=true", "elastic.settle_s=0.1")
+    address = free_address()
+    with Daemon(1, "aggregator.drain_s=0.1", listen=address) as daemon:
+        config = configured([address], "elastic.enabled=true", "elastic.settle_s=0.1")
         with Communicator(config, rank=0, size=1, job=unique_job("elastic")) as comm:
             assert tell(daemon, "drain") == 1
             comm.allreduce(np.ones(9))
             daemon.signal(signal.SIGTERM)
             assert "shutting down" in end_of(comm)
             assert daemon.wait() == 0
-            with Daemon(1, listen=daemon.addresses[0]):
+            with Daemon(1, listen=address):
                 comm.reform()
                 assert comm.allreduce(np.ones(9)).tolist() == [1.0] * 9
 

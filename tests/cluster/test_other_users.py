@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from free_ports import free_ports
 from local_cluster import READY_S, WAIT_S, Daemon, Process, Ranks, Worker, configured, eventually, unique_job
 from raw_peer import RawPeer
 from test_metrics import LISTEN, base, get, scrape
@@ -115,9 +116,8 @@ def test_another_users_process_does_not_hide_an_aggregator_that_listens_everywhe
 
 def test_a_name_for_shared_memory_that_another_user_has_taken() -> None:
     """The daemon goes on by TCP, and says why; so do workers. Where it may offer nothing else, it does not start."""
-    with Daemon(1) as daemon:
-        address = daemon.addresses[0]
-    port = int(address.rpartition(":")[2])
+    port = free_ports()
+    address = f"127.0.0.1:{port}"
     with impostor(port):
         what = f"the Unix socket @omnireduce/{address}, for workers of this host, belongs to {IMPOSTOR}"
         with Daemon(1, LISTEN, listen=address) as daemon:

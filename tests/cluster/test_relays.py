@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from certificates import certificates, needs_openssl
 from cluster_checks import DEATH_S, FAILURE_S, assert_serves, expect_round, name_of
+from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, Worker, configured, eventually, run_job, start_job, unique_job
 from oracle import reduce_by_tree
 from transports import WAYS, over
@@ -276,8 +277,7 @@ def test_wrong_settings_are_explained() -> None:
             f"aggregator {address}, the upstream of relay {relay.addresses[0]}, could not be reached: Connection"
             in str(failure(relay))
         )
-    with Daemon(1) as one, Daemon(1) as other:
-        own, above = one.addresses[0], other.addresses[0]
+    own, above = free_address(), free_address()
     with (
         Daemon(1, f'aggregator.upstream=["{above}"]', listen=own) as relay,
         Daemon(1, f'aggregator.upstream=["{own}"]', listen=above),

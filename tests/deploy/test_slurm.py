@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from deployment import DEPLOY
+from free_ports import free_ports
 from local_cluster import READY_S, ROOT, WAIT_S
 
 SCRIPT = DEPLOY / "slurm" / "train.sbatch"
@@ -43,10 +44,12 @@ def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) ->
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    with socket.create_server(("0.0.0.0", 0)) as probe:
-        port = probe.getsockname()[1]
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_NTASKS": "2"}
-    ours = {"AGGREGATOR_PORT": str(port), "STEPS": str(folder / "steps"), "PATH": f"{folder}:{os.environ['PATH']}"}
+    ours = {
+        "AGGREGATOR_PORT": str(free_ports()),
+        "STEPS": str(folder / "steps"),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMNIREDUCE_", "SLURM_"))}
     variables = kept | slurm | ours | (environ or {})
     command, limit_s = ["bash", SCRIPT, *arguments], 2 * READY_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from free_ports import free_ports
 from local_cluster import READY_S, eventually
 
 SSHD = shutil.which("sshd", path=f"/usr/sbin{os.pathsep}{os.environ.get('PATH', '')}")
@@ -47,8 +47,7 @@ def ssh_daemons(
     `prefixes`. Skips the test where sshd does not start, or lets nobody in."""
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_ports()
     public = " ".join((folder / "host.pub").read_text().split()[:2])
     names = [name for host, others in hosts.items() for name in (host, *others)]
     (folder / "known").write_text("".join(f"[{name}]:{port} {public}\n" for name in names))

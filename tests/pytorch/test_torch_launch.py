@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from local_cluster import MPIRUN, WAIT_S, Process
 
 from omnireduce.runtime.member.launcher import detect_launch, launch_id
@@ -111,9 +111,7 @@ def test_a_group_can_be_destroyed_and_made_again(launcher: str, tmp_path: Path) 
         if launcher == "mpirun":
             processes = [stack.enter_context(Process(MPIRUN, "-n", "2", *words))]
         else:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
             ranks = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01")
             processes = [stack.enter_context(Process(*words, environ=environ)) for environ in ranks]
         for each in processes:

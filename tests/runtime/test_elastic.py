@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from free_ports import free_address
 from local_cluster import SETTLE, Daemon, Ranks, configured, eventually, never_wait, run_job, unique_job
 from transports import WAYS, over
 
@@ -374,8 +375,9 @@ def test_a_rank_that_does_not_come_along_is_left_behind(elastic: Config) -> None
 
 def test_survivors_wait_for_an_aggregator_that_shuts_down_and_comes_back() -> None:
     together, down = Together(2), threading.Event()
-    with Daemon(1, ELASTIC[2]) as daemon:
-        config, addresses = configured(daemon.addresses, *ELASTIC), daemon.addresses
+    address = free_address()
+    with Daemon(1, ELASTIC[2], listen=address):
+        config = configured([address], *ELASTIC)
 
         def work(comm: Communicator) -> object:
             together.total(comm)
@@ -386,7 +388,7 @@ def test_survivors_wait_for_an_aggregator_that_shuts_down_and_comes_back() -> No
 
         ranks = start(config, 2, work)
         assert down.wait(60)
-    with Daemon(1, ELASTIC[2], listen=addresses[0]):
+    with Daemon(1, ELASTIC[2], listen=address):
         assert ranks.results() == [(0, 2, 3.0), (1, 2, 3.0)]
 
 

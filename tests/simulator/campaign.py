@@ -176,4 +176,6 @@ class Campaign:
         faults = ", ".join(f"{kind} {count}" for kind, count in sorted(self.struck.items()))
         pace = f"{seconds:.1f} s, {self.runs / max(seconds, 1e-9):.1f} runs/s"
         runs = f" ({self.runs} runs)" if self.runs != self.seeds else ""
-        return f"faults that struck: {faults or 'none'}\n{self.seeds} seeds{runs}, {len(self.failed)} failed, {pace}"
+        ends = "".join(f"\nfailed: {COMMAND} {outcome.task.replay}" for outcome in self.failed)  # a long log may be cut
+        count = f"{self.seeds} seeds{runs}, {len(self.failed)} failed, {pace}"
+        return f"faults that struck: {faults or 'none'}\n{count}{ends}"

@@ -46,6 +46,7 @@ def test_a_failure_prints_the_command_that_replays_it() -> None:
     assert done.returncode == 1, done.stdout
     [command] = [line.partition("replay: ")[2] for line in done.stdout.splitlines() if "replay: " in line]
     assert "options: " in done.stdout
+    assert done.stdout.endswith(f"failed: {command.partition(' --mutation')[0]}\n")
     words = shlex.split(command)
     again = simulator(*words[3:])
     assert again.returncode == 1, again.stdout
