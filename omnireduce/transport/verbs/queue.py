@@ -58,6 +58,7 @@ class Queue:
         self._slot_bytes = receive_slots.shape[1]
         self._depth = 2 * len(send_slots)  # a message and a credit of each slot may be under way
         self.unacknowledged = 0
+        self._port_is_down = False  # when last told; it may come back before the next write
         self._owned = ExitStack()
         try:
             with opening:
@@ -159,6 +160,8 @@ class Queue:
 
     def _post(self, place: SGE, address: int, immediate: int) -> None:
         queue = self._queue
+        if self._port_is_down and (trouble := self._port_trouble()):
+            raise TransportError(f"RDMA failed: the device takes no write{trouble}")
         try:
             queue.wr_start()
             queue.wr_id = 0
@@ -213,13 +216,21 @@ class Queue:
             self._armed = True
             yield from self._drain()  # what came before the request would never be told
 
-    def _take_alarm(self) -> Iterator[Failure]:
-        """One event of the device: a port that is down may come back in time, a fatal error is the end."""
+    def _take_alarm(self) -> Iterator[Write | Failure]:
+        """One event of the device. A fatal error ends the link, and so does a port that goes down under writes.
+
+        Soft-RoCE may never complete those: a write that finds no route stops the retries of the writes before it.
+        """
         alarm = self._context.get_async_event()
         alarm.ack()
         name = FATAL.get(alarm.event_type)
         if name is not None:
             yield self._failed(f"the device reports {name}")
+            return
+        yield from self._drain()
+        self._port_is_down = bool(self._port_trouble())
+        if self._port_is_down and self.unacknowledged:
+            yield self._failed("the port went down while writes were under way")
 
     def _drain(self) -> Iterator[Write | Failure]:
         count = BATCH
