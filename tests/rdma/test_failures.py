@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -148,32 +149,30 @@ def test_a_network_card_that_is_removed(spare: str) -> None:
 def test_a_port_that_goes_down_while_writes_are_under_way(spare: str) -> None:
     """Soft-RoCE would not complete them: the one that finds no route stops the retries of the one before it."""
     sender, receiver = queue(Verbs(device="rxe3", ack_timeout=20)), queue(Verbs(device="rxe4"))
-    sender.connect(receiver.endpoint)  # which is not connected, and acknowledges nothing
-    sender.announce(0)
-    ip_link(spare, "down")
-    sender.announce(0)
-    assert failure(sender) == "RDMA failed: the port went down while writes were under way; rxe3 port 1 is down"
-    sender.close()
-    receiver.close()
+    with closing(sender), closing(receiver):
+        sender.connect(receiver.endpoint)  # which is not connected, and acknowledges nothing
+        sender.announce(0)
+        ip_link(spare, "down")
+        sender.announce(0)
+        assert failure(sender) == "RDMA failed: the port went down while writes were under way; rxe3 port 1 is down"
 
 
 def test_a_port_that_is_down_may_come_back_before_the_next_write(spare: str) -> None:
     sender, receiver = queue(Verbs(device="rxe3")), queue(Verbs(device="rxe4"))
-    sender.connect(receiver.endpoint)
-    receiver.connect(sender.endpoint)
-    ip_link(spare, "down")
-    assert eventually(lambda: list(sender.poll()) == [] and sender._port_is_down)
-    with pytest.raises(TransportError, match="RDMA failed: the device takes no write; rxe3 port 1 is down"):
-        sender.announce(0)
-    ip_link(spare, "up")
-    assert eventually(lambda: sender._port_trouble() == "")
-    sender.announce(7)  # also before the sender has read that its port is back
-    news: list[Write | Failure] = []
-    assert eventually(lambda: bool(news.extend(receiver.poll()) or news))
-    assert news == [Write(7, 0)]
-    assert eventually(lambda: list(sender.poll()) == [] and not sender.unacknowledged)
-    sender.close()
-    receiver.close()
+    with closing(sender), closing(receiver):
+        sender.connect(receiver.endpoint)
+        receiver.connect(sender.endpoint)
+        ip_link(spare, "down")
+        assert eventually(lambda: list(sender.poll()) == [] and sender._port_is_down)
+        with pytest.raises(TransportError, match="RDMA failed: the device takes no write; rxe3 port 1 is down"):
+            sender.announce(0)
+        ip_link(spare, "up")
+        assert eventually(lambda: sender._port_trouble() == "")
+        sender.announce(7)  # also before the sender has read that its port is back
+        news: list[Write | Failure] = []
+        assert eventually(lambda: bool(news.extend(receiver.poll()) or news))
+        assert news == [Write(7, 0)]
+        assert eventually(lambda: list(sender.poll()) == [] and not sender.unacknowledged)
 
 
 def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
