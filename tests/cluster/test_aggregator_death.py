@@ -91,7 +91,7 @@ def test_kill_of_the_supervisor() -> None:
 
 def test_a_daemon_that_is_gone_for_good() -> None:
     """Supervisor and shards killed at once: connections break, a rank that joins says what to do."""
-    with Daemon(2) as daemon:
+    with Daemon(2, listen=free_address(2)) as daemon:
         daemon.expected_status = -signal.SIGKILL
         config = configured(daemon.addresses, "cluster.join_timeout_s=0.3")
         with workers(daemon, 2, "--elements", "8000000") as ranks:

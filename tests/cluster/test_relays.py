@@ -270,8 +270,7 @@ def test_wrong_settings_are_explained() -> None:
         error = failure(relay)
         assert isinstance(error, RefusedError)
         assert "cluster.aggregators has 1 addresses, and aggregator.upstream of this relay has 2" in str(error)
-    with Daemon(1) as gone:
-        address = gone.addresses[0]
+    address = free_address()
     with Daemon(1, f'aggregator.upstream=["{address}"]', "aggregator.join_timeout_s=0.5") as relay:
         assert (
             f"aggregator {address}, the upstream of relay {relay.addresses[0]}, could not be reached: Connection"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from certificates import certificates, needs_openssl
 from cluster_checks import FAILURE_S, SLOWNESS, assert_serves, expect_round, name_of
+from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, start_job, unique_job, workers
 from raw_peer import RawPeer, await_pending
 from transports import KINDS, MEMORY, WAYS, over
@@ -352,8 +353,7 @@ def outcome(address: str, timeout_s: float) -> Status | OmniReduceError:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     found = outcome(address, 1.0)
     assert isinstance(found, TransportError)
     assert f"cannot reach aggregator {address}: Connection refused; is `omnireduce aggregator`" in str(found)
