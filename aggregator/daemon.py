@@ -27,7 +27,7 @@ from omnireduce.aggregator.access import count_changes, make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
 from omnireduce.aggregator.draining import Draining
 from omnireduce.aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
-from omnireduce.aggregator.line import Asked, Here, Line
+from omnireduce.aggregator.line import ClientOrder, Line, RemainingJobs
 from omnireduce.aggregator.notify import notify, watchdog_s
 from omnireduce.aggregator.pages import make_pages, why_open
 from omnireduce.aggregator.reload import reloaded
@@ -213,10 +213,10 @@ class Daemon:
     def _hear(self, shard: Child) -> None:
         """Handle the messages of a shard."""
         for message in shard.line.hear():
-            if isinstance(message, Here):
+            if isinstance(message, RemainingJobs):
                 self._draining.note(shard, message.jobs)
                 notify(f"STATUS=draining: {self._draining.jobs()} jobs are left")
-            elif isinstance(message, Asked):
+            elif isinstance(message, ClientOrder):
                 self._do(message.order)
 
     def _do(self, order: Order, limit_s: float = math.inf) -> None:

@@ -28,7 +28,7 @@ from omnireduce.runtime.embedding import (
     MOST_BYTES,
     SECRET_BYTES,
     Compiling,
-    Failed,
+    EmbeddingFailed,
     Ready,
     decode_config,
     encode,
@@ -66,7 +66,7 @@ def _serve(rank: socket.socket, config: Config, lifelines: Sequence[int]) -> Non
         return
     except OmniReduceError as error:
         with suppress(ConnectionError):
-            rank.send(encode(Failed(str(error)[:LONGEST])))
+            rank.send(encode(EmbeddingFailed(str(error)[:LONGEST])))
         return
     for lifeline in lifelines:
         server.stop_after_jobs_when_readable(lifeline)  # the others may leave later, in order

@@ -17,19 +17,19 @@ LONGEST = 16384  # bytes of a packet
 AT_ONCE = 64  # packets that are read in a row
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
+class RemainingJobs(msgspec.Struct, frozen=True, tag=True):
     """The number of jobs that run or gather on a shard that drains."""
 
     jobs: int
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True):
+class ClientOrder(msgspec.Struct, frozen=True, tag=True):
     """An order that a shard got from a client. The shard has done its own part."""
 
     order: Order
 
 
-Message = Here | Asked | Order
+Message = RemainingJobs | ClientOrder | Order
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from omnireduce.addresses import Address, host_of, is_wildcard, why_cannot_listen
 from omnireduce.administration import Order
 from omnireduce.aggregator.access import make_access
-from omnireduce.aggregator.line import Asked, Here, Line
+from omnireduce.aggregator.line import ClientOrder, Line, RemainingJobs
 from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.signals import ignore
@@ -28,7 +28,7 @@ from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
-from omnireduce.runtime.shard.listening import Door
+from omnireduce.runtime.shard.listening import ListeningSocket
 from omnireduce.runtime.shard.relaying import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
@@ -107,7 +107,7 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[Door]:
+def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[ListeningSocket]:
     """The shard's listeners. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
 
     def tcp_link(sock: socket.socket) -> TcpLink:
@@ -128,11 +128,11 @@ def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContex
             raise ConnectionRefusedError("only the daemon's own user may ask here")
         return link
 
-    found = [Door(listeners.tcp, tcp_link, False)]
+    found = [ListeningSocket(listeners.tcp, tcp_link, False)]
     if listeners.shm is not None:
-        found.append(Door(listeners.shm, shm_link, False))
+        found.append(ListeningSocket(listeners.shm, shm_link, False))
     if listeners.monitor is not None:
-        found.append(Door(listeners.monitor, monitor_link, True))
+        found.append(ListeningSocket(listeners.monitor, monitor_link, True))
     return found
 
 
@@ -229,12 +229,12 @@ class _Supervisor:
             self._server.stop()
 
     def _pass_on(self, order: Order) -> None:
-        if not self._line.say(Asked(order)):
+        if not self._line.say(ClientOrder(order)):
             raise ProtocolError("the supervisor of the aggregator is busy: ask again")
 
     def tell(self) -> None:
         """While the shard drains, say how many jobs are here, if that has changed."""
         administration = self._server.administration
         here = administration.here if administration.draining else None
-        if here != self._told and (here is None or self._line.say(Here(here))):
+        if here != self._told and (here is None or self._line.say(RemainingJobs(here))):
             self._told = here

@@ -21,8 +21,8 @@ from omnireduce.kernels.regions import DESCRIPTORS
 from omnireduce.protocol.aggregator import AggregatorMachine
 from omnireduce.protocol.effects import End
 from omnireduce.protocol.exchange import HostExchange, region_bytes
-from omnireduce.protocol.hosts import Dealing, Neighbours
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.hosts import LocalRanks, Sharding
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.protocol.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.packets import Packets, packed
 from omnireduce.protocol.rows import RowSet
@@ -142,15 +142,15 @@ class InprocCluster:
                 self._join(shard, rank)
         members = [f"rank {rank} (host h{rank}, pid {100 + rank})" for rank in range(world_size)]
         self._slot_bytes = slot_bytes
-        neighbours = [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts)]
+        neighbours = [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts)]
         self.neighbours = {rank: each for each in neighbours for rank in each.ranks}
-        self.dealing = Dealing(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
+        self.dealing = Sharding(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
         self.aggregators = [
             AggregatorMachine(
                 members,
                 arena,
                 results,
-                lengths=Lengths.up_to(message_bytes) if message_bytes else None,
+                lengths=MessageSizing.up_to(message_bytes) if message_bytes else None,
                 shard=shard,
                 dealing=self.dealing,
                 delegates=[each.delegate(shard) for each in neighbours] if len(hosts) > 1 else (),
@@ -158,7 +158,7 @@ class InprocCluster:
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
         self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes, len(hosts))) for ranks in hosts]
-        self._lengths = [Lengths.up_to(message_bytes)] * shards if message_bytes else []
+        self._lengths = [MessageSizing.up_to(message_bytes)] * shards if message_bytes else []
         self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
         self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]

@@ -23,7 +23,7 @@ from omnireduce.printing import density_text, make_console, short_count, short_t
 MOST_SHARDS = 4096
 
 
-class Asked(NamedTuple):
+class PlanRequest(NamedTuple):
     """What is to be planned: files of saved arrays, a folder of traces and a job of it, or a tensor as it is drawn; the
     ranks; the hosts."""
 
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     rack_gbps: float
 
 
-def report_plan(asked: Asked, json_path: str | None) -> None:
+def report_plan(asked: PlanRequest, json_path: str | None) -> None:
     """Print the predictions and the best plan. Raises UsageError, FileError."""
     if json_path:
         check_writable(json_path)
@@ -81,7 +81,7 @@ def _traced(reduced: Reduced) -> list[Tensors]:
     ]
 
 
-def _tensor(asked: Asked) -> Tensors:
+def _tensor(asked: PlanRequest) -> Tensors:
     """One tensor: that of the files, or one that is drawn."""
     if asked.files:
         masks, itemsize = read_all(asked.files, asked.block_size)
@@ -96,7 +96,7 @@ def _tensor(asked: Asked) -> Tensors:
     return Tensors(patterns, asked.block_size * itemsize)
 
 
-def _print(console: Console, asked: Asked, found: Study, nbytes: int, reduced: Reduced | None) -> None:
+def _print(console: Console, asked: PlanRequest, found: Study, nbytes: int, reduced: Reduced | None) -> None:
     if reduced is not None:
         _print_reduced(console, reduced)
     console.print(

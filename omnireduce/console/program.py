@@ -285,10 +285,10 @@ def density(
 @click.option("--rack-gbps", type=NumberRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
 @json_option
 def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
-    from omnireduce.console.plan import Asked, report_plan
+    from omnireduce.console.plan import PlanRequest, report_plan
 
     _refuse_two_inputs(asked)
-    report_plan(Asked(hosts=hosts or asked["ranks"], **asked), json_path)
+    report_plan(PlanRequest(hosts=hosts or asked["ranks"], **asked), json_path)
 
 
 @main.command(

@@ -15,10 +15,10 @@ import numpy as np
 from omnireduce.data_parallel.agreement import Agreement
 from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.operations import OF_QUEUE, Operation, RowReduction, of_nothing, refusing, together
-from omnireduce.data_parallel.pictured import Pictured
+from omnireduce.data_parallel.queue_timeline import QueueTimeline
 from omnireduce.data_parallel.requests import JOIN, REFUSAL, Batch, Request
 from omnireduce.data_parallel.stalls import MOST_TOLD, Ready, in_words, stalls
-from omnireduce.data_parallel.tasks import Failed, Task
+from omnireduce.data_parallel.tasks import FailedTask, Task
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
@@ -53,7 +53,7 @@ class Dispatcher:
         self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
         limits = [each for each in (comm.config.cluster.timeout_s, stall.warn_s, stall.abort_s) if each]
         self._patience_s = min(limits) / 2  # for a batch without a round; then ranks meet in rounds again
-        self._pictured = Pictured(comm)
+        self._timeline = QueueTimeline(comm)
         self._tasks: dict[str, Task] = {}
         self._refused: dict[str, deque[str]] = {}  # by name, why this rank has refused it, each time anew
         self._retried = Counter[str]()  # by name, how many calls wait until what was refused before them is over
@@ -84,7 +84,7 @@ class Dispatcher:
             if name in self._tasks or (name == JOIN and self._tasks):
                 self._raise_because_of(name)
             task = self._begin(operation)
-            self._pictured.submitted(operation.request)
+            self._timeline.submitted(operation.request)
         return task
 
     def _begin(self, operation: Operation) -> Task:
@@ -199,7 +199,7 @@ class Dispatcher:
     def _meet(self, pause_s: float) -> bool:
         """A round; return whether it brought anything."""
         machine = self._machine
-        self._pictured.cycle()
+        self._timeline.cycle()
         with self._work:
             if not self._fresh and not self._closing:
                 self._work.wait_for(lambda: self._fresh or self._closing, pause_s)
@@ -251,20 +251,20 @@ class Dispatcher:
             return False
         requests = tuple([self._machine.request(name) for name in batch.names])
         if not spoils:
-            self._pictured.agreed(requests)
+            self._timeline.agreed(requests)
         if requests in self._buffers or self._fits_a_buffer(requests):
             return self._do_in_buffer(batch, requests, is_due=is_due, spoils=spoils)
         if is_due and self._is_marked(spoils=spoils):
-            self._pictured.spoiled(requests)
+            self._timeline.spoiled(requests)
             return True
         own = [self._operation(each) for each in requests]
-        self._pictured.exchanging(requests)
+        self._timeline.exchanging(requests)
         results: Sequence[Any]
         try:
             results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
         except UsageError as error:  # all ranks have one, or what comes next ends the job
-            results = [Failed(told(error))] * len(own)
-        self._pictured.done(requests)
+            results = [FailedTask(told(error))] * len(own)
+        self._timeline.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
 
@@ -279,16 +279,16 @@ class Dispatcher:
         if spoils:
             buffer.spoil(self._comm.rank)
         else:
-            self._pictured.filling(requests)
+            self._timeline.filling(requests)
             buffer.fill([x for each in own for x in each.brought()])
-            self._pictured.exchanging(requests, MEMCPY_IN)
+            self._timeline.exchanging(requests, MEMCPY_IN)
         self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=OF_QUEUE + batch.names[0])
         if buffer.is_spoiled:
-            self._pictured.spoiled(requests)
+            self._timeline.spoiled(requests)
             return True
-        self._pictured.emptying(requests)
+        self._timeline.emptying(requests)
         results = [self._taken(each, parts) for each, parts in zip(own, buffer.parts, strict=True)]
-        self._pictured.done(requests)
+        self._timeline.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
 
@@ -297,7 +297,7 @@ class Dispatcher:
         try:
             return operation.take(parts, self._comm.size)
         except Exception as error:
-            return Failed(told(error))
+            return FailedTask(told(error))
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
         """That of the same requests before, if there were some."""
@@ -339,7 +339,7 @@ class Dispatcher:
                     continue
                 if task.operation.request.kind == REFUSAL:
                     self._refused[name].popleft()
-                if isinstance(result, Failed):
+                if isinstance(result, FailedTask):
                     task.error = result.error
                 else:
                     task.result, task.error = result, error

@@ -72,10 +72,10 @@ class Reduction:
         return cls(request.name, found, found, request.op, 1, 1)  # type: ignore[arg-type]
 
     @property
-    def form(self) -> Form:
+    def form(self) -> ReductionTemplate:
         """This reduction without its arrays, for the same reduction of other arrays."""
         dtypes = tuple(each.dtype for each in self._outs)
-        return Form(self.request, dtypes, self._prescale, self._postscale)
+        return ReductionTemplate(self.request, dtypes, self._prescale, self._postscale)
 
     def brought(self) -> list[Array]:
         """The input of this rank: flat arrays."""
@@ -123,7 +123,7 @@ class Reduction:
         comm.allreduce(list(outs), op=op, name=name)
 
 
-class Form(NamedTuple):
+class ReductionTemplate(NamedTuple):
     """A reduction without its arrays."""
 
     request: Request

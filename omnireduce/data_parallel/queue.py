@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.data_parallel import operations
 from omnireduce.data_parallel.agreement import MOST_NAMES
 from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics
-from omnireduce.data_parallel.operations import Form, Operation, Reduction, RowReduction
+from omnireduce.data_parallel.operations import Operation, Reduction, ReductionTemplate, RowReduction
 from omnireduce.data_parallel.requests import JOIN
 from omnireduce.data_parallel.tasks import Task
 from omnireduce.descriptor import NAME_CHARACTERS, Op, RowOp
@@ -63,7 +63,7 @@ class Queue:
         self._comm = comm.create_group(ranks, name=name)
         self.rank, self.size = self._comm.rank, self._comm.size
         self._dispatcher = Dispatcher(self._comm)
-        self._last: dict[str, Form] = {}  # by name: the next one is alike, as a rule
+        self._last: dict[str, ReductionTemplate] = {}  # by name: the next one is alike, as a rule
 
     def allreduce_async(
         self,

@@ -61,7 +61,7 @@ global_process_set = ProcessSet([])
 global_process_set.ranks, global_process_set.process_set_id = None, 0
 
 
-class Place(NamedTuple):
+class LocalRank(NamedTuple):
     """Where a rank is: its number among those of its host, and of its host among those with such a rank.
 
     In an elastic job that has fewer ranks than before, `local_rank` may be `local_size` or more.
@@ -316,7 +316,7 @@ def is_homogeneous() -> bool:
     return session_of().place.is_homogeneous
 
 
-def _place(everyone: Queue, joined: Communicator) -> Place:
+def _place(everyone: Queue, joined: Communicator) -> LocalRank:
     """Where this rank is. The launcher knows better which host is which: containers of one host have other names.
 
     In an elastic job the launcher knew it when it started this rank. How many ranks a host has now, they tell each
@@ -333,7 +333,7 @@ def _place(everyone: Queue, joined: Communicator) -> Place:
     locals_ = [hosts[host].index(number) if at is None else at for number, (at, _, host) in enumerate(told)]
     alike = [number for number, at in enumerate(locals_) if at == local]
     sizes = {len(hosts[host]) if many is None else many for _, many, host in told}
-    return Place(local, launched or len(here), alike.index(joined.rank), len(alike), len(sizes) == 1)
+    return LocalRank(local, launched or len(here), alike.index(joined.rank), len(alike), len(sizes) == 1)
 
 
 def _at_exit() -> None:

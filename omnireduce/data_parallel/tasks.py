@@ -14,7 +14,7 @@ class Waiter(Protocol):
     def wait_for(self, task: Task, timeout_s: float | None) -> None: ...
 
 
-class Failed(NamedTuple):
+class FailedTask(NamedTuple):
     """In place of a result."""
 
     error: Exception

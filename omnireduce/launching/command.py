@@ -18,7 +18,7 @@ from omnireduce.files.paths import user_path, whole_path
 from omnireduce.launching.elastic import cooldown, elastic_options, ranks_of_elastic
 from omnireduce.launching.flags import horovod_options, variables_of
 from omnireduce.launching.host_lists import Host, parse_hosts, read_hostfile
-from omnireduce.launching.plan import Asked
+from omnireduce.launching.plan import LaunchRequest
 from omnireduce.launching.yaml_file import read_yaml
 from omnireduce.logs import start_logs
 from omnireduce.runtime.tracing.trace import DYNAMIC
@@ -125,7 +125,7 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
     sys.exit(launch(wanted, start_other))
 
 
-def read_words(words: Sequence[str], ranks: int = 0) -> Asked:
+def read_words(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
     """The request of a command line with these words. `ranks`: how many, if it does not say. Raises
     click.UsageError, and ConfigError."""
     with run.make_context("run", list(words)) as context:
@@ -153,7 +153,7 @@ def _read_file(asked: dict[str, Any]) -> None:
             raise ConfigError(f"--config-file {path}: {name}: {error.message}") from None
 
 
-def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0) -> Asked:
+def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0) -> LaunchRequest:
     """What the command line asks for: see `read_words`. Raises ConfigError."""
     hosts = _hosts(asked)
     environ = os.environ | variables_of(asked) | _passed(asked["passed"])
@@ -169,7 +169,7 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0)
     environ |= dict(_variable(override) for override in overrides)
     if asked["config_file"] is not None:
         environ["OMNIREDUCE_CONFIG"] = str(whole_path(asked["config_file"]))
-    return Asked(
+    return LaunchRequest(
         words=command,
         ranks=ranks,
         config=config,

@@ -24,7 +24,7 @@ _MOST_LISTED = 1 << 20  # bytes that it prints
 log = logging.getLogger("omnireduce")
 
 
-class Taker(Protocol):
+class HostReceiver(Protocol):
     """A job that takes hosts, and waits for descriptors."""
 
     def watch(self, descriptor: int, act: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class Discovery:
         self._begun: float | None = None  # when it was started last
         self._text = bytearray()
 
-    def look(self, job: Taker) -> None:
+    def look(self, job: HostReceiver) -> None:
         """Start the script, if it has not run for a while; `job.take_hosts` gets what it prints. Raises ConfigError
         when it can never have been executed."""
         now = time.monotonic()
@@ -65,7 +65,7 @@ class Discovery:
             self._start(job)
             self._begun = now
 
-    def _start(self, job: Taker) -> None:
+    def _start(self, job: HostReceiver) -> None:
         try:
             process = subprocess.Popen(
                 [self._script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
@@ -96,7 +96,7 @@ class Discovery:
         self._text += data[: _MOST_LISTED + 1 - len(self._text)]
         return len(data)
 
-    def _finish(self, job: Taker, pid: int) -> None:
+    def _finish(self, job: HostReceiver, pid: int) -> None:
         ended, left = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), _MOST_LISTED
         assert ended is not None
         while left > 0 and (many := self._read()):  # what it has started may print on

@@ -25,7 +25,7 @@ from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.launch import HERE, connect
 from omnireduce.launching.messages import STDERR, STDOUT, Signal
 from omnireduce.launching.output import Descriptor, Prefixed
-from omnireduce.launching.plan import Asked, Plan, check_command
+from omnireduce.launching.plan import LaunchRequest, Plan, check_command
 from omnireduce.launching.rank import Rank, how_it_ended
 from omnireduce.launching.standard_input import watch_input
 from omnireduce.logs import tagged
@@ -47,7 +47,7 @@ class Record:
 class ElasticJob(Job):
     """A job of `size` ranks, of which those that fail are started again."""
 
-    def __init__(self, asked: Asked, output: Prefixed, sinks: Sequence[Descriptor]) -> None:
+    def __init__(self, asked: LaunchRequest, output: Prefixed, sinks: Sequence[Descriptor]) -> None:
         super().__init__([], output, grace_s=asked.grace_s, descriptors=sinks)
         self._asked, self.size = asked, 0
         self.hosts: dict[str, Host] = {host.name: host for host in asked.hosts}
@@ -296,7 +296,7 @@ def _positive(status: int) -> int:
     return status if status > 0 else 128 - status
 
 
-def launch_elastic(asked: Asked) -> int:
+def launch_elastic(asked: LaunchRequest) -> int:
     """Run a command as all ranks of an elastic job, and return the exit status. Raises OmniReduceError."""
     check_command(asked.words, asked.environ)
     if asked.config.cluster.join_timeout_s < asked.elastic_timeout_s:  # survivors wait for others so long

@@ -26,10 +26,10 @@ from omnireduce.launching.messages import (
     STDERR,
     STDOUT,
     Ended,
-    Failed,
     Greeting,
     News,
     Output,
+    RankFailed,
     Signal,
     Start,
     Started,
@@ -182,7 +182,7 @@ class Job(Loop):
             if isinstance(news, Started):
                 rank.pid = news.pid
                 return
-            if isinstance(news, Failed):
+            if isinstance(news, RankFailed):
                 self.reasons[news.number] = f"{connection.host}: {news.reason}"
             else:
                 rank.was_asked, rank.why = news.was_asked, news.why

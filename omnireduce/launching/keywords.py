@@ -12,13 +12,13 @@ from omnireduce.errors import UsageError
 from omnireduce.launching.command import read_words
 from omnireduce.launching.command import run as command
 from omnireduce.launching.launch import STARTED_BY_US
-from omnireduce.launching.plan import Asked
+from omnireduce.launching.plan import LaunchRequest
 
 _SAY_AND_STOP = ("check_build", "version")
 _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
 
 
-def read_keywords(given: Mapping[str, Any]) -> Asked:
+def read_keywords(given: Mapping[str, Any]) -> LaunchRequest:
     """The request of keywords that are named like flags, for ranks that call a function. None and False count as
     absent. Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a
     command can do; ConfigError for values that do not fit together."""

@@ -21,7 +21,7 @@ from omnireduce.launching.hosts import place
 from omnireduce.launching.job import Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Descriptor, Plain, Prefixed, Sink
-from omnireduce.launching.plan import Asked, Plan, check_command
+from omnireduce.launching.plan import LaunchRequest, Plan, check_command
 from omnireduce.launching.standard_input import watch_input
 
 HERE = "localhost"
@@ -30,7 +30,7 @@ RANKS_PER_PROCESSOR = 4  # at most, where something is measured
 STARTED_BY_US = ("", "local", "ssh")  # launchers whose ranks this program starts itself
 
 
-def connect(names: Sequence[str], asked: Asked, stack: ExitStack) -> list[Connection]:
+def connect(names: Sequence[str], asked: LaunchRequest, stack: ExitStack) -> list[Connection]:
     """A supervisor on each host. Raises ConfigError, and TransportError."""
     found = []
     for name in names:
@@ -43,7 +43,7 @@ def connect(names: Sequence[str], asked: Asked, stack: ExitStack) -> list[Connec
     return found
 
 
-def start_ranks(job: Job, asked: Asked) -> None:
+def start_ranks(job: Job, asked: LaunchRequest) -> None:
     """Start the aggregators of the job and all ranks. Raises OmniReduceError; InterruptedLaunchError."""
     hosts = asked.hosts or [Host(HERE, asked.ranks)]
     slots = place(hosts, asked.ranks)
@@ -61,18 +61,18 @@ def start_ranks(job: Job, asked: Asked) -> None:
         job.start(slot.rank, connection, plan.rank(slot, asked.ranks, connection, first.port))
 
 
-def names_of_hosts(asked: Asked) -> list[str]:
+def names_of_hosts(asked: LaunchRequest) -> list[str]:
     """The hosts on which ranks will be, in order."""
     hosts = asked.hosts or [Host(HERE, asked.ranks)]
     return list(dict.fromkeys(slot.host for slot in place(hosts, asked.ranks)))
 
 
-def prefixed(asked: Asked, sinks: dict[int, Sink]) -> Prefixed:
+def prefixed(asked: LaunchRequest, sinks: dict[int, Sink]) -> Prefixed:
     """Where lines of ranks go. Raises ConfigError."""
     return Prefixed(sinks, timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks)
 
 
-def launch(asked: Asked, begin: Callable[[Job, Asked], None] = start_ranks) -> int:
+def launch(asked: LaunchRequest, begin: Callable[[Job, LaunchRequest], None] = start_ranks) -> int:
     """Run a command as all ranks, and return the exit status: 0, that of the first rank that failed, or 128 + the
     signal that ended it or this process. Output goes to this process's own. Raises OmniReduceError."""
     names = names_of_hosts(asked) if asked.launcher in STARTED_BY_US else [HERE]
@@ -104,11 +104,11 @@ def launch_for_result(program: str, np: int, config: Config, given: object, **mo
     _check_processors(np)
     jobs = list[Job]()
 
-    def begin(job: Job, asked: Asked) -> None:
+    def begin(job: Job, asked: LaunchRequest) -> None:
         jobs.append(job)
         start_ranks(job, asked)
 
-    asked = Asked(
+    asked = LaunchRequest(
         words=[sys.executable, "-c", program, TREE], ranks=np, config=config, environ=dict(os.environ),
         given=msgspec.json.encode(given), prefixed=False, **more,
     )  # fmt: skip

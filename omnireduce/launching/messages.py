@@ -69,7 +69,7 @@ class Started(Struct, frozen=True, tag="started"):
     pid: _Pid
 
 
-class Failed(Struct, frozen=True, tag="failed"):
+class RankFailed(Struct, frozen=True, tag="failed"):
     """A process could not be started."""
 
     number: _Number
@@ -95,7 +95,7 @@ class Ended(Struct, frozen=True, tag="ended"):
 
 
 Order = Start | Signal
-News = Greeting | Started | Failed | Output | Ended
+News = Greeting | Started | RankFailed | Output | Ended
 _encoder = msgspec.msgpack.Encoder()
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_news = msgspec.msgpack.Decoder(News).decode

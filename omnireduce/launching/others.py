@@ -23,7 +23,7 @@ from omnireduce.launching.host_lists import Host, names_in
 from omnireduce.launching.hosts import is_here
 from omnireduce.launching.job import Job
 from omnireduce.launching.messages import CHUNK
-from omnireduce.launching.plan import Asked, Plan
+from omnireduce.launching.plan import LaunchRequest, Plan
 
 INSIDE = program_of("omnireduce.launching.inside", "1")
 OTHERS = ("mpirun", "srun", "torchrun")
@@ -38,7 +38,7 @@ def wrapped(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-c", INSIDE, TREE, *words]
 
 
-def words_of(asked: Asked, environ: Mapping[str, str], job: Job) -> list[str]:
+def words_of(asked: LaunchRequest, environ: Mapping[str, str], job: Job) -> list[str]:
     """The command line of the other launcher. Raises ConfigError where it is missing, or cannot do what is asked;
     InterruptedLaunchError."""
     if shutil.which(asked.launcher, path=environ.get("PATH")) is None:
@@ -49,7 +49,7 @@ def words_of(asked: Asked, environ: Mapping[str, str], job: Job) -> list[str]:
     return _srun(asked) if asked.launcher == "srun" else _torchrun(asked)
 
 
-def _mpirun(asked: Asked, environ: Mapping[str, str], *, is_open_mpi: bool) -> list[str]:
+def _mpirun(asked: LaunchRequest, environ: Mapping[str, str], *, is_open_mpi: bool) -> list[str]:
     words = ["mpirun", "-n", str(asked.ranks)]
     if is_open_mpi:
         if asked.hosts:
@@ -61,14 +61,14 @@ def _mpirun(asked: Asked, environ: Mapping[str, str], *, is_open_mpi: bool) -> l
     return [*words, *asked.mpi_args, *wrapped(asked.words)]
 
 
-def _srun(asked: Asked) -> list[str]:
+def _srun(asked: LaunchRequest) -> list[str]:
     words = ["srun", f"--ntasks={asked.ranks}", "--export=ALL"]
     if asked.hosts:
         words += [f"--nodelist={','.join(host.name for host in asked.hosts)}", f"--nodes={len(asked.hosts)}"]
     return [*words, *asked.mpi_args, *wrapped(asked.words)]
 
 
-def _torchrun(asked: Asked) -> list[str]:
+def _torchrun(asked: LaunchRequest) -> list[str]:
     if len(asked.hosts) > 1:
         raise ConfigError(
             "--launcher torchrun starts ranks on one host only: run torchrun --nnodes on each host, or use "
@@ -112,7 +112,7 @@ def _listed(hosts: Sequence[Host]) -> str:
     return ",".join(map(str, hosts))
 
 
-def hosts_of(asked: Asked, environ: Mapping[str, str]) -> list[str]:
+def hosts_of(asked: LaunchRequest, environ: Mapping[str, str]) -> list[str]:
     """The hosts on which ranks will be, as far as anybody says it; this one first, where aggregators would be."""
     if asked.hosts:
         return ["localhost", *(host.name for host in asked.hosts if not is_here(host.name))]
@@ -120,7 +120,7 @@ def hosts_of(asked: Asked, environ: Mapping[str, str]) -> list[str]:
     return ["localhost", *(name for name in others if not is_here(name))]
 
 
-def start_other(job: Job, asked: Asked) -> None:
+def start_other(job: Job, asked: LaunchRequest) -> None:
     """Start the aggregators of the job and the other launcher. Raises OmniReduceError; InterruptedLaunchError."""
     if asked.output_folder is not None:
         raise ConfigError(f"--output-filename with --launcher {asked.launcher}: use its own option, by --mpi-args")

@@ -49,7 +49,7 @@ _AGGREGATOR = program_of("omnireduce.__main__", name="omnireduce")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class LaunchRequest:
     """What the user wants. `aggregators`: a number of shards, EMBEDDED, or None for what the configuration says or what
     the hosts want. `environ` is that of the ranks, before each one's own variables."""
 
@@ -78,7 +78,7 @@ class Asked:
     cooldown_s: tuple[float, float] = (60.0, 3600.0)
 
 
-def shards_to_start(asked: Asked, hosts: int) -> int:
+def shards_to_start(asked: LaunchRequest, hosts: int) -> int:
     """How many shards this job starts for itself; 0: rank 0 starts one, or the configuration names others, which the
     flag overrides. Raises ConfigError for what does not fit together."""
     configured, wanted = bool(asked.config.cluster.aggregators), asked.aggregators
@@ -170,7 +170,7 @@ class Plan:
     """The processes of one launch. `is_wide`: other hosts than those of `names` may come. `address`: where they
     reach the first one."""
 
-    def __init__(self, asked: Asked, names: Sequence[str], *, is_wide: bool = False) -> None:
+    def __init__(self, asked: LaunchRequest, names: Sequence[str], *, is_wide: bool = False) -> None:
         self.asked, self.job, self._names, self._is_wide = asked, draw_job(), names, is_wide
         self.shards = shards_to_start(asked, len(names))
         self.address = ""  # `serve` finds it

@@ -33,11 +33,11 @@ from omnireduce.launching.messages import (
     STDERR,
     STDOUT,
     Ended,
-    Failed,
     Frames,
     Greeting,
     News,
     Output,
+    RankFailed,
     Start,
     Started,
     decode_order,
@@ -200,7 +200,7 @@ class Supervisor:
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             what = getattr(error, "filename", None) or order.words[0]
             reason = f"{os.fsdecode(what)}: {getattr(error, 'strerror', None) or error}"
-            self._tell(Failed(order.number, reason.encode(errors="replace").decode()[:MOST_SAID]))
+            self._tell(RankFailed(order.number, reason.encode(errors="replace").decode()[:MOST_SAID]))
             return
         self._processes[order.number] = process
         self._tell(Started(order.number, process.pid))

@@ -19,7 +19,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.planning.load import Load
 from omnireduce.protocol.hosts import CHUNK_BYTES
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.wire.blocks import HEADER_BYTES
 
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought
@@ -68,7 +68,7 @@ class Messages(NamedTuple):
     """Messages are as long as `lengths` says, and a sender scans up to `span` blocks for one. A sender is at most
     `slots` messages ahead of a shard."""
 
-    lengths: Lengths = Lengths.up_to(1 << 20)
+    lengths: MessageSizing = MessageSizing.up_to(1 << 20)
     slots: int = 3
     span: int = 1 << 14
 

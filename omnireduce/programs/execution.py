@@ -13,7 +13,7 @@ from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, R
 from omnireduce.programs.expressions import Constant, Expression, Input
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, compute
+from omnireduce.programs.placement import RankPlacement, compute
 from omnireduce.programs.ranks import Ranks, Rooms
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
@@ -27,7 +27,7 @@ class Execution:
     in another group, of the sender's group and the receiver's; `rooms`: arrays of earlier runs."""
 
     def __init__(
-        self, pipeline: Pipeline, seat: Seat, ranks: Ranks, group: int, pair: Callable[[int, int], Communicator],
+        self, pipeline: Pipeline, seat: RankPlacement, ranks: Ranks, group: int, pair: Callable[[int, int], Communicator],
         *, rooms: Rooms,
     ) -> None:  # fmt: skip
         self.pipeline, self.seat, self.ranks, self.group = pipeline, seat, ranks, group

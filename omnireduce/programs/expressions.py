@@ -19,7 +19,7 @@ import numpy as np
 from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.layouts import Layout
-from omnireduce.programs.places import Place, place_of_user, wrong
+from omnireduce.programs.source_lines import SourceLine, line_of_user, wrong
 
 DType = np.dtype[Any]
 
@@ -65,16 +65,16 @@ class Expression(ABC):
 
     operands: tuple[Expression, ...]
     type: Type
-    place: Place
+    place: SourceLine
     is_under_way = False  # sent, and not yet received
     takes_what_is_under_way = False
     precedence = 9  # how tightly its text holds together
     __array_ufunc__ = None  # numbers of NumPy leave operators to this class
 
     def __init__(self, *operands: Expression) -> None:
-        self._form(operands, place_of_user())
+        self._form(operands, line_of_user())
 
-    def _form(self, operands: Sequence[Expression], place: Place) -> None:
+    def _form(self, operands: Sequence[Expression], place: SourceLine) -> None:
         self.__dict__.update(operands=tuple(operands), place=place)
         if not self.takes_what_is_under_way and any(each.is_under_way for each in operands):
             raise self.refuse("an operand is under way between two groups: Recv it first")
@@ -90,7 +90,7 @@ class Expression(ABC):
     def derive(self) -> Type:
         """The type, from those of the operands. Raises UsageError where they do not go together."""
 
-    def with_operands(self, operands: Sequence[Expression], place: Place | None = None) -> Self:
+    def with_operands(self, operands: Sequence[Expression], place: SourceLine | None = None) -> Self:
         """The same operation on other operands. Raises UsageError where these do not go together."""
         if place is None and all(one is other for one, other in zip(operands, self.operands, strict=True)):
             return self
@@ -114,7 +114,7 @@ class Expression(ABC):
         return wrong(self.place, f"{what}: {message}")
 
     def __bool__(self) -> bool:
-        raise wrong(place_of_user(), "a value is not known while a program is written: use Ite(condition, a, b)")
+        raise wrong(line_of_user(), "a value is not known while a program is written: use Ite(condition, a, b)")
 
     def __add__(self, other: Expression | Number) -> Expression:
         return _arithmetic("+", self, other)
@@ -301,7 +301,7 @@ def as_expression(value: object, like: DType | None = None) -> Expression:
     if like is not None and isinstance(value, int | float):
         return Constant(value, like)
     expected = "an expression" if like is None else "an expression or a number"
-    raise wrong(place_of_user(), f"got {value!r}, {a_type(value)}; expected {expected}")
+    raise wrong(line_of_user(), f"got {value!r}, {a_type(value)}; expected {expected}")
 
 
 def number_array(value: Number | np.generic, dtype: DType) -> Array:
@@ -335,13 +335,13 @@ def common_group(expression: Expression) -> int | None:
 def check_dtype(dtype: object) -> DType:
     """`dtype` itself. Raises UsageError for what is no element type of the service."""
     if not isinstance(dtype, np.dtype) or dtype not in DTYPES:
-        raise wrong(place_of_user(), f"type {dtype!r}: expected one such as Float32, Float16 or Int32")
+        raise wrong(line_of_user(), f"type {dtype!r}: expected one such as Float32, Float16 or Int32")
     return dtype
 
 
 def _check_name(name: object) -> str:
     if not isinstance(name, str) or not name.isidentifier() or len(name) > 40:
-        raise wrong(place_of_user(), f"name {name!r}: expected a word of letters, digits and _, at most 40 long")
+        raise wrong(line_of_user(), f"name {name!r}: expected a word of letters, digits and _, at most 40 long")
     if (read := unicodedata.normalize("NFKC", name)) != name:
-        raise wrong(place_of_user(), f"name {name!r}: Python reads it as {read!r}; expected that")
+        raise wrong(line_of_user(), f"name {name!r}: Python reads it as {read!r}; expected that")
     return name

@@ -18,7 +18,7 @@ from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, R
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, is_half
 from omnireduce.programs.operations import Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
+from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
 
 PerRank = list[Array]
 MOST_RANKS = 4096  # their arrays are all in this process
@@ -37,7 +37,8 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
     check_names(values, pipeline.known_values, pipeline.name)
     given = [{each: _of_rank(values, each, rank, ranks, pipeline) for each in values} for rank in range(ranks)]
     seats = [
-        Seat(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank])) for rank in range(ranks)
+        RankPlacement(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank]))
+        for rank in range(ranks)
     ]
     found: dict[Expression, PerRank] = {}
     for node in pipeline.nodes:
@@ -62,7 +63,7 @@ def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeli
     return value
 
 
-def _evaluate(node: Expression, operands: Sequence[PerRank], seats: Sequence[Seat]) -> PerRank:
+def _evaluate(node: Expression, operands: Sequence[PerRank], seats: Sequence[RankPlacement]) -> PerRank:
     """The value of `node` on each rank."""
     ranks = len(seats)
     if isinstance(node, Constant):

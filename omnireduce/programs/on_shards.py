@@ -25,7 +25,7 @@ from omnireduce.programs.lowering import Lowered, lowered
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.phases import Phase
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, check_names, compute, input_value, sizes_in
+from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
 from omnireduce.runtime.member.alike import check_alike, together
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
@@ -89,7 +89,7 @@ class OnShards:
         """This rank's arrays. Raises UsageError."""
         pipeline, sizes = self._pipeline, sizes_in(self._pipeline.nodes)
         check_names(values, [each.name for each in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
-        seat = self._seat = Seat(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
+        seat = self._seat = RankPlacement(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
         arrays = {each: input_value(each, values, seat) for each in self._tensors}
         self._results = self._arrays_of_result(arrays)
         self._shape = seat.shape(self._lowered.reduced.type.shape)

@@ -16,8 +16,8 @@ from omnireduce.programs.expressions import Constant, Expression, Input, Tensor,
 from omnireduce.programs.graph import in_order, users_of
 from omnireduce.programs.operations import Update
 from omnireduce.programs.placement import sizes_in
-from omnireduce.programs.places import names_of_user, place_of_user, wrong
 from omnireduce.programs.pointwise import Pointwise
+from omnireduce.programs.source_lines import line_of_user, names_of_user, wrong
 from omnireduce.programs.stages import Compound, Stage, in_stages
 from omnireduce.programs.text import program_text
 
@@ -58,10 +58,10 @@ class Pipeline:
         self.name = name
         self._handles: dict[Expression, Expression] = {}
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-            raise wrong(place_of_user(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
+            raise wrong(line_of_user(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
         for what, values, example in (("inputs", inputs, "[g, w, lr]"), ("outputs", outputs, "[w1]")):
             if not isinstance(values, list | tuple):
-                raise wrong(place_of_user(), f"{what} is {values!r}: expected a list, such as {example}")
+                raise wrong(line_of_user(), f"{what} is {values!r}: expected a list, such as {example}")
         _check_outputs(outputs)
         _check_inputs(name, inputs, outputs)
         written = names_of_user()
@@ -268,10 +268,10 @@ class Pipeline:
 def _check_outputs(outputs: Sequence[Expression]) -> None:
     """Raises UsageError unless these are what stages compute, and no tensor would get two values."""
     if not outputs:
-        raise wrong(place_of_user(), "no outputs: expected what a run returns, such as [w1]")
+        raise wrong(line_of_user(), "no outputs: expected what a run returns, such as [w1]")
     for each in outputs:
         if not isinstance(each, Expression):
-            raise wrong(place_of_user(), f"{each!r} is {a_type(each)}; expected expressions as outputs")
+            raise wrong(line_of_user(), f"{each!r} is {a_type(each)}; expected expressions as outputs")
         if each.is_under_way or isinstance(each, Input | Constant):
             raise wrong(each.place, f"an output is {short(each)}: expected what a stage computes")
     updated: dict[Tensor, Update] = {}
@@ -282,7 +282,7 @@ def _check_outputs(outputs: Sequence[Expression]) -> None:
 
 def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
     """Raises UsageError unless these are all that the outputs need, and each has a name of its own."""
-    place, nodes = place_of_user(), in_order(outputs)
+    place, nodes = line_of_user(), in_order(outputs)
     for each in inputs:
         if not isinstance(each, Input):
             raise wrong(place, f"an input is {each!r}: expected Tensors and Variables")

@@ -17,7 +17,7 @@ from omnireduce.programs.pointwise import Pointwise
 Sizes = Mapping[Variable, int]
 
 
-class Seat(NamedTuple):
+class RankPlacement(NamedTuple):
     """One rank of `ranks` in its group, and the sizes of this run."""
 
     rank: int
@@ -65,7 +65,7 @@ def axis_to_cut(operand: Type, result: Type) -> int | None:
     return axis if operand.shape[axis] == result.shape[result.layout.axis(len(result.shape))] else None
 
 
-def compute(node: Expression, arrays: Sequence[Array], seat: Seat) -> Array:
+def compute(node: Expression, arrays: Sequence[Array], seat: RankPlacement) -> Array:
     """This rank's part of the result of a Pointwise or MatMul, from its parts of the operands."""
     if isinstance(node, MatMul):
         return node.compute(arrays)
@@ -124,7 +124,7 @@ def size_value(value: object, name: str) -> int:
     return int(value)
 
 
-def input_value(each: Input, values: Mapping[str, Any], seat: Seat) -> Array:
+def input_value(each: Input, values: Mapping[str, Any], seat: RankPlacement) -> Array:
     """A rank's value for an input, as an array. A size that is used as a number need not be given. Raises UsageError
     for a value that is missing or does not fit."""
     name = each.name

@@ -29,7 +29,7 @@ from omnireduce.programs.expressions import (
     short,
 )
 from omnireduce.programs.layouts import POINTWISE, Layout, folded
-from omnireduce.programs.places import place_of_user, wrong
+from omnireduce.programs.source_lines import line_of_user, wrong
 
 COMPARISONS: dict[str, Callable[..., Any]] = {
     ">": np.greater,
@@ -144,7 +144,7 @@ class Ite(Pointwise):
 
     def __init__(self, condition: Expression, one: Expression | Number, other: Expression | Number) -> None:
         if not isinstance(one, Expression) and not isinstance(other, Expression):
-            raise wrong(place_of_user(), f"{one!r} or {other!r}: expected an expression as one of them, for the type")
+            raise wrong(line_of_user(), f"{one!r} or {other!r}: expected an expression as one of them, for the type")
         super().__init__(as_expression(condition), *_with_numbers(one, other))
 
     def result_dtype(self) -> DType:

@@ -67,7 +67,7 @@ Rooms = dict[Expression, Array]
 not there yet: so the next run uses them again."""
 
 
-class Meeting:
+class JobResources:
     """What the programs of a job make once: communicators of the groups of ranks into which they divide it, and rooms.
 
     Group g of `groups` has the ranks from `g * size` on. Two ranks that send have a communicator of their own, in which
@@ -124,7 +124,7 @@ def _name_of_pair(groups: int, source: int, target: int, at: int) -> str:
 class Waiting(NamedTuple):
     """The ranks that wait, or will wait, for this rank of `comm` when it runs a program for several groups."""
 
-    meeting: Meeting
+    meeting: JobResources
     comm: Communicator
     pipeline: Pipeline
 
@@ -142,14 +142,14 @@ class Waiting(NamedTuple):
                 self.comm.refuse_group(error, name=name, size=2)
 
 
-_meetings: weakref.WeakKeyDictionary[Communicator, Meeting] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[Communicator, JobResources] = weakref.WeakKeyDictionary()
 
 
-def meeting_of(comm: Communicator) -> Meeting:
+def meeting_of(comm: Communicator) -> JobResources:
     """The one of this communicator."""
     found = _meetings.get(comm)
     if found is None or not found.is_for(comm):
-        found = _meetings[comm] = Meeting(comm)
+        found = _meetings[comm] = JobResources(comm)
     return found
 
 

@@ -19,7 +19,7 @@ from omnireduce.programs.operations import Update
 from omnireduce.programs.overlapped import run_overlapped
 from omnireduce.programs.passes import run_fused
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, bound_sizes, check_names, input_value, sizes_in
+from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, input_value, sizes_in
 from omnireduce.programs.ranks import Ranks, Waiting, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
 from omnireduce.runtime.member.alike import Comparison
@@ -73,7 +73,7 @@ def _begun(
     inputs = [each for each in pipeline.inputs if each.type.group in (None, group)]
     check_names(values, pipeline.known_values, pipeline.name)
     here = [each for each in pipeline.nodes if each.type.group in (None, group) or _is_sent_to(each, group)]
-    seat, meeting = Seat(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
+    seat, meeting = RankPlacement(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
 
     def pair(source: int, target: int) -> Communicator:
         return meeting.pair(comm, pipeline.groups, source, target)

@@ -16,21 +16,21 @@ from omnireduce.protocol.broken_rules import BrokenRuleError
 from omnireduce.protocol.coding import coding_of
 from omnireduce.protocol.differences import Begun, MismatchError, check_refusals
 from omnireduce.protocol.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
-from omnireduce.protocol.gathering import THROUGH
-from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.hosts import Sharding
 from omnireduce.protocol.inbox import Inbox
-from omnireduce.protocol.lengths import Lengths
-from omnireduce.protocol.quiet import BUSY, STOOD_STILL, Quiet
+from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.pending_job import THROUGH
 from omnireduce.protocol.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.result_slots import ResultSlots
 from omnireduce.protocol.senders import Senders
 from omnireduce.protocol.shard_states import ShardStates
+from omnireduce.protocol.stall_detector import BUSY, STOOD_STILL, StallDetector
 from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
 from omnireduce.wire.words import listed, shown
 
 BUDGET = Budget()
-ONE_SHARD = Dealing()
+ONE_SHARD = Sharding()
 WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
@@ -55,7 +55,7 @@ class AggregatorMachine:
 
     def __init__(
         self, members: Sequence[str], arena: Array, results: Array,
-        *, lengths: Lengths | None = None, shard: int = 0, dealing: Dealing = ONE_SHARD, delegates: Sequence[int] = (),
+        *, lengths: MessageSizing | None = None, shard: int = 0, dealing: Sharding = ONE_SHARD, delegates: Sequence[int] = (),
         readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
         budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
         divisor: int | None = None, codecs: Codecs = BUILT_IN, states: ShardStates | None = None,
@@ -63,7 +63,7 @@ class AggregatorMachine:
         self._ranks, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
         self._gone = set[int]()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
-        lengths = lengths or Lengths(results.shape[1], results.shape[1])
+        lengths = lengths or MessageSizing(results.shape[1], results.shape[1])
         shape = self._slot_count, min(results.shape[1], room_for(lengths.longest))
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._slots = ResultSlots(self._slot_count)
@@ -83,7 +83,7 @@ class AggregatorMachine:
         self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
         self._extra = b""  # what stands behind the next result
         self._awaited: Collection[object] = ()  # results that come from elsewhere
-        self._quiet, self.account, self._codecs = Quiet(warn_after_s), Account(self._numbers), codecs
+        self._stalls, self.account, self._codecs = StallDetector(warn_after_s), Account(self._numbers), codecs
         self._encodes_as = SUM  # what codecs draw for it, nobody else draws
         self.ended: End | None = None
 
@@ -97,7 +97,7 @@ class AggregatorMachine:
         """When `timer` must be called, if nothing happens before."""
         if self.idle or self.ended is not None:
             return None
-        return self._quiet.deadline
+        return self._stalls.deadline
 
     def waiting(self, now: float) -> Wait | None:
         """Whom the collective under way waits for; None when no collective is under way."""
@@ -118,7 +118,7 @@ class AggregatorMachine:
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
         numbers = [self._numbers[rank] for rank in ranks]
-        return Wait(what, numbers, len(ranks), self.named(ranks) or BUSY, now - self._quiet.since)
+        return Wait(what, numbers, len(ranks), self.named(ranks) or BUSY, now - self._stalls.since)
 
     @property
     def slots_in_use(self) -> tuple[int, int]:
@@ -138,7 +138,7 @@ class AggregatorMachine:
         """A block message arrived in receive slot `slot` of `rank`."""
         row = rank * self._slot_count + slot
         if self._current is None and self._senders.delegates and self.idle:
-            self._quiet.begin(now)  # no result was awaited before
+            self._stalls.begin(now)  # no result was awaited before
         try:
             self._ranks[rank].messages.append((row, read_header(self._arena[row], nbytes)))
         except ProtocolError as error:
@@ -167,7 +167,7 @@ class AggregatorMachine:
             yield from self._violation(rank, error)
             return
         wait = self.waiting(now)
-        if wait is not None and self._quiet.may_warn(wait.seconds, now):
+        if wait is not None and self._stalls.may_warn(wait.seconds, now):
             yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
 
     def heard(self, rank: int, now: float) -> None:
@@ -186,7 +186,7 @@ class AggregatorMachine:
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed. If no result left for long, tell all ranks whom they wait for, or waited for in vain."""
         wait = None if self.idle else self.waiting(now)
-        if wait is not None and self._quiet.is_due(now):
+        if wait is not None and self._stalls.is_due(now):
             yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 
@@ -205,8 +205,8 @@ class AggregatorMachine:
     def advance(self, now: float) -> Iterator[Effect]:
         """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
         if self._current is None and not (self._senders.delegates or self._awaited):
-            self._quiet.begin(now)
-        elif (still_s := self._quiet.turn(now)) and not self.idle and (wait := self.waiting(now)):
+            self._stalls.begin(now)
+        elif (still_s := self._stalls.turn(now)) and not self.idle and (wait := self.waiting(now)):
             yield Warn(f"this shard stood still for {still_s:.1f} s during {wait.what}: was it stopped?", still_s)
             yield from self._tell_all(Waiting(wait.what, STOOD_STILL, still_s))
         self.spent, self.more, moved = 0, False, True
@@ -233,7 +233,7 @@ class AggregatorMachine:
             moved |= yield from self._return_used(self._current)
             if self._current is not None and self._worth_sending(self._current, moved):
                 moved = True
-                self._quiet.begin(now)
+                self._stalls.begin(now)
                 yield self._emit(self._current)
 
     def _take_messages(self, now: float) -> bool:

@@ -12,8 +12,8 @@ from omnireduce.kernels.codecs.base import PIECE_ELEMENTS, Codec
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 from omnireduce.protocol.coding import FLOAT_BYTES, Coder
-from omnireduce.protocol.lengths import Lengths
-from omnireduce.protocol.shard_states import Running
+from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.shard_states import ProgramRun
 from omnireduce.wire.blocks import HEADER_BYTES, capacity
 
 BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
@@ -56,7 +56,7 @@ class Combiner:
 
     def __init__(
         self, senders: int, slots: Array, results: Array,
-        *, divisor: int, lengths: Lengths, most_blocks: int, piece_bytes: int,
+        *, divisor: int, lengths: MessageSizing, most_blocks: int, piece_bytes: int,
     ) -> None:  # fmt: skip
         self._divisor = divisor
         self._senders, self._slots, self._results = senders, slots, results
@@ -71,7 +71,7 @@ class Combiner:
         return self._scratch.nbytes + self._plain.nbytes
 
     def begin(
-        self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0, running: Running | None = None
+        self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0, running: ProgramRun | None = None
     ) -> Format:
         """Make ready for a collective whose blocks travel as `codec` says; return how they lie. `key`: of what it draws
         for sums. `running`: the program that works on sums. Raises CodecError."""

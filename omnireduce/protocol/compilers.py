@@ -12,9 +12,9 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from omnireduce.config.security import Terms
-from omnireduce.protocol.gathering import Gathering, Place
 from omnireduce.protocol.hello_checks import difference, taken
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.pending_job import JobKey, PendingJob
 from omnireduce.status import LISTED
 from omnireduce.wire.control import Hello
 
@@ -23,7 +23,7 @@ TOO_LONG = f"the kernels were not ready after {COMPILING_S:g} s"
 
 
 class _Compiler(NamedTuple):
-    place: Place
+    place: JobKey
     rank: int
     until: float
 
@@ -35,7 +35,7 @@ class Compilers:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._all: dict[Hashable, _Compiler] = {}  # by connection, the oldest first
-        self._waited_for: dict[Place, dict[int, Hashable]] = {}  # of each rank the last connection, the oldest first
+        self._waited_for: dict[JobKey, dict[int, Hashable]] = {}  # of each rank the last connection, the oldest first
         self._of_team = Counter[str]()
 
     @property
@@ -52,11 +52,11 @@ class Compilers:
         """The connections of those whose time is over."""
         return [key for key, _ in takewhile(lambda item: item[1].until <= now, self._all.items())]
 
-    def objection(self, hello: Hello, terms: Terms, here: Gathering | None) -> str:
+    def objection(self, hello: Hello, terms: Terms, here: PendingJob | None) -> str:
         """Why nobody is to wait for the worker of `hello`; empty if the others are to wait. `here`: those that wait
         already."""
         wrong = ""
-        if here is not None and here.place == Place.of(hello) and not hello.smallest:
+        if here is not None and here.place == JobKey.of(hello) and not hello.smallest:
             wrong = taken(hello) if hello.rank in here.attendees else difference(here.spec, hello)
         team = self._of_team[hello.team]
         if not wrong and len(self._all) >= self._limits.max_ranks:
@@ -68,14 +68,14 @@ class Compilers:
 
     def add(self, key: Hashable, hello: Hello, now: float) -> None:
         """A worker compiles its kernels."""
-        place = Place.of(hello)
+        place = JobKey.of(hello)
         self._all[key] = _Compiler(place, hello.rank, now + COMPILING_S)
         self._of_team[hello.team] += 1
         ranks = self._waited_for.setdefault(place, {})
         ranks.pop(hello.rank, None)
         ranks[hello.rank] = key
 
-    def remove(self, key: Hashable) -> Place | None:
+    def remove(self, key: Hashable) -> JobKey | None:
         """A connection is over. Return where its rank was going to join; None if it was none of these."""
         known = self._all.pop(key, None)
         if known is None:
@@ -89,19 +89,19 @@ class Compilers:
 
     def came(self, hello: Hello) -> None:
         """The worker of `hello` is here: it compiles no more."""
-        if hello.rank in self._waited_for.get(Place.of(hello), {}):
-            self._forget(Place.of(hello), hello.rank)
+        if hello.rank in self._waited_for.get(JobKey.of(hello), {}):
+            self._forget(JobKey.of(hello), hello.rank)
 
-    def _forget(self, place: Place, rank: int) -> None:
+    def _forget(self, place: JobKey, rank: int) -> None:
         del self._waited_for[place][rank]
         if not self._waited_for[place]:
             del self._waited_for[place]
 
-    def until(self, place: Place) -> float:
+    def until(self, place: JobKey) -> float:
         """When the ranks that gather there have waited long enough for them."""
         last = next(reversed(self._waited_for.get(place, {}).values()), None)
         return 0.0 if last is None else self._all[last].until
 
-    def ranks(self, place: Place) -> list[int]:
+    def ranks(self, place: JobKey) -> list[int]:
         """The first of them, in order."""
         return sorted(self._waited_for.get(place, ()))[:LISTED]

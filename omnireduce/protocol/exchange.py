@@ -49,10 +49,10 @@ from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.host_account import Counts, HostAccount
 from omnireduce.protocol.host_delays import late_ranks, owed_ranks
 from omnireduce.protocol.host_faults import HostError, ShortageError, check_begun, encoded_at
-from omnireduce.protocol.host_legs import Leg, legs_of
+from omnireduce.protocol.host_legs import Pass, legs_of
 from omnireduce.protocol.host_preset import Group, preset
 from omnireduce.protocol.host_rows import HostRows
-from omnireduce.protocol.hosts import Neighbours
+from omnireduce.protocol.hosts import LocalRanks
 from omnireduce.protocol.operands import RowBlocks, TensorBlocks
 from omnireduce.protocol.rows import RowSum
 from omnireduce.status import LISTED
@@ -88,13 +88,13 @@ class HostExchange:
         names: Sequence[str],
         slots: int,
         slot_bytes: int,
-        neighbours: Neighbours | None = None,
+        neighbours: LocalRanks | None = None,
         *,
         steps: int = STEPS,
         looks: int = LOOKS,
     ) -> None:
         ranks = len(regions)
-        self.neighbours = neighbours or Neighbours(tuple(range(ranks)))
+        self.neighbours = neighbours or LocalRanks(tuple(range(ranks)))
         self._has_others = self.neighbours.hosts > 1
         self._steps, self._looks = steps, looks
         self.names, self.me, self._ranks = names, me, ranks
@@ -111,7 +111,7 @@ class HostExchange:
         self._rows = HostRows(names)
         self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
-        self._queue: deque[Leg] = deque()
+        self._queue: deque[Pass] = deque()
         self._begun, self._chunks = 0, 0  # legs, and chunks of those before the current one
         self._taken = 0  # steps in the current leg
         self._is_prepared = False  # the state is that of the first leg of the queue
@@ -209,7 +209,7 @@ class HostExchange:
             room.make_room(self._state, blocks)
         return did
 
-    def _prepare(self, leg: Leg) -> None:
+    def _prepare(self, leg: Pass) -> None:
         """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
         collective, blocks = leg.collective, leg.blocks
         known = self._preset(collective.descriptor, collective.operand.layout, leg.form)
@@ -282,7 +282,7 @@ class HostExchange:
         if not self._state[0]["may_begin"] and blocks == leg.collective.operand.layout.blocks:
             self._share(leg)
 
-    def _share(self, leg: Leg) -> None:
+    def _share(self, leg: Pass) -> None:
         """Everything that the shards owe this rank has come: begin to hand it over."""
         assert isinstance(leg.collective.host_sum, RowSum)
         try:

@@ -8,36 +8,36 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.protocol.collective import Collective
-from omnireduce.protocol.host_preset import Form
+from omnireduce.protocol.host_preset import PassKind
 from omnireduce.protocol.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.protocol.rows import RowSum
 
 _NO_NOTES = np.zeros(0, np.uint8)
 
 
-class Leg(NamedTuple):
+class Pass(NamedTuple):
     """One pass of `blocks` through memory. `notes`: for a sum, what is known of each block, as in `HostSum`. `owed`:
     the ranks, counted within the host, that have to wait for a shard before they begin."""
 
     collective: Collective
     blocks: TensorBlocks | RowBlocks
-    form: Form
+    form: PassKind
     notes: Array = _NO_NOTES
     owed: frozenset[int] = frozenset()
 
 
-def legs_of(collective: Collective, ranks: int, hosts: int) -> list[Leg]:
+def legs_of(collective: Collective, ranks: int, hosts: int) -> list[Pass]:
     """The legs of a collective among the `ranks` of one host, in a job on so many `hosts`."""
     blocks, host_sum = collective.operand.blocks, collective.host_sum
     if isinstance(host_sum, RowSum):
         layout, nothing_yet = host_sum.layout, host_sum.returned()
         owed = frozenset(shard % ranks for shard in range(layout.shards) if layout.takes_part(shard))
         return [
-            Leg(collective, host_sum.blocks, "sums of rows"),
-            Leg(collective, nothing_yet, "returned rows", owed=owed),
+            Pass(collective, host_sum.blocks, "sums of rows"),
+            Pass(collective, nothing_yet, "returned rows", owed=owed),
         ]
     if host_sum is not None:
-        return [Leg(collective, blocks, "sum", host_sum.notes)]
+        return [Pass(collective, blocks, "sum", host_sum.notes)]
     if hosts > 1:
-        return [Leg(collective, AGREEMENT, "agreement")]
-    return [Leg(collective, blocks, "rows" if isinstance(blocks, RowBlocks) else "tensor")]
+        return [Pass(collective, AGREEMENT, "agreement")]
+    return [Pass(collective, blocks, "rows" if isinstance(blocks, RowBlocks) else "tensor")]

@@ -26,7 +26,7 @@ _STORAGE_OF = {element.name: storage_of(element) for element in (*ELEMENT_TYPES.
 
 # What goes through memory: a tensor, or one of which hosts send the sum; rows, those of which hosts send sums, or those
 # that shards return; or only which collective it is.
-Form = Literal["tensor", "sum", "rows", "sums of rows", "returned rows", "agreement"]
+PassKind = Literal["tensor", "sum", "rows", "sums of rows", "returned rows", "agreement"]
 
 
 class Group(NamedTuple):
@@ -54,7 +54,7 @@ class Preset(NamedTuple):
     encoded: Array
 
 
-def preset(group: Group, descriptor: Descriptor, layout: Layout, form: Form) -> Preset:
+def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind) -> Preset:
     """The state before a call. `layout` says which shard gets what, where hosts send sums."""
     element, block_bytes, is_sum, has_rows = descriptor.element, descriptor.block_bytes, form == "sum", "rows" in form
     full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)

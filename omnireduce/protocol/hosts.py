@@ -17,7 +17,7 @@ CHUNKS_AT_ONCE = 4  # in so many a small union, or small sum of a host, is cut: 
 CHUNKS_OF_ONE_HOST = 2  # in so many a small tensor, where there is one host: all ranks share each chunk
 
 
-class Neighbours(NamedTuple):
+class LocalRanks(NamedTuple):
     """The ranks of one host, ascending: host number `host` of `hosts`. They share memory. Where no ranks of the job
     share memory, this is one rank alone, and `hosts` is 1."""
 
@@ -36,16 +36,16 @@ class Neighbours(NamedTuple):
         return ascend and rank in ranks and host < hosts <= size and (hosts > 1 or len(ranks) == size)
 
 
-class Member(NamedTuple):
+class JobRank(NamedTuple):
     """A rank as a shard or a relay sees it. `relay`: the key of the relay below through which it comes, or empty.
     `host`: its host, if it shares memory with others."""
 
     rank: int
     relay: bytes
-    host: Neighbours | None
+    host: LocalRanks | None
 
 
-def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
+def delegates_of(members: Sequence[JobRank], shard: int) -> list[int]:
     """The places in `members` of the ranks that send sums to this shard: the first rank of each relay, the delegate of
     each host, and every rank that has neither. They are in the order of the first ranks. Empty if nobody sends sums:
     then every rank sends its own blocks."""
@@ -59,14 +59,14 @@ def delegates_of(members: Sequence[Member], shard: int) -> list[int]:
     return list(found.values()) if several else []
 
 
-def readers_of(members: Sequence[Member]) -> list[int]:
+def readers_of(members: Sequence[JobRank]) -> list[int]:
     """The places in `members` of the ranks that get results when every rank sends for itself: the first rank of each
     relay, and every rank without one."""
     first = dict[bytes, int]()
     return [at for at, member in enumerate(members) if not member.relay or first.setdefault(member.relay, at) == at]
 
 
-def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
+def hosts_of(hellos: Sequence[Hello]) -> list[LocalRanks]:
     """The hosts of a job, in the order of their first ranks; `hellos[r]` is that of rank r. Empty where no two ranks
     share memory: then each rank sends its own blocks."""
     hosts: dict[str, list[int]] = {}
@@ -75,7 +75,7 @@ def hosts_of(hellos: Sequence[Hello]) -> list[Neighbours]:
     sizes = [len(ranks) for ranks in hosts.values()]
     if not 2 <= max(sizes) <= MOST_NEIGHBOURS:
         return []
-    return [Neighbours(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
+    return [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 
 
 def chunk_bytes(nbytes: int, most: int, at_once: int = CHUNKS_AT_ONCE) -> int:
@@ -88,7 +88,7 @@ def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = CHUNKS
     return max(1, min(chunk_bytes(blocks * block_bytes, CHUNK_BYTES, at_once) // block_bytes, room))
 
 
-class Dealing(NamedTuple):
+class Sharding(NamedTuple):
     """The distribution of blocks among `shards` shards: in stripes of `stripe_blocks`, or all to the first one if the
     tensor has no more than `whole_bytes`. If hosts send sums, a stripe of a tensor is a chunk that fits `slot_bytes`;
     else that is 0."""
@@ -99,7 +99,7 @@ class Dealing(NamedTuple):
     slot_bytes: int = 0
 
     @classmethod
-    def among(cls, hosts: int, shards: int, stripe_blocks: int, whole_bytes: int, slot_bytes: int) -> Dealing:
+    def among(cls, hosts: int, shards: int, stripe_blocks: int, whole_bytes: int, slot_bytes: int) -> Sharding:
         """The dealing of a job on so many hosts. With one, or none that shares memory, no host sends sums."""
         return cls(shards, stripe_blocks, whole_bytes, slot_bytes if hosts > 1 else 0)
 
@@ -109,7 +109,7 @@ class Dealing(NamedTuple):
 
 
 @lru_cache(REMEMBERED)
-def _deal(dealing: Dealing, descriptor: Descriptor) -> Layout:
+def _deal(dealing: Sharding, descriptor: Descriptor) -> Layout:
     layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, dealing.stripe_blocks
     if dealing.slot_bytes and descriptor.summed_by_host and not descriptor.has_rows:
         stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(dealing.slot_bytes, block_bytes))

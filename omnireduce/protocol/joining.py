@@ -23,11 +23,11 @@ from msgspec.structs import replace
 from omnireduce.config.schema import URGENT
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.compilers import COMPILING_S
-from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, JoiningEffect, Meet, Notice
 from omnireduce.protocol.effects import Tell, error_of
-from omnireduce.protocol.gathering import worker_name
 from omnireduce.protocol.handshake import UNHEARD, Candidate
-from omnireduce.protocol.hosts import Neighbours
+from omnireduce.protocol.hosts import LocalRanks
+from omnireduce.protocol.join_effects import Connect, HangUp, Joined, JoinEffect, JoinFailed, Meet, Notice
+from omnireduce.protocol.pending_job import worker_name
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
@@ -38,8 +38,8 @@ from omnireduce.wire.control import (
     Leave,
     Newcomers,
     Pending,
+    RankAssignment,
     Refused,
-    Seat,
     Waiting,
     Welcome,
 )
@@ -86,7 +86,7 @@ class Joining:
         self._reason = ""  # why the aggregator in turn could not be reached, or was lost before the Hello
         self._visits: list[_Visit] = []
         self._shards = 0  # how many aggregators to visit so far
-        self._seat: Seat | None = None
+        self._seat: RankAssignment | None = None
         self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
         self._has_joined = self._has_failed = False
@@ -104,13 +104,13 @@ class Joining:
 
     # events
 
-    def start(self, now: float) -> Iterator[JoiningEffect]:
+    def start(self, now: float) -> Iterator[JoinEffect]:
         """Begin."""
         self._join_by, self._failures = now + self._limit_s, Reminders(now)
         self._latest = now + COMPILING_S + self._limit_s  # whatever an aggregator says of ranks that compile
         yield self._attempt(now)
 
-    def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoiningEffect]:
+    def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoinEffect]:
         """There is a connection to this aggregator. `nonce` is fresh. `hint`: what may be wrong if it is lost."""
         if shard != len(self._visits):
             return  # of an attempt that has ended
@@ -122,13 +122,13 @@ class Joining:
         else:
             yield Tell(shard, candidate.greeting)
 
-    def unreachable(self, shard: int, reason: str, now: float) -> Iterator[JoiningEffect]:
+    def unreachable(self, shard: int, reason: str, now: float) -> Iterator[JoinEffect]:
         """No connection to this aggregator could be made. It may still start, or its name may become known later."""
         self._reason = reason
         self._again_at = min(now + RETRY_S, self._by)
         return iter(())
 
-    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
+    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
         """An aggregator said something."""
         if shard >= len(self._visits):
             return  # of an attempt that has ended
@@ -142,7 +142,7 @@ class Joining:
         else:
             yield from self._answered(shard, visit, message, now)
 
-    def lost(self, shard: int, reason: str, now: float, *, for_good: bool = False) -> Iterator[JoiningEffect]:
+    def lost(self, shard: int, reason: str, now: float, *, for_good: bool = False) -> Iterator[JoinEffect]:
         """The connection to this aggregator is over. `for_good`: the next one would end like it."""
         if shard >= len(self._visits):
             return
@@ -156,7 +156,7 @@ class Joining:
             error = TransportError(f"aggregator {address}: {reason} {when}")
             yield from self.failed(error, now, Cause(f"aggregator {address}", reason))
 
-    def timer(self, now: float) -> Iterator[JoiningEffect]:
+    def timer(self, now: float) -> Iterator[JoinEffect]:
         """Time has passed."""
         if self._has_joined or self._has_failed:
             return
@@ -172,7 +172,7 @@ class Joining:
                 self._again_at = None
                 yield Connect(len(self._visits), self._by)
 
-    def failed(self, error: OmniReduceError, now: float, cause: Cause | None = None) -> Iterator[JoiningEffect]:
+    def failed(self, error: OmniReduceError, now: float, cause: Cause | None = None) -> Iterator[JoinEffect]:
         """This attempt has failed: one of the events above says so, or the caller could not do what was asked.
 
         Some aggregators may have begun the job by now, so its other ranks are told why: because of `cause` or, without
@@ -191,7 +191,7 @@ class Joining:
         self._last_error = error
         if self._is_final(error) or now + self._pause_s >= self._join_by:
             self._has_failed = True
-            yield Failed(error)
+            yield JoinFailed(error)
             return
         self._pauses, self._again_at = True, now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -229,7 +229,7 @@ class Joining:
         self._said = {text}
         return is_news
 
-    def _say_hello(self, shard: int, now: float) -> Iterator[JoiningEffect]:
+    def _say_hello(self, shard: int, now: float) -> Iterator[JoinEffect]:
         """Say Hello at once: an aggregator drops a connection without a Hello, and the next one may take long to come
         up."""
         self._reminders, self._reason = Reminders(now), ""
@@ -243,7 +243,7 @@ class Joining:
         if shard + 1 < self._shards:
             yield Connect(shard + 1, self._by)
 
-    def _prove(self, shard: int, candidate: Candidate, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
+    def _prove(self, shard: int, candidate: Candidate, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
         try:
             answer = candidate.told(message)
         except ProtocolError as error:
@@ -255,7 +255,7 @@ class Joining:
             self._visits[shard].candidate = None
             yield from self._say_hello(shard, now)
 
-    def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoiningEffect]:
+    def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
         """One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the
         first shard can say Waiting, or Aborted, to a rank that waits for the second."""
         address = self._addresses[shard]
@@ -277,7 +277,7 @@ class Joining:
             name = type(message).__name__
             yield from self.failed(TransportError(f"aggregator {address} answered the hello with {name}"), now)
 
-    def _welcomed(self, now: float) -> Iterator[JoiningEffect]:
+    def _welcomed(self, now: float) -> Iterator[JoinEffect]:
         """Go on once all aggregators that were visited have said Welcome."""
         welcomes = [visit.welcome for visit in self._visits if visit.welcome is not None]
         if len(welcomes) < self._shards:
@@ -298,7 +298,7 @@ class Joining:
         else:
             yield from self._joined(welcomes, now)
 
-    def _joined(self, welcomes: list[Welcome], now: float) -> Iterator[JoiningEffect]:
+    def _joined(self, welcomes: list[Welcome], now: float) -> Iterator[JoinEffect]:
         if len({welcome.whole_bytes for welcome in welcomes}) > 1:
             sizes = ", ".join(str(welcome.whole_bytes) for welcome in welcomes)
             error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
@@ -310,13 +310,13 @@ class Joining:
             return
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
-        neighbours = Neighbours((rank,))
+        neighbours = LocalRanks((rank,))
         if max(welcome.place for welcome in welcomes) > rank:
             error = TransportError(f"an aggregator gave slots that are not those of rank {rank}")
             yield from self.failed(error, now)
             return
         if first.neighbours:
-            neighbours = Neighbours(first.neighbours, first.host, first.hosts)
+            neighbours = LocalRanks(first.neighbours, first.host, first.hosts)
             shares_none = len(neighbours.ranks) > 1 and not self._hello.memory
             if shares_none or not neighbours.can_be(rank, size):
                 error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
@@ -337,7 +337,7 @@ class Joining:
             self._has_joined = True
             yield place
 
-    def met(self, now: float) -> Iterator[JoiningEffect]:
+    def met(self, now: float) -> Iterator[JoinEffect]:
         """All ranks of this host have each other's memory."""
         if self._place is not None:
             place, self._place, self._has_joined = self._place, None, True

@@ -12,8 +12,10 @@ from omnireduce.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTES
 
 TINY_BYTES = 16  # blocks of up to so many are listed as steps, and results do not mark them: a mark costs more
 MOST_OF_STEP = INDEX_BYTES // 2  # bytes of one, on average
-Place = tuple[int, int]  # in a list: which run, or byte of steps, and behind it which index of the run, or of all
-START: Place = (0, 0)
+ListPosition = tuple[
+    int, int
+]  # in a list: which run, or byte of steps, and behind it which index of the run, or of all
+START: ListPosition = (0, 0)
 
 
 class Lister:
@@ -40,7 +42,7 @@ class Lister:
         return (NO_RUNS, steps) if steps.size else (runs, NO_STEPS)
 
 
-def expand(listed: Array, place: Place, stripes: Stripes, own: Array) -> tuple[int, Place]:
+def expand(listed: Array, place: ListPosition, stripes: Stripes, own: Array) -> tuple[int, ListPosition]:
     """Fill `own`, int64, with the next indices of a list: of runs, int64, or of steps, uint8, as they lie in a message.
 
     Returns how many it has filled in, fewer if the list does not say more, and the place behind them. A list is used up

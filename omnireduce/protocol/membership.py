@@ -22,15 +22,15 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.protocol import tickets
 from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEffect, Replace
-from omnireduce.protocol.announced import NEWS_S, Announced
+from omnireduce.protocol.announcements import NEWS_S, Announcements
 from omnireduce.protocol.compilers import COMPILING_S, TOO_LONG, Compilers
-from omnireduce.protocol.doomed import Doomed, dooms
-from omnireduce.protocol.gathering import Attendee, Gathering, Meeting, Place, Standing, member_name
+from omnireduce.protocol.failed_launches import FailedLaunches, fails_launch
 from omnireduce.protocol.hello_checks import difference, in_the_way, malformed, of_another_team, taken
 from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.pending_job import FormationKey, JobKey, MembershipClaim, PendingJob, WaitingRank, member_name
 from omnireduce.protocol.room import Room
-from omnireduce.protocol.running import Running
+from omnireduce.protocol.running_job import RunningJob
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
 from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
@@ -48,15 +48,15 @@ class Membership:
         """`salt` differs between processes, so that the numbers of their formations differ, too. `key` is for tickets:
         nobody else knows it, and a process that takes the place of this one has the same."""
         self._limits, self._salt, self._key = limits, salt, key
-        self._gathering: dict[Meeting, Gathering] = {}
-        self._of_name: dict[tuple[str, str, int], list[Gathering]] = {}  # the same by team, job and formation
+        self._gathering: dict[FormationKey, PendingJob] = {}
+        self._of_name: dict[tuple[str, str, int], list[PendingJob]] = {}  # the same by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a gathering
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningJob] = {}
         self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
         self._room, self._compilers = Room(limits, self._gathering, self._running, self._held), Compilers(limits)
         self._next_generation = 1
-        self._announced = Announced()
-        self._doomed = Doomed(limits.join_timeout_s)
+        self._announced = Announcements()
+        self._failed_launches = FailedLaunches(limits.join_timeout_s)
         self._has_freed_room = False
         self.intake = Intake(limits.join_timeout_s)
 
@@ -77,7 +77,7 @@ class Membership:
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
-        meeting, standing, going = Meeting.of(hello), Standing.NEWCOMER, dict[int, str]()
+        meeting, standing, going = FormationKey.of(hello), MembershipClaim.NEWCOMER, dict[int, str]()
         # first: nothing may depend on numbers without bounds
         wrong, temporary = other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
         if not wrong and hello.refuses:
@@ -86,8 +86,10 @@ class Membership:
         if not wrong:
             standing = self._standing(hello, meeting)
             here = self._gathering.get(meeting)
-            going = in_the_way(here, hello) if here is not None and standing is Standing.SURVIVOR else {}
-            wrong = "" if hello.compiling else self._doomed.why(hello, now)  # who compiles hears it when it comes
+            going = in_the_way(here, hello) if here is not None and standing is MembershipClaim.SURVIVOR else {}
+            wrong = (
+                "" if hello.compiling else self._failed_launches.why(hello, now)
+            )  # who compiles hears it when it comes
         if not wrong:
             wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._gathering)
         if not wrong and hello.compiling:
@@ -106,7 +108,7 @@ class Membership:
         if meeting not in self._gathering:
             self._open(meeting, hello, now, terms)
         gathering = self._gathering[meeting]
-        gathering.add(Attendee(key, hello, standing), now)
+        gathering.add(WaitingRank(key, hello, standing), now)
         self._compilers.came(hello)
         self._waiting[key] = hello
         if self._may_start(gathering, now):
@@ -116,7 +118,7 @@ class Membership:
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits with the same rank for the same job; None when there is none."""
-        gathering = self._gathering.get(Meeting.of(hello))
+        gathering = self._gathering.get(FormationKey.of(hello))
         rival = None if gathering is None else gathering.attendees.get(hello.rank)
         return None if rival is None else rival.key
 
@@ -127,7 +129,7 @@ class Membership:
             self._gathering[place.meeting].since = now  # time to join begins anew
         hello = self._waiting.pop(key, None)
         if hello is not None:
-            meeting = Meeting.of(hello)
+            meeting = FormationKey.of(hello)
             gathering = self._gathering[meeting]
             gathering.remove(hello.rank, now)
             if not gathering.attendees:
@@ -210,27 +212,27 @@ class Membership:
 
     # gatherings
 
-    def _ends_at(self, gathering: Gathering) -> float:
+    def _ends_at(self, gathering: PendingJob) -> float:
         """When its ranks have waited long enough for the others."""
         until = max(gathering.since, self._compilers.until(gathering.place))
         return min(until, gathering.begun + COMPILING_S) + self._limits.join_timeout_s
 
-    def _has_news(self, gathering: Gathering) -> bool:
+    def _has_news(self, gathering: PendingJob) -> bool:
         return gathering.is_news or self._compilers.until(gathering.place) > 0
 
-    def _pending(self, gathering: Gathering, now: float) -> Pending:
+    def _pending(self, gathering: PendingJob, now: float) -> Pending:
         """The news for those who wait: who is missing, and whose kernels compile."""
         ranks = self._compilers.ranks(gathering.place) if now < gathering.begun + COMPILING_S else []
         return msgspec.structs.replace(gathering.pending(), compiling=ranks)
 
-    def _open(self, meeting: Meeting, hello: Hello, now: float, terms: Terms) -> None:
+    def _open(self, meeting: FormationKey, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
         generation = self._generation_of(meeting) if hello.smallest else None
         last = frozenset[int]()
         if generation is not None:
             self._announced.somebody_waits(generation)
             last = self._running[generation].asked
-        gathering = Gathering(
+        gathering = PendingJob(
             hello, terms, since=now, begun=now, told_at=now, changed_at=now,
             held=generation is not None, expected=last, replaces=self._room.replaced_by(hello),
         )  # fmt: skip
@@ -240,30 +242,32 @@ class Membership:
         gathering.namesakes.append(gathering)
         self._gathering[meeting] = gathering
 
-    def _tell_of_refusal(self, meeting: Meeting, hello: Hello, wrong: str, now: float) -> Iterator[MembershipEffect]:
+    def _tell_of_refusal(
+        self, meeting: FormationKey, hello: Hello, wrong: str, now: float
+    ) -> Iterator[MembershipEffect]:
         """Those who wait for a rank that was refused learn it. They are refused, too, if it can never join."""
         gathering = self._gathering.get(meeting)
         if gathering is None or malformed(hello) or of_another_team(gathering.spec, hello):
             return
-        if dooms(gathering, hello, wrong, self._limits.over(hello)):
-            yield from self._disband(meeting, self._doomed.add(gathering, hello, wrong, now))
+        if fails_launch(gathering, hello, wrong, self._limits.over(hello)):
+            yield from self._disband(meeting, self._failed_launches.add(gathering, hello, wrong, now))
         else:
             gathering.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
             gathering.is_news = True
 
-    def _decline(self, key: Hashable, hello: Hello, meeting: Meeting, now: float) -> Iterator[MembershipEffect]:
+    def _decline(self, key: Hashable, hello: Hello, meeting: FormationKey, now: float) -> Iterator[MembershipEffect]:
         """A rank refuses by itself to come to a group. Only one of a job that runs here can, and of its own groups."""
         if not any(each.has_group(hello) for each in self._running.values()):
             yield Answer(key, Refused("a refusal from outside of the job; expected one of its ranks"))
             return
         yield Answer(key, Refused(hello.refuses))
         here = self._gathering.get(meeting)
-        gathering = here if here is not None and here.place == Place.of(hello) else None
-        reason = self._doomed.decline(hello, gathering, now)
+        gathering = here if here is not None and here.place == JobKey.of(hello) else None
+        reason = self._failed_launches.decline(hello, gathering, now)
         if gathering is not None and reason:
             yield from self._disband(meeting, reason)
 
-    def _disband(self, meeting: Meeting, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
+    def _disband(self, meeting: FormationKey, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
         """Refuse all who gather."""
         gathering = self._gathering[meeting]
         self._close(meeting)
@@ -271,7 +275,7 @@ class Membership:
             del self._waiting[key]
             yield Answer(key, Refused(reason, temporary))
 
-    def _close(self, meeting: Meeting) -> None:
+    def _close(self, meeting: FormationKey) -> None:
         gathering = self._gathering.pop(meeting)
         gathering.namesakes.remove(gathering)
         name = gathering.spec.team, meeting.job, meeting.formation
@@ -279,10 +283,10 @@ class Membership:
             del self._of_name[name]
         self._has_freed_room |= bool(self._gathering)
 
-    def _may_start(self, gathering: Gathering, now: float) -> bool:
+    def _may_start(self, gathering: PendingJob, now: float) -> bool:
         return gathering.complete(now) and not self._room.lacks(gathering)
 
-    def _admit(self, meeting: Meeting) -> Admit:
+    def _admit(self, meeting: FormationKey) -> Admit:
         """Start a job with the workers that are here. Those who are left over wait for the next generation."""
         gathering = self._gathering[meeting]
         before = frozenset(gathering.attendees)
@@ -297,7 +301,7 @@ class Membership:
             hellos = [msgspec.structs.replace(each, formation=formation, ticket=entry) for each in hellos]
         asked = before - gathering.attendees.keys()
         ranks = {each.rank: each for each in hellos}
-        self._running[generation] = Running(meeting, gathering.spec, formation, ranks, asked)
+        self._running[generation] = RunningJob(meeting, gathering.spec, formation, ranks, asked)
         self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
         self.intake.begins(gathering.spec)
         gathering.held, gathering.expected, gathering.is_news = True, asked, True
@@ -306,7 +310,7 @@ class Membership:
             self._close(meeting)
         return Admit(generation, gathering.spec.job, [key for key, _ in ranked], hellos)
 
-    def _tell_news(self, meeting: Meeting, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+    def _tell_news(self, meeting: FormationKey, gathering: PendingJob, now: float) -> Iterator[MembershipEffect]:
         """Tell some of the waiting workers who is missing. When all are told and the job is held back, tell the running
         ranks how many wait."""
         if not gathering.untold:
@@ -324,7 +328,7 @@ class Membership:
             if self._announced.is_news(generation, workers, now):
                 yield Announce(generation, workers)
 
-    def _replace(self, meeting: Meeting, gathering: Gathering, now: float) -> Iterator[MembershipEffect]:
+    def _replace(self, meeting: FormationKey, gathering: PendingJob, now: float) -> Iterator[MembershipEffect]:
         """End the generation that still runs: the survivors who left it have waited long enough."""
         gathering.changed_at = now
         generation = self._generation_of(meeting)
@@ -333,7 +337,7 @@ class Membership:
         why = "had not left when the others had waited long enough to form the job anew"
         yield Replace(generation, Cause(late, why))
 
-    def _generation_of(self, meeting: Meeting) -> int | None:
+    def _generation_of(self, meeting: FormationKey) -> int | None:
         """The newest generation that runs of a job, if this is the job's first shard; else None."""
         if meeting.formation:
             return None
@@ -341,35 +345,41 @@ class Membership:
 
     # who may come
 
-    def _standing(self, hello: Hello, meeting: Meeting) -> Standing:
+    def _standing(self, hello: Hello, meeting: FormationKey) -> MembershipClaim:
         """The standing of a worker, whose hello is in order, in its job. While a generation runs, only its members are
         survivors."""
         if not hello.survived:
-            return Standing.NEWCOMER
+            return MembershipClaim.NEWCOMER
         generation, has_ticket = self._generation_of(meeting), tickets.is_valid(self._key, hello)
         if generation is None:
             gathering = self._gathering.get(meeting)
             is_known = gathering is not None and gathering.is_led
-            return Standing.SURVIVOR if has_ticket else Standing.NEWCOMER if is_known else Standing.CLAIMANT
+            return (
+                MembershipClaim.SURVIVOR
+                if has_ticket
+                else MembershipClaim.NEWCOMER
+                if is_known
+                else MembershipClaim.CLAIMANT
+            )
         is_member = has_ticket and hello.survived == self._running[generation].formation
-        return Standing.SURVIVOR if is_member else Standing.NEWCOMER
+        return MembershipClaim.SURVIVOR if is_member else MembershipClaim.NEWCOMER
 
     def _make_way(
-        self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str], now: float
+        self, hello: Hello, meeting: FormationKey, standing: MembershipClaim, going: dict[int, str], now: float
     ) -> Iterator[MembershipEffect]:
         """Nothing is wrong with `hello`. If a survivor said it, those who are in its way are refused in its place."""
         gathering = self._gathering.get(meeting)
-        if gathering is None or standing is not Standing.SURVIVOR:
+        if gathering is None or standing is not MembershipClaim.SURVIVOR:
             return
         for rank, wrong in going.items():
             key, _, others_standing = gathering.attendees[rank]
             self.gone(key, now)
-            yield Answer(key, Refused(wrong, temporary=others_standing is Standing.CLAIMANT))
+            yield Answer(key, Refused(wrong, temporary=others_standing is MembershipClaim.CLAIMANT))
         if not gathering.is_led:
             gathering.lead(hello)
 
     def _objection(
-        self, hello: Hello, meeting: Meeting, standing: Standing, terms: Terms, going: dict[int, str]
+        self, hello: Hello, meeting: FormationKey, standing: MembershipClaim, terms: Terms, going: dict[int, str]
     ) -> tuple[str, bool]:
         """Why `hello` cannot join beside those who are here, except the ranks `going`, and whether it might later;
         empty when it can."""
@@ -377,9 +387,11 @@ class Membership:
         here = self._gathering.get(meeting)
         stays = here is not None and len(here.attendees) > len(going)
         full = "" if wrong or stays else self._room.why_none(hello, terms, here)
-        return wrong or full, temporary or bool(full) or standing is Standing.CLAIMANT
+        return wrong or full, temporary or bool(full) or standing is MembershipClaim.CLAIMANT
 
-    def _conflict(self, hello: Hello, meeting: Meeting, standing: Standing, going: dict[int, str]) -> tuple[str, bool]:
+    def _conflict(
+        self, hello: Hello, meeting: FormationKey, standing: MembershipClaim, going: dict[int, str]
+    ) -> tuple[str, bool]:
         for running in self._running.values():
             if running.meeting == meeting:
                 wrong = of_another_team(running.spec, hello) or running.objection(hello, standing)
@@ -392,7 +404,7 @@ class Membership:
             return of_another_team(gathering.spec, hello), False
         if hello.rank in gathering.attendees and hello.rank not in going:
             return taken(gathering.attendees[hello.rank].hello), False
-        is_survivor, count = standing is Standing.SURVIVOR, len(gathering.attendees) - len(going)
+        is_survivor, count = standing is MembershipClaim.SURVIVOR, len(gathering.attendees) - len(going)
         spec = hello if is_survivor and not gathering.is_led else gathering.spec
         if hello.smallest and count >= spec.world_size * (2 if is_survivor else 1):  # with newcomers that they replace
             wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"

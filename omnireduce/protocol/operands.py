@@ -57,13 +57,13 @@ class RowBlocks(NamedTuple):
     memory: Memory
 
 
-class Encode(Protocol):
+class EncodeBlocks(Protocol):
     """Encodes blocks `source[where]`, float32 (blocks, block size), as blocks `some` of a message."""
 
     def __call__(self, some: slice, where: Array, source: Array, /) -> None: ...
 
 
-class Place(Protocol):
+class WriteBlocks(Protocol):
     """Writes blocks `some` of a result to `target[where]`, float32 (blocks, block size)."""
 
     def __call__(self, some: slice, where: Array, target: Array, /) -> None: ...
@@ -101,7 +101,7 @@ class Operand(Protocol):
         """As `pack`, for a tensor that will be encoded: fill `indices` only."""
         ...
 
-    def pack_found(self, indices: Array, encode: Encode) -> None:
+    def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         """Let `encode` put the blocks that were found last, which are float32, into a message."""
         ...
 
@@ -112,7 +112,7 @@ class Operand(Protocol):
         """
         ...
 
-    def put_placed(self, indices: Array, place: Place) -> None:
+    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         """Take result blocks, which `place` writes as float32."""
         ...
 
@@ -187,7 +187,7 @@ class _Tensor:
                 blocks.target_tail[:] = 0
         return count, block + 1
 
-    def pack_found(self, indices: Array, encode: Encode) -> None:
+    def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         self._each_part(indices, encode, self.blocks.source, self.blocks.source_tail)
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
@@ -204,13 +204,13 @@ class _Tensor:
             own = indices[unchanged]
             blocks.target[own] = blocks.source[own]
 
-    def put_placed(self, indices: Array, place: Place) -> None:
+    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         self._each_part(indices, place, self.blocks.target, self.blocks.target_tail)
 
     def take_totals(self, shard: int, totals: Array) -> None:
         raise AssertionError("no program has run")
 
-    def _each_part(self, indices: Array, call: Encode | Place, full: Array, tail: Array) -> None:
+    def _each_part(self, indices: Array, call: EncodeBlocks | WriteBlocks, full: Array, tail: Array) -> None:
         """Call with the blocks of the tensor, and with the short last one."""
         count = indices.size
         if count and indices[-1] == self.layout.full_blocks:
@@ -350,7 +350,7 @@ class HostSum(_Tensor):
         super().put(rows, indices, unchanged, left_out)
         self.notes[indices] |= RETURNED
 
-    def put_placed(self, indices: Array, place: Place) -> None:
+    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         super().put_placed(indices, place)
         self.notes[indices] |= RETURNED
 

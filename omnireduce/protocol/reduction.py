@@ -13,9 +13,9 @@ from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
 from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import BLOCK_WORK, Combiner
-from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.listing import TINY_BYTES, Lister
-from omnireduce.protocol.shard_states import Running
+from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.shard_states import ProgramRun
 from omnireduce.protocol.union import Shape, Union
 from omnireduce.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 
@@ -44,7 +44,7 @@ class MakeReduction(Protocol):
     """`Reduction`, or what makes one that is observed."""
 
     def __call__(
-        self, senders: int, divisor: int, arena: Array, results: Array, lengths: Lengths, budget: Budget, /
+        self, senders: int, divisor: int, arena: Array, results: Array, lengths: MessageSizing, budget: Budget, /
     ) -> Reduction: ...
 
 
@@ -57,7 +57,7 @@ class Reduction:
     """
 
     def __init__(
-        self, senders: int, divisor: int, arena: Array, results: Array, lengths: Lengths, budget: Budget
+        self, senders: int, divisor: int, arena: Array, results: Array, lengths: MessageSizing, budget: Budget
     ) -> None:
         self._senders, self._results, self._lengths = senders, results, lengths
         self._lengths_vary = lengths.shortest < lengths.longest
@@ -79,7 +79,7 @@ class Reduction:
 
     def begin(
         self, descriptor: Descriptor, stripes: Stripes,
-        *, codec: Codec | None = None, key: int = 0, marks: bool = True, running: Running | None = None,
+        *, codec: Codec | None = None, key: int = 0, marks: bool = True, running: ProgramRun | None = None,
     ) -> None:  # fmt: skip
         """Start a collective whose blocks are all of `stripes` and travel as `codec` says; `key`: of what it draws for
         sums. `marks`: results say which blocks one sender alone has brought. `running`: the program that works on sums.

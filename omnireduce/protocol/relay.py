@@ -181,7 +181,7 @@ class RelayMachine(AggregatorMachine):
         except ProtocolError as error:
             yield from self.violated(peer, str(error), now)
             return
-        self._quiet.begin(now)
+        self._stalls.begin(now)
         yield from self._take_back()
         self._down.free.remove(slot)
         self._down.send(slot, readers)
@@ -255,12 +255,12 @@ class RelayMachine(AggregatorMachine):
         if not self._down.free:  # members have not read what came last
             return self._wait(what, self._late(self._down.readers), now)
         if self._current is None:
-            return Wait(what, [], 0, self._upstream, now - self._quiet.since)
+            return Wait(what, [], 0, self._upstream, now - self._stalls.since)
         return super().waiting(now)
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
         if self._up in ranks:  # it has not read what was sent
-            return Wait(what, [], 0, self._upstream, now - self._quiet.since)
+            return Wait(what, [], 0, self._upstream, now - self._stalls.since)
         return super()._wait(what, ranks, now)
 
     def _waited_for(self, current: Reduction) -> list[int]:
@@ -293,13 +293,13 @@ class RelayMachine(AggregatorMachine):
         """Time has passed. A wait for members is told to the upstream, too. Whom the upstream waits for it says itself;
         where it says nothing for long, the members learn that."""
         wait = None if self.idle else self.waiting(now)
-        if wait is None or not self._quiet.is_due(now):
+        if wait is None or not self._stalls.is_due(now):
             return
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
         if wait.ranks:
             self._told_wait = wait
             yield Tell(self._up, self._report())
-        is_silent = now - self._heard_at > SILENT * wait.seconds and wait.seconds >= 2 * self._quiet.after_s
+        is_silent = now - self._heard_at > SILENT * wait.seconds and wait.seconds >= 2 * self._stalls.after_s
         if wait.who != self._upstream or is_silent:
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from omnireduce.config.security import Terms
 from omnireduce.protocol.allowance import beyond_allowance
-from omnireduce.protocol.gathering import Gathering, Meeting
 from omnireduce.protocol.hello_checks import kin
 from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.running import Running
+from omnireduce.protocol.pending_job import FormationKey, PendingJob
+from omnireduce.protocol.running_job import RunningJob
 from omnireduce.wire.control import Hello
 
 
@@ -17,12 +17,12 @@ class Room:
     """The room for jobs of a membership: jobs that gather and run, and `held`, whose memory is not given back."""
 
     def __init__(
-        self, limits: Limits, gathering: Mapping[Meeting, Gathering], running: Mapping[int, Running],
+        self, limits: Limits, gathering: Mapping[FormationKey, PendingJob], running: Mapping[int, RunningJob],
         held: Mapping[int, Hello],
     ) -> None:  # fmt: skip
         self._limits, self._gathering, self._running, self._held = limits, gathering, running, held
 
-    def lacks(self, gathering: Gathering) -> bool:
+    def lacks(self, gathering: PendingJob) -> bool:
         """Whether the job has to wait until the generation that it replaces has given back its memory.
 
         It need not wait where there is room for both. Room that is promised to others does not count: a job that
@@ -36,7 +36,7 @@ class Room:
         held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
         return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
 
-    def why_none(self, hello: Hello, terms: Terms, going: Gathering | None) -> str:
+    def why_none(self, hello: Hello, terms: Terms, going: PendingJob | None) -> str:
         """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
         leaving = self.replaced_by(hello, going)
         gather = [each.spec for each in self._gathering.values() if each is not going]
@@ -44,7 +44,7 @@ class Room:
         held = gather + [each for number, each in self._held.items() if number != leaving]
         return self._too_much(hello, terms, jobs, held)
 
-    def replaced_by(self, hello: Hello, going: Gathering | None = None) -> int | None:
+    def replaced_by(self, hello: Hello, going: PendingJob | None = None) -> int | None:
         """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None

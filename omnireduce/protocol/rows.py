@@ -8,7 +8,7 @@ from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import deal_rows, pack_rows
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import Encode, Memory, Operand, Packed, Place, RowBlocks, as_writable
+from omnireduce.protocol.operands import EncodeBlocks, Memory, Operand, Packed, RowBlocks, WriteBlocks, as_writable
 
 
 class NumberedRows:
@@ -68,10 +68,10 @@ class NumberedRows:
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
         raise AssertionError("rows have no codec")
 
-    def pack_found(self, indices: Array, encode: Encode) -> None:
+    def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         raise AssertionError("rows have no codec")
 
-    def put_placed(self, indices: Array, place: Place) -> None:
+    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         raise AssertionError("rows have no codec")
 
     def take_totals(self, shard: int, totals: Array) -> None:

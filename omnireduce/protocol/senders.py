@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.hosts import Sharding
 from omnireduce.protocol.reduction import Reduction
-from omnireduce.protocol.shard_states import Running, ShardStates
+from omnireduce.protocol.shard_states import ProgramRun, ShardStates
 
 
 class Senders:
@@ -23,7 +23,7 @@ class Senders:
         self,
         ranks: int,
         delegates: Sequence[int],
-        dealing: Dealing,
+        dealing: Sharding,
         shard: int,
         make: Callable[[int], Reduction],
         *,
@@ -35,7 +35,7 @@ class Senders:
         self._dealing, self._shard = dealing, shard
         self.has_hosts = dealing.slot_bytes > 0
         self.states = states
-        self.running: Running | None = None
+        self.running: ProgramRun | None = None
         self._of_ranks = make(ranks)
         self._of_hosts = make(len(delegates)) if delegates else self._of_ranks
         self.ranks, self.readers, self.reduction = self._everybody, self._readers, self._of_ranks

@@ -26,7 +26,7 @@ class ShardStates:
         self._most_bytes, self.nbytes = most_bytes, 0
         self._states: dict[int, tuple[tuple[object, ...], Array]] = {}
 
-    def begin(self, descriptor: Descriptor, program: BlockProgram, stripes: Stripes) -> Running:
+    def begin(self, descriptor: Descriptor, program: BlockProgram, stripes: Stripes) -> ProgramRun:
         """Make a program ready for a collective whose blocks are dealt as `stripes` says. Raises ProtocolError when its
         state was made for another tensor, or finds no room."""
         layout = descriptor.layout
@@ -41,7 +41,7 @@ class ShardStates:
                 f"state {program.state} keeps {program.columns} columns and {program.cells} cells of a tensor of "
                 f"{layout.elements} elements in blocks of {layout.block_size}; it was made for another one"
             )
-        return Running(program, state, stripes, layout.elements, layout.block_size)
+        return ProgramRun(program, state, stripes, layout.elements, layout.block_size)
 
     def _new(self, program: BlockProgram, blocks: int, block_size: int) -> Array:
         width = row_numbers(program.columns, program.cells, block_size)
@@ -60,7 +60,7 @@ class ShardStates:
             self.nbytes -= self._states.pop(number)[1].nbytes
 
 
-class Running:
+class ProgramRun:
     """A program during one collective. `totals`: float64, its sums so far."""
 
     def __init__(self, program: BlockProgram, state: Array, stripes: Stripes, elements: int, block_size: int) -> None:

@@ -13,8 +13,8 @@ from omnireduce.layout import Stripes
 from omnireduce.protocol.coding import Coder
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.effects import Send
-from omnireduce.protocol.lengths import Lengths
 from omnireduce.protocol.listing import START, Lister, expand
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, message_steps, read_header, seal
 from omnireduce.wire.control import Waiting
 
@@ -22,7 +22,9 @@ from omnireduce.wire.control import Waiting
 class ShardStream:
     """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
-    def __init__(self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, lengths: Lengths) -> None:
+    def __init__(
+        self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, lengths: MessageSizing
+    ) -> None:
         self.shard, self._lengths = shard, lengths
         self._send_slots, self._receive_slots = send_slots, receive_slots
         self._free = list(range(len(send_slots)))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from omnireduce.protocol.hosts import Member, Neighbours, hosts_of
-from omnireduce.wire.control import Hello, Seat, Welcome
+from omnireduce.protocol.hosts import JobRank, LocalRanks, hosts_of
+from omnireduce.wire.control import Hello, RankAssignment, Welcome
 
 
 def welcomes_of(generation: int, hellos: Sequence[Hello], draw: Callable[[], bytes]) -> list[Welcome]:
@@ -35,13 +35,15 @@ def placed(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Welcome
     return [replace(each, place=place, relayed=relayed[hello.relay]) for place, (each, hello) in enumerate(both)]
 
 
-def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Member]:
+def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[JobRank]:
     """Who is connected here, in this order."""
     return [
-        Member(hello.rank, hello.relay, Neighbours(each.neighbours, each.host, each.hosts) if each.neighbours else None)
+        JobRank(
+            hello.rank, hello.relay, LocalRanks(each.neighbours, each.host, each.hosts) if each.neighbours else None
+        )
         for each, hello in zip(welcomes, hellos, strict=True)
     ]
 
 
-def _seat(rank: int, hello: Hello) -> Seat:
-    return Seat(rank, hello.world_size, hello.formation, hello.ticket)
+def _seat(rank: int, hello: Hello) -> RankAssignment:
+    return RankAssignment(rank, hello.world_size, hello.formation, hello.ticket)

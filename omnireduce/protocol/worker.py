@@ -10,17 +10,17 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.collective import Collective, sum_of_host
+from omnireduce.protocol.deadlines import CollectiveDeadline
 from omnireduce.protocol.differences import MismatchError
 from omnireduce.protocol.effects import Effect, End, Finish, Return, Tell, Wake, Warn
 from omnireduce.protocol.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host_faults import HostError, ShortageError
-from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.hosts import LocalRanks
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.protocol.operands import Operand
 from omnireduce.protocol.parallel import Parallel, ThreadPool
-from omnireduce.protocol.patience import Patience
-from omnireduce.protocol.quiet import in_words
 from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.protocol.stall_detector import in_words
 from omnireduce.wire.blocks import largest_block
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
 from omnireduce.wire.words import listed
@@ -45,19 +45,19 @@ class WorkerMachine:
         rank: int,
         scan_span: int,
         timeout_s: float,
-        lengths: Sequence[Lengths] = (),
+        lengths: Sequence[MessageSizing] = (),
         host: HostExchange | None = None,
-        neighbours: Neighbours | None = None,
+        neighbours: LocalRanks | None = None,
         threads: ThreadPool | None = None,
     ) -> None:  # fmt: skip
-        long = lengths or [Lengths(send.shape[1], send.shape[1]) for send, _ in slots]
+        long = lengths or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
         self._streams = [ShardStream(i, *both, scan_span, long[i]) for i, both in enumerate(slots)]
         self.rank, self.host = rank, host
-        self._neighbours = neighbours or Neighbours((rank,))
+        self._neighbours = neighbours or LocalRanks((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]
         self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
         self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
-        self._patience = Patience(me, addresses, timeout_s)
+        self._patience = CollectiveDeadline(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
         self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
         self._next, self._waiting_for = 0, ""

@@ -34,7 +34,7 @@ from omnireduce.launching.hosts import place_on
 from omnireduce.launching.job import READY_S, Job
 from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Prefixed, Stream
-from omnireduce.launching.plan import Asked, Plan
+from omnireduce.launching.plan import LaunchRequest, Plan
 from omnireduce.launching.supervisor import free_port
 from omnireduce.logs import tagged
 from omnireduce.protocol.reminders import Reminders
@@ -73,7 +73,7 @@ class _Service:
         output = Prefixed({STDOUT: Stream(sys.stdout.write), STDERR: Stream(sys.stderr.write)})
         self._job = Job([Connection("localhost", words, is_remote=False)], output, grace_s=GRACE_S)
         self._job.greet(START_S)
-        asked = Asked(words=[], ranks=1, config=load_config(), aggregators=str(shards))
+        asked = LaunchRequest(words=[], ranks=1, config=load_config(), aggregators=str(shards))
         plan = Plan(asked, ["localhost"], is_wide=is_wide)
         plan.address = address
         plan.serve(self._job, self._job.connections[0])

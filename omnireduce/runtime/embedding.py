@@ -36,13 +36,13 @@ class Ready(Struct, frozen=True, tag="ready"):
     secret: _Secret
 
 
-class Failed(Struct, frozen=True, tag="failed"):
+class EmbeddingFailed(Struct, frozen=True, tag="failed"):
     """There is no aggregator, and there will be none."""
 
     reason: Annotated[str, Meta(max_length=LONGEST)]
 
 
-News = Compiling | Ready | Failed
+News = Compiling | Ready | EmbeddingFailed
 encode = msgpack.Encoder().encode
 _news: msgpack.Decoder[News] = msgpack.Decoder(News)
 _config = msgpack.Decoder(Config)

@@ -58,7 +58,7 @@ def _checked(named: Named) -> dict[Tensor, str]:
     return {each: name for name, each in pairs}
 
 
-class Way(NamedTuple):
+class ReductionSettings(NamedTuple):
     """How gradients are combined: see `DistributedOptimizer`."""
 
     how: Scaling
@@ -157,7 +157,9 @@ class Gradients(StepGradients):
     """Those of one optimizer. A hook starts to combine each gradient when backward has made it for the last time before
     a step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: ParameterNames, way: Way, passes: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames, way: ReductionSettings, passes: int
+    ) -> None:
         self._names, self._way, self._passes = names, way, passes
         self._is_plain = way.compression is NoneCompressor
         self._entries: dict[Tensor, Entry] = {}  # of parameters that have a hook

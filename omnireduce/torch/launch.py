@@ -13,10 +13,10 @@ from omnireduce.errors import UsageError
 from omnireduce.launching.host_lists import names_in
 from omnireduce.runtime.member.launcher import Launch, detect_launch, launch_id
 from omnireduce.runtime.member.local_first import local_first as first_of_host
-from omnireduce.torch.rendezvous import Place, drawn_ports
+from omnireduce.torch.rendezvous import MeetingPoint, drawn_ports
 
 
-def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
+def tell_torch(environ: MutableMapping[str, str] = os.environ) -> MeetingPoint | None:
     """Set the variables that `init_process_group` reads, under mpirun, srun and similar launchers. If RANK or
     WORLD_SIZE is set, set none.
 
@@ -40,15 +40,15 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> Place | None:
     ports, is_drawn = drawn_ports(identity), "MASTER_PORT" not in environ
     address = environ.setdefault("MASTER_ADDR", address)
     environ.setdefault("MASTER_PORT", str(ports[0]))
-    return Place(identity, address, ports) if is_drawn else None
+    return MeetingPoint(identity, address, ports) if is_drawn else None
 
 
-def _place_of_run(environ: Mapping[str, str]) -> Place | None:
+def _place_of_run(environ: Mapping[str, str]) -> MeetingPoint | None:
     """The place under `omnireduce run`, which has found a free port. Perhaps it is no longer free."""
     job, address, port = (environ.get(name, "") for name in ("OMNIRUN_JOB", "MASTER_ADDR", "MASTER_PORT"))
     if not job or not address or not port.isdecimal() or "TORCHELASTIC_RUN_ID" in environ:  # of a torchrun in a rank
         return None
-    return Place(job, address, [int(port), *drawn_ports(job)])
+    return MeetingPoint(job, address, [int(port), *drawn_ports(job)])
 
 
 def local_first(group: dist.ProcessGroup | None = None) -> AbstractContextManager[bool]:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.objects import ADVICE, Form, add_form
+from omnireduce.runtime.member.objects import ADVICE, ObjectCodec, add_form
 from omnireduce.torch.tensors import bytes_of, staged
 from omnireduce.wire.blocks import MAX_ELEMENTS
 
@@ -58,5 +58,5 @@ def _parameter(x: tuple[str, list[int], bytes, bool]) -> nn.Parameter:
 
 def let_tensors_travel() -> None:
     """From now on objects may have tensors and parameters in them."""
-    add_form(Tensor, "torch.Tensor", Form(_said, _Tensor, _made))
-    add_form(nn.Parameter, "torch.nn.Parameter", Form(_said, _Tensor, _parameter))
+    add_form(Tensor, "torch.Tensor", ObjectCodec(_said, _Tensor, _made))
+    add_form(nn.Parameter, "torch.nn.Parameter", ObjectCodec(_said, _Tensor, _parameter))

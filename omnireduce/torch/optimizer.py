@@ -24,7 +24,7 @@ from omnireduce.data_parallel.words import Average, scaling
 from omnireduce.errors import UsageError, a_type
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.grace import GraceGradients
-from omnireduce.torch.gradients import Gradients, Named, ParameterNames, StepGradients, Way
+from omnireduce.torch.gradients import Gradients, Named, ParameterNames, ReductionSettings, StepGradients
 from omnireduce.torch.sharded import ShardedOptimizer
 
 P = ParamSpec("P")
@@ -135,7 +135,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     session_of()
     how = scaling(None, op)
     how.predivided(gradient_predivide_factor, process_set.size())  # raises what is wrong with it
-    way = Way(how, gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    way = ReductionSettings(how, gradient_predivide_factor, compression, sparse_as_dense, process_set)
     gradients = Gradients(optimizer, names, way, passes)
     number = groups if isinstance(groups, int) else num_groups
     if number:

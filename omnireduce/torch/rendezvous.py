@@ -39,7 +39,7 @@ PREFIXES_OF_USER = 2  # of the group and the device
 log = logging.getLogger("omnireduce")
 
 
-class Place(NamedTuple):
+class MeetingPoint(NamedTuple):
     """Where the ranks of the launch `identity` meet: on the host `address`; the signpost is at one of the `ports`."""
 
     identity: str
@@ -53,7 +53,7 @@ def drawn_ports(identity: str) -> list[int]:
     return [FIRST_PORT + int.from_bytes(each[:8], "big") % PORTS for each in drawn]
 
 
-def meet_at(place: Place) -> None:
+def meet_at(place: MeetingPoint) -> None:
     """From now on, `init_process_group` meets at `place`, as long as MASTER_ADDR and MASTER_PORT still name it.
     Afterwards MASTER_PORT is the port of the store."""
     way_of_torch, meeting = _rendezvous_handlers["env"], _Meeting(place)
@@ -68,7 +68,7 @@ def meet_at(place: Place) -> None:
 
 
 class _Meeting:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPoint) -> None:
         self._place = place
         self._port = 0  # of the store; 0: not known yet
         self._signpost: socket.socket | None = None
@@ -122,7 +122,7 @@ class _Meeting:
         )
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(place: MeetingPoint) -> socket.socket:
     for port in place.ports:
         with suppress(OSError):
             return listen(place.address if is_loopback(place.address) else ANYWHERE, port, BACKLOG)
@@ -132,7 +132,7 @@ def _listen(place: Place) -> socket.socket:
     )
 
 
-def _text(place: Place, port: int) -> bytes:
+def _text(place: MeetingPoint, port: int) -> bytes:
     return f"omnireduce {place.identity} {port}\n".encode()
 
 
@@ -149,7 +149,7 @@ class _SilentError(Exception):
     """A port is in use, but sends no line in time."""
 
 
-def _asked(place: Place, port: int, wait_s: float) -> Address | None:
+def _asked(place: MeetingPoint, port: int, wait_s: float) -> Address | None:
     """The store's address: the host that has answered, and the port that its signpost names. None if there is no
     signpost: another program may send anything. Raises _SilentError if no line comes in time."""
     said, part, deadline = b"", b"?", time.monotonic() + wait_s

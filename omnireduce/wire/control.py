@@ -142,7 +142,7 @@ class Pending(msgspec.Struct, frozen=True, tag=True):
     compiling: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
 
 
-class Seat(msgspec.Struct, frozen=True):
+class RankAssignment(msgspec.Struct, frozen=True):
     """Rank `rank` of `world_size`. The worker tells `formation` to the other shards; `ticket` proves later that it was
     in this formation."""
 
@@ -167,7 +167,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     generation: _Positive
     verbs: Endpoint | None = None
     note: _Text = ""
-    seat: Seat | None = None
+    seat: RankAssignment | None = None
     meeting: _Token | None = None
     neighbours: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MOST_NEIGHBOURS)] = ()
     host: _U32 = 0

@@ -17,7 +17,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually
 
 from omnireduce import RefusedError
 from omnireduce.config import Aggregator
-from omnireduce.runtime.shard.reception import MAX_STRANGERS
+from omnireduce.runtime.shard.admission import MAX_STRANGERS
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
 DEPLOY = ROOT / "deploy"

@@ -12,9 +12,9 @@ from messages import AGGREGATOR_NONCE, HELLO, SLOT_BYTES, SLOTS, TEAM_SECRET, WO
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.deeds import Failed, Joined, JoiningEffect
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.handshake import Gate
+from omnireduce.protocol.join_effects import Joined, JoinEffect, JoinFailed
 from omnireduce.protocol.joining import Joining
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.driver import Driver
@@ -152,9 +152,9 @@ def _connection(data: bytes, teams: Teams | None) -> str:
         server._connections,
         server._connections.strangers,
         server._connections.leavers,
-        server._questions,
+        server._status_requests,
     ]
-    kept += [server._jobs, server._departures._members, membership._gathering, membership._running, membership._held]
+    kept += [server._jobs, server._teardown._members, membership._gathering, membership._running, membership._held]
     kept += [membership._compilers._all, membership._compilers._waited_for]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
@@ -187,13 +187,13 @@ def aggregator(data: bytes) -> str:
     """What an aggregator says to a worker with a secret that wants to join."""
     machine = Joining(HELLO, [link_name := "the peer"], SECRET, 60.0)
     with wired() as (link, peer):
-        outcomes: list[Joined | Failed] = []
+        outcomes: list[Joined | JoinFailed] = []
 
-        def perform(effects: Iterator[JoiningEffect]) -> None:
+        def perform(effects: Iterator[JoinEffect]) -> None:
             for effect in effects:
                 if isinstance(effect, Tell):
                     link.send_control(encode_control(effect.message))
-                elif isinstance(effect, Joined | Failed):
+                elif isinstance(effect, Joined | JoinFailed):
                     outcomes.append(effect)
 
         def turn() -> None:
@@ -211,8 +211,8 @@ def aggregator(data: bytes) -> str:
     return _end_of_joining(outcomes[0], data) if outcomes else "nothing"
 
 
-def _end_of_joining(outcome: Joined | Failed, data: bytes) -> str:
-    if isinstance(outcome, Failed):
+def _end_of_joining(outcome: Joined | JoinFailed, data: bytes) -> str:
+    if isinstance(outcome, JoinFailed):
         return kind_of(outcome.error)
     assert SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE) in data
     return Welcome.__name__

@@ -21,7 +21,7 @@ from omnireduce.launching.command import read_words
 from omnireduce.launching.command import run as command
 from omnireduce.launching.flags import MAPPED, REFUSED, Refused
 from omnireduce.launching.keywords import read_keywords
-from omnireduce.launching.plan import Asked, shards_to_start
+from omnireduce.launching.plan import LaunchRequest, shards_to_start
 from omnireduce.launching.yaml_file import read_yaml
 
 
@@ -261,12 +261,14 @@ def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> No
         "true",
     ]
     found = read_words(words)
-    wanted = Asked(words=found.words, ranks=1, config=found.config, **change)
+    wanted = LaunchRequest(words=found.words, ranks=1, config=found.config, **change)
     assert shards_to_start(wanted, hosts) == shards
 
 
 def test_an_aggregator_of_rank_0_serves_one_host() -> None:
-    found = Asked(words=["true"], ranks=2, config=read_words(["-np", "2", "true"]).config, aggregators="embedded")
+    found = LaunchRequest(
+        words=["true"], ranks=2, config=read_words(["-np", "2", "true"]).config, aggregators="embedded"
+    )
     with pytest.raises(ConfigError, match="--aggregators embedded: the ranks are on 2 hosts"):
         shards_to_start(found, 2)
 

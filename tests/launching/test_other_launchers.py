@@ -21,7 +21,7 @@ from omnireduce.launching.host_lists import Host
 from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.others import _is_open_mpi, words_of, wrapped
 from omnireduce.launching.output import Plain
-from omnireduce.launching.plan import Asked
+from omnireduce.launching.plan import LaunchRequest
 from omnireduce.runtime.member.launcher import detect_launch, launch_id
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -97,8 +97,8 @@ def idle() -> Iterator[Job]:
         yield job
 
 
-def asked(launcher: str, *hosts: Host) -> Asked:
-    return Asked(words=["train"], ranks=4, config=Config(), launcher=launcher, hosts=hosts, mpi_args=["--more"])
+def asked(launcher: str, *hosts: Host) -> LaunchRequest:
+    return LaunchRequest(words=["train"], ranks=4, config=Config(), launcher=launcher, hosts=hosts, mpi_args=["--more"])
 
 
 def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: Job) -> None:

@@ -12,7 +12,7 @@ from omnireduce.planning.load import Load, load_of
 from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
 from omnireduce.planning.patterns import DrawnPatterns, SummedPatterns
 from omnireduce.protocol.hosts import CHUNK_BYTES
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.message_sizing import MessageSizing
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000
 FREE = Costs(*[0.0] * len(Costs._fields))
@@ -87,7 +87,7 @@ def test_a_burst_passes_at_once() -> None:
 
 
 def test_windows_are_what_makes_a_message() -> None:
-    messages = Messages(Lengths(1 << 18, 1 << 20), span=1 << 14)
+    messages = Messages(MessageSizing(1 << 18, 1 << 20), span=1 << 14)
     assert windows_for(102_400, 1.0, 1024, 2, messages) == 64  # each a part of what goes to a shard
     assert windows_for(10_240, 1.0, 1024, 2, messages) == 20  # as short as messages are
     assert windows_for(102_400, 0.0, 1024, 2, messages) == 7

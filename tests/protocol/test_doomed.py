@@ -8,7 +8,7 @@ import pytest
 from test_membership import LIMITS, TIGHT, hello, join, refusal
 
 from omnireduce.protocol.admissions import Admit, Answer
-from omnireduce.protocol.doomed import MAX_DOOMED
+from omnireduce.protocol.failed_launches import MAX_FAILED_LAUNCHES
 from omnireduce.protocol.membership import Membership
 from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused
 
@@ -82,10 +82,10 @@ def test_it_is_forgotten_after_the_time_to_join() -> None:
 
 def test_a_shard_remembers_few_of_them() -> None:
     membership = Membership(LIMITS)
-    for number in range(10 * MAX_DOOMED):
+    for number in range(10 * MAX_FAILED_LAUNCHES):
         join(membership, 0, world_size=4, launch=f"l{number}")
         join(membership, 1, world_size=4, launch=f"l{number}", slots=5)
-    assert len(membership._doomed._dooms) == MAX_DOOMED
+    assert len(membership._failed_launches._failed) == MAX_FAILED_LAUNCHES
     assert refusals(join(membership, 2, world_size=4, launch="l0")) == {}
 
 

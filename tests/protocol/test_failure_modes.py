@@ -11,7 +11,7 @@ from oracle import assert_results, reduce_in_rank_order
 from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.protocol.patience import Patience
+from omnireduce.protocol.deadlines import CollectiveDeadline
 from omnireduce.transport.base import Event
 from omnireduce.wire.control import Cause, Hello, Leave, Pending, Waiting, decode_control, encode_control
 
@@ -268,7 +268,7 @@ def test_who_a_hostile_shard_names_still_fits_a_message() -> None:
 
 
 def test_a_wait_counts_from_where_this_workers_collective_began() -> None:
-    patience = Patience("rank 0", ["127.0.0.1:7400"], 60.0)
+    patience = CollectiveDeadline("rank 0", ["127.0.0.1:7400"], 60.0)
     patience.begin(39.0)
     patience.heard(Waiting("x", "aggregator 127.0.0.1:7400, which stood still", 39.0), 40.0)
     patience.heard(Waiting("x", "rank 1", 32.0), 73.0)

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.compilers import COMPILING_S
-from omnireduce.protocol.deeds import Connect, Failed, HangUp, Joined, Notice
 from omnireduce.protocol.effects import Tell
+from omnireduce.protocol.join_effects import Connect, HangUp, Joined, JoinFailed, Notice
 from omnireduce.protocol.joining import Joining
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
@@ -30,8 +30,8 @@ from omnireduce.wire.control import (
     Newcomers,
     Pending,
     Proof,
+    RankAssignment,
     Refused,
-    Seat,
     Waiting,
     Welcome,
     decode_control,
@@ -44,7 +44,7 @@ NONCE, THEIRS = b"w" * 32, b"a" * 32
 HELLO = Hello(PROTOCOL_VERSION, "job", 1, 2, 0, 2, 3, 65536, "host", 7, 64)
 ELASTIC = replace(HELLO, world_size=3, smallest=1, settle_s=1.0)
 SURVIVOR = replace(ELASTIC, survived=4, ticket=b"t" * 32)
-SEAT = Seat(0, 2, 9, b"n" * 32)
+SEAT = RankAssignment(0, 2, 9, b"n" * 32)
 
 
 def machine(hello: Hello = HELLO, secret: Secret | None = None, shards: int = 2) -> Joining:
@@ -69,7 +69,7 @@ def after_leaves(effects: Iterable[object]) -> Any:
 def failure(effects: Iterable[object]) -> OmniReduceError:
     hang_up, failed = after_leaves(effects)
     assert hang_up == HangUp()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, JoinFailed)
     return failed.error
 
 
@@ -206,7 +206,7 @@ def test_ranks_whose_kernels_compile_are_waited_for_and_that_is_said() -> None:
     assert all(each.startswith(where) for each in said)
     told(joining, 0, Pending([0], 1), now=70.0)
     assert joining.deadline is not None
-    assert not [each for each in joining.timer(89.9) if isinstance(each, Failed)]
+    assert not [each for each in joining.timer(89.9) if isinstance(each, JoinFailed)]
     error = failure(joining.timer(90.0))  # the last time that it was said was at 60 s
     assert "still waiting for rank 0 of job 'job' at aggregator a:0 after cluster.join_timeout_s = 30" in str(error)
 
@@ -217,7 +217,7 @@ def test_an_aggregator_that_says_for_ever_that_ranks_compile_is_not_believed() -
     latest = COMPILING_S + 2 * LIMIT_S
     for now in range(20, int(latest), 20):
         told(joining, 0, Pending([3], 1, compiling=[3]), now=float(now))
-        assert not [each for each in joining.timer(float(now)) if isinstance(each, Failed)]
+        assert not [each for each in joining.timer(float(now)) if isinstance(each, JoinFailed)]
     assert isinstance(failure(joining.timer(latest)), RefusedError)
 
 
@@ -326,8 +326,8 @@ def test_a_seat_is_taken_to_the_other_aggregators() -> None:
     assert (joined.rank, joined.size, joined.generation, joined.seat) == (0, 2, 3, SEAT)
 
 
-@pytest.mark.parametrize("seat", [None, Seat(2, 2, 9, b""), Seat(0, 4, 9, b"")])
-def test_a_seat_that_cannot_be(seat: Seat | None) -> None:
+@pytest.mark.parametrize("seat", [None, RankAssignment(2, 2, 9, b""), RankAssignment(0, 4, 9, b"")])
+def test_a_seat_that_cannot_be(seat: RankAssignment | None) -> None:
     joining = begun(ELASTIC)
     list(joining.connected(0, NONCE, 0.0))
     effects = told(joining, 0, Welcome(3, seat=seat))
@@ -387,7 +387,10 @@ def test_what_is_final(hello: Hello, error: OmniReduceError, goes_on: bool) -> N
     list(joining.connected(0, NONCE, 0.0))
     leave, *effects = joining.failed(error, 1.0)
     assert leave == Tell(0, Leave(Cause("rank 1 (host host, pid 7)", f"could not begin: {error}")))
-    assert effects == [HangUp(), Notice("joining_again", f"joining once more: {error}") if goes_on else Failed(error)]
+    assert effects == [
+        HangUp(),
+        Notice("joining_again", f"joining once more: {error}") if goes_on else JoinFailed(error),
+    ]
     assert (joining.deadline is not None) == goes_on
 
 
@@ -447,7 +450,7 @@ def test_pauses_grow_and_end_with_the_time_to_join() -> None:
             list(joining.timer(now))
     assert pauses[:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     assert now < LIMIT_S
-    assert effects[-1] == Failed(effects[-1].error)
+    assert effects[-1] == JoinFailed(effects[-1].error)
 
 
 MESSAGES: list[ControlMessage] = [
@@ -472,12 +475,12 @@ class Life:
     def __init__(self, joining: Joining) -> None:
         self.joining, self.now = joining, 0.0
         self.links, self.wanted = 0, -1
-        self.outcome: Joined | Failed | None = None
+        self.outcome: Joined | JoinFailed | None = None
         self.perform(joining.start(0.0))
 
     def perform(self, effects: Iterable[object]) -> None:
         for effect in effects:
-            assert not isinstance(self.outcome, Failed)
+            assert not isinstance(self.outcome, JoinFailed)
             if isinstance(effect, Connect):
                 assert effect.shard == self.links
                 self.wanted = effect.shard
@@ -485,7 +488,7 @@ class Life:
                 assert effect.peer < self.links
             elif isinstance(effect, HangUp):
                 self.links, self.wanted, self.outcome = effect.first, -1, None
-            elif isinstance(effect, Joined | Failed):
+            elif isinstance(effect, Joined | JoinFailed):
                 self.outcome = effect
 
     def step(self, what: str, shard: int, message: ControlMessage, seconds: float) -> None:
@@ -526,7 +529,7 @@ def test_any_events_in_any_order(hello: Hello, secret: Secret | None, steps: lis
     """It never raises, tells only whom it is connected to, and comes to one end in time."""
     life = Life(machine(hello, secret))
     for step in steps:
-        if not isinstance(life.outcome, Failed):
+        if not isinstance(life.outcome, JoinFailed):
             life.step(*step)
     for _ in range(3):  # a pause, and an attempt, may come first
         if life.outcome is None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.protocol.lengths import LONGER, SHARE, Lengths
+from omnireduce.protocol.message_sizing import LONGER, SHARE, MessageSizing
 
-LENGTHS = Lengths.up_to(1 << 20)
+LENGTHS = MessageSizing.up_to(1 << 20)
 BLOCK_BYTES = 1 << 10
 LEAST, MOST = 256, 1024  # blocks
 
@@ -36,13 +36,13 @@ def test_every_message_has_room_for_a_block_and_keeps_its_limit(
     end = data.draw(st.integers(0, 1 << 40))
     at = data.draw(st.integers(0, end))
     sent = data.draw(st.integers(0, at))
-    lengths = Lengths.up_to(longest)
+    lengths = MessageSizing.up_to(longest)
     assert lengths.longest // LONGER == lengths.shortest
-    for each in (lengths, Lengths(longest, longest)):
+    for each in (lengths, MessageSizing(longest, longest)):
         blocks = each.blocks(block_bytes, sent, at, end)
         assert 1 <= blocks <= each.most(block_bytes)
         assert blocks == 1 or blocks * block_bytes <= longest
 
 
 def test_where_no_message_is_longer_the_tensor_makes_no_difference() -> None:
-    assert {Lengths(4096, 4096).blocks(1024, at, at, 1 << 30) for at in (0, 1, 1 << 29)} == {4}
+    assert {MessageSizing(4096, 4096).blocks(1024, at, at, 1 << 30) for at in (0, 1, 1 << 29)} == {4}

@@ -15,9 +15,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from omnireduce.config.security import Terms
 from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
 from omnireduce.protocol.compilers import COMPILING_S
-from omnireduce.protocol.gathering import member_name
 from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.pending_job import member_name
 from omnireduce.teams import FREE
 from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
 

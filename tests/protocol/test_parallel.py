@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.blocks import HEADER_BYTES
 
 
 def test_a_broken_message_that_is_placed_ahead_raises_in_its_turn() -> None:
     slots = np.zeros((2, 4096), np.uint8)
-    stream = ShardStream(0, slots, slots, 64, Lengths(1024, 1024))
+    stream = ShardStream(0, slots, slots, 64, MessageSizing(1024, 1024))
     stream.place(0, HEADER_BYTES)  # nothing is under way
     with pytest.raises(ProtocolError, match="out of order"):
         stream.received(0, HEADER_BYTES)

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.protocol.quiet import LONGEST_PAUSE_S, Quiet
+from omnireduce.protocol.stall_detector import LONGEST_PAUSE_S, StallDetector
 
 AFTER_S = 1.0
 
 
-def turns(quiet: Quiet, times: Iterable[float]) -> list[float]:
+def turns(quiet: StallDetector, times: Iterable[float]) -> list[float]:
     """For how long the shard stood still before each of its turns at `times`."""
     return [quiet.turn(now) for now in times]
 
 
 def test_it_says_whom_it_waits_for_after_a_second_and_each_time_that_the_wait_has_doubled() -> None:
-    quiet, now, said = Quiet(AFTER_S), 0.0, []
+    quiet, now, said = StallDetector(AFTER_S), 0.0, []
     quiet.begin(now)
     while now < 20:
         now = quiet.deadline
@@ -30,7 +30,7 @@ def test_it_says_whom_it_waits_for_after_a_second_and_each_time_that_the_wait_ha
 
 
 def test_time_in_which_it_stood_still_is_no_wait() -> None:
-    quiet = Quiet(AFTER_S)
+    quiet = StallDetector(AFTER_S)
     quiet.begin(0.0)
     assert turns(quiet, [0.5, 1.5, 31.5]) == [0, 0, 29]
     assert 31.5 - quiet.since == 2.5
@@ -40,7 +40,7 @@ def test_time_in_which_it_stood_still_is_no_wait() -> None:
 @pytest.mark.parametrize("before", [[], [1.0], [1.0, 2.0]], ids=["none", "one", "two"])
 def test_a_pause_is_seen_wherever_it_begins(before: list[float]) -> None:
     """Before, at and after a time when it says whom it waits for."""
-    quiet = Quiet(AFTER_S)
+    quiet = StallDetector(AFTER_S)
     quiet.begin(0.0)
     for now in before:
         quiet.turn(now)
@@ -50,7 +50,7 @@ def test_a_pause_is_seen_wherever_it_begins(before: list[float]) -> None:
 
 
 def test_a_shard_that_had_nothing_to_do_did_not_stand_still() -> None:
-    quiet = Quiet(AFTER_S)
+    quiet = StallDetector(AFTER_S)
     quiet.begin(0.0)
     quiet.turn(0.5)
     quiet.begin(100.0)
@@ -60,7 +60,7 @@ def test_a_shard_that_had_nothing_to_do_did_not_stand_still() -> None:
 
 @given(st.lists(st.floats(0, 100), max_size=20))
 def test_what_it_waited_and_what_it_stood_still_make_up_all_the_time(gaps: list[float]) -> None:
-    quiet, now, still_s = Quiet(AFTER_S), 0.0, 0.0
+    quiet, now, still_s = StallDetector(AFTER_S), 0.0, 0.0
     quiet.begin(now)
     for gap in gaps:
         now += gap
@@ -70,7 +70,7 @@ def test_what_it_waited_and_what_it_stood_still_make_up_all_the_time(gaps: list[
 
 
 def test_one_warning_of_waits_that_ranks_report_is_enough() -> None:
-    quiet = Quiet(AFTER_S)
+    quiet = StallDetector(AFTER_S)
     assert quiet.may_warn(5.0, 10.0)
     assert not quiet.may_warn(6.0, 14.9)
     assert quiet.may_warn(1e9, 15.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_membership import LIMITS, hello, join
 
 from omnireduce.protocol.admissions import Admit, Answer
-from omnireduce.protocol.doomed import MAX_DOOMED
+from omnireduce.protocol.failed_launches import MAX_FAILED_LAUNCHES
 from omnireduce.protocol.hello_checks import malformed
 from omnireduce.protocol.membership import Membership
 from omnireduce.wire.control import Pending, Refused
@@ -100,9 +100,9 @@ def test_who_has_left_the_job_refuses_nothing_any_more() -> None:
 def test_it_is_forgotten_after_the_time_to_join_and_only_few_are_remembered() -> None:
     membership = running()
     refuse(membership, 3)
-    for number in range(10 * MAX_DOOMED):
+    for number in range(10 * MAX_FAILED_LAUNCHES):
         refuse(membership, 3, job=f"job+group-{number}.1", now=1.0)
-    assert len(membership._doomed._dooms) == MAX_DOOMED
+    assert len(membership._failed_launches._failed) == MAX_FAILED_LAUNCHES
     refuse(membership, 3, now=2.0)
     assert isinstance(come(membership, 0, 0, 2, now=32.0)[0].message, Pending)
 
@@ -195,4 +195,4 @@ def test_whoever_comes_first_each_attempt_ends_alike_on_all_its_ranks(
         attempts.begin(attempts.ready[0])
     for key, outcome in attempts.expected():
         assert attempts.heard[key].endswith(outcome)
-    assert not attempts.membership._doomed._dooms
+    assert not attempts.membership._failed_launches._failed

@@ -26,8 +26,8 @@ from omnireduce.kernels.chunk import NON_ZERO, PRESENT
 from omnireduce.kernels.regions import STATE
 from omnireduce.layout import Layout
 from omnireduce.protocol.effects import End
-from omnireduce.protocol.host_preset import Form, Group, preset
-from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.host_preset import Group, PassKind, preset
+from omnireduce.protocol.hosts import Sharding
 from omnireduce.protocol.operands import DenseTensor, HostSum
 from omnireduce.wire.blocks import read_header, seal
 from omnireduce.wire.control import Aborted, Cause, encode_control
@@ -60,9 +60,9 @@ def several_hosts(
 
 @pytest.mark.parametrize(("form", "hosts", "at_once"), [("tensor", 1, 2), ("sum", 2, 4)])
 @pytest.mark.parametrize("kib", [4, 64, 128, 200, 256, 1024, 1536, 2048, 102_400])
-def test_a_chunk_is_as_large_as_the_protocol_says(form: Form, hosts: int, at_once: int, kib: int) -> None:
+def test_a_chunk_is_as_large_as_the_protocol_says(form: PassKind, hosts: int, at_once: int, kib: int) -> None:
     slot_bytes, called = 1 << 20, describe("allreduce", "", "float32", (kib * 256,), "sum", 256)
-    layout = Dealing.among(hosts, 3, 64, 0, slot_bytes).layout(called)
+    layout = Sharding.among(hosts, 3, 64, 0, slot_bytes).layout(called)
     state = preset(Group(0, 2, 3, 1 << 20, 1 << 18, slot_bytes), called, layout, form).state.view(STATE)[0]
     assert state["chunk_blocks"] == min(512, max(64, kib // at_once))
     assert state["chunks"] == -(-kib // state["chunk_blocks"])

@@ -12,7 +12,7 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
 from omnireduce.protocol.combine import FORMATS, Combiner
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.wire.blocks import read_header, seal
 
@@ -26,7 +26,7 @@ def fed(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = Fa
     Rank 0 lists its blocks as `runs`, if there are any, or else as steps.
     """
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
-    found = Reduction(RANKS, RANKS, arena, results, Lengths(SLOT_BYTES, SLOT_BYTES), Budget(window=window))
+    found = Reduction(RANKS, RANKS, arena, results, MessageSizing(SLOT_BYTES, SLOT_BYTES), Budget(window=window))
     descriptor = Descriptor("allreduce", "", "int64", (BLOCKS * BLOCK,), block_size=BLOCK)
     found.begin(descriptor, ALL)
     for rank, (own, listed) in enumerate([(indices, runs), (list(range(BLOCKS)), ())]):
@@ -89,7 +89,7 @@ def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
         arena,
         results,
         divisor=RANKS,
-        lengths=Lengths(SLOT_BYTES, SLOT_BYTES),
+        lengths=MessageSizing(SLOT_BYTES, SLOT_BYTES),
         most_blocks=100,
         piece_bytes=1 << 20,
     )

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from omnireduce.addresses import Address
 from omnireduce.protocol import reminders
 from omnireduce.torch import rendezvous
-from omnireduce.torch.rendezvous import Place, _Meeting, drawn_ports, meet_at
+from omnireduce.torch.rendezvous import MeetingPoint, _Meeting, drawn_ports, meet_at
 
 WAIT = timedelta(seconds=WAIT_S)
 LOOPBACK = "127.0.0.1"
@@ -26,7 +26,7 @@ PREFIX = b"omnireduce a launch "
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPoint]:
     """Three ports that are free, of which the environment says the first."""
     with ExitStack() as stack:
         free = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(3)]
@@ -34,7 +34,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
     monkeypatch.setenv("MASTER_PORT", str(ports[0]))
     monkeypatch.setitem(_rendezvous_handlers, "env", _rendezvous_handlers["env"])
-    yield Place("a launch", LOOPBACK, ports)
+    yield MeetingPoint("a launch", LOOPBACK, ports)
     rendezvous._kept = None
 
 
@@ -54,7 +54,7 @@ def check_shared(found: list[tuple[dist.Store, int, int]]) -> None:
 
 
 @pytest.mark.parametrize("taken", ["by nobody", "by one who says nothing", "by another launch"])
-def test_ranks_meet_whoever_has_the_first_port(place: Place, taken: str) -> None:
+def test_ranks_meet_whoever_has_the_first_port(place: MeetingPoint, taken: str) -> None:
     with ExitStack() as stack:
         if taken == "by one who says nothing":
             stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
@@ -68,7 +68,7 @@ def test_ranks_meet_whoever_has_the_first_port(place: Place, taken: str) -> None
         check_shared(meet_as_ranks(meetings))  # in the second group, too
 
 
-def test_a_launch_without_a_free_port_says_what_to_do(place: Place) -> None:
+def test_a_launch_without_a_free_port_says_what_to_do(place: MeetingPoint) -> None:
     with ExitStack() as stack:
         for port in place.ports:
             stack.enter_context(socket.create_server((LOOPBACK, port)))
@@ -77,7 +77,7 @@ def test_a_launch_without_a_free_port_says_what_to_do(place: Place) -> None:
 
 
 def test_a_rank_says_where_it_has_looked_for_rank_0(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However often it has looked; and for whom it waits meanwhile."""
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
@@ -89,12 +89,12 @@ def test_a_rank_says_where_it_has_looked_for_rank_0(
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_rank_waits_longer_only_after_a_port_was_silent(
-    place: Place, silent: bool, monkeypatch: pytest.MonkeyPatch
+    place: MeetingPoint, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not because rank 0 comes late: a program that takes a port later, and says nothing, would then hold it up."""
     waits, asked = [], rendezvous._asked
 
-    def noted(place: Place, port: int, wait_s: float) -> Address | None:
+    def noted(place: MeetingPoint, port: int, wait_s: float) -> Address | None:
         waits.append(wait_s)
         if len(waits) > rounds * len(place.ports):
             raise InterruptedError
@@ -113,7 +113,7 @@ def test_a_rank_waits_longer_only_after_a_port_was_silent(
     assert (min(waits), max(waits)) == (first_s, longest_s if silent else first_s)
 
 
-def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(place: Place) -> None:
+def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(place: MeetingPoint) -> None:
     """Each byte comes in time; together they would take for ever."""
     with socket.create_server((LOOPBACK, place.ports[0])) as listener, ExitStack() as stack:
         is_over = threading.Event()
@@ -132,7 +132,7 @@ def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(pl
 
 
 @pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
-def test_what_somebody_else_says_is_no_port(place: Place, said: bytes) -> None:
+def test_what_somebody_else_says_is_no_port(place: MeetingPoint, said: bytes) -> None:
     with socket.create_server((LOOPBACK, place.ports[0])) as listener:
 
         def answer(_: int) -> None:
@@ -144,7 +144,9 @@ def test_what_somebody_else_says_is_no_port(place: Place, said: bytes) -> None:
         ranks.results()
 
 
-def test_where_the_user_says_so_torch_meets_in_its_own_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_user_says_so_torch_meets_in_its_own_way(
+    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def way_of_torch(url: str, **options: Any) -> Iterator[str]:
         yield url
 

@@ -22,7 +22,7 @@ from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.data_parallel.session import ProcessSet
 from omnireduce.data_parallel.words import Scaling
 from omnireduce.torch.compression import Compression
-from omnireduce.torch.gradients import Way
+from omnireduce.torch.gradients import ReductionSettings
 
 SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
 
@@ -165,7 +165,7 @@ def test_a_state_that_cannot_be_kept_leaves_the_one_before_as_it_was() -> None:
 
 def test_a_mean_that_is_divided_in_parts_is_one_of_the_ranks_that_there_are_now() -> None:
     ranks = ProcessSet(range(3))
-    way = Way(Scaling(), 2.0, Compression.none, False, ranks)
+    way = ReductionSettings(Scaling(), 2.0, Compression.none, False, ranks)
     assert way.scaling == ("sum", 1 / 2, 2 / 3)
     ranks.ranks = [0, 1]
     assert way.scaling == ("sum", 1 / 2, 2 / 2)

@@ -10,12 +10,12 @@ import sys
 from pictured import queued
 
 import omnireduce as omni
-from omnireduce.runtime.member import pictures
+from omnireduce.runtime.member import profiler
 
 
 def main() -> None:
     *overrides, rank, size, job = sys.argv[1:]
-    pictures.REFRESH_S, pictures.SHARE = 0.002, 0  # rank 0 writes the file again and again
+    profiler.REFRESH_S, profiler.SHARE = 0.002, 0  # rank 0 writes the file again and again
     with omni.connect(omni.load_config(overrides=overrides), job=job, rank=int(rank), size=int(size)) as comm:
         for step in range(1_000_000):
             sys.stdout.write(f"{step}\n")

@@ -115,17 +115,17 @@ def test_who_leaves_has_no_task_done_any_more(crowd: Crowd) -> None:
     crowd.now += 100.0
     crowd.turn()
     assert (ready, kept) == ([], 0)
-    assert crowd.server._aside._executor is None
+    assert crowd.server._handshake_thread._executor is None
 
 
 def test_a_shard_that_stops_waits_for_one_task_only(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way, waiting, close = Slow(crowd), Slow(crowd), crowd.server._aside.close
+    under_way, waiting, close = Slow(crowd), Slow(crowd), crowd.server._handshake_thread.close
 
     def release_and_close() -> None:
         under_way.link.may_go_on.set()
         close()
 
-    monkeypatch.setattr(crowd.server._aside, "close", release_and_close)
+    monkeypatch.setattr(crowd.server._handshake_thread, "close", release_and_close)
     crowd.server.stop()
     crowd.server.serve()
     assert under_way.link.done

@@ -16,7 +16,7 @@ from omnireduce.config import Config
 from omnireduce.errors import NewcomersError
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.member import calls
-from omnireduce.runtime.member.calls import Call, Place
+from omnireduce.runtime.member.calls import Call, CallContext
 
 ELASTIC = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
 
@@ -181,7 +181,7 @@ def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words
 def test_a_call_that_was_made_for_one_generation_is_not_started_in_the_next(daemon: Daemon) -> None:
     """Where another thread calls reform between the two: rank, size and shards may be others by then."""
 
-    def barrier(place: Place) -> Call[None]:
+    def barrier(place: CallContext) -> Call[None]:
         comm.reform()
         return calls.barrier(place, "")
 

@@ -30,7 +30,7 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.effects import Effect
 from omnireduce.protocol.operands import DenseTensor
 from omnireduce.protocol.worker import WorkerMachine
-from omnireduce.runtime.member import engine, lookout
+from omnireduce.runtime.member import engine, poller
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.handle import Handle
@@ -246,7 +246,7 @@ def test_a_handler_must_not_call_a_collective_on_top_of_another(either: Config, 
     assert error.reason == "shut down with a collective under way"
 
 
-MODULES = (engine.__name__, lookout.__name__, stream.__name__)
+MODULES = (engine.__name__, poller.__name__, stream.__name__)
 
 
 class Interrupting:

@@ -9,7 +9,7 @@ import pytest
 from local_cluster import READY_S, Ranks, descriptors_below, unique_job
 
 from omnireduce.errors import RefusedError, TransportError
-from omnireduce.runtime.embedding import Compiling, Failed, News, Ready, decode_news, encode
+from omnireduce.runtime.embedding import Compiling, EmbeddingFailed, News, Ready, decode_news, encode
 from omnireduce.runtime.member.invitations import CARD, Invitations, be_invited, place_of
 
 READY = Ready("127.0.0.1:4711", bytes(32))
@@ -71,8 +71,8 @@ def test_a_rank_that_comes_twice_is_of_another_launch(is_told: bool) -> None:
         invitations.turn()
         with pytest.raises(RefusedError, match=r"rank 1 has come twice: two launches .* another cluster\.job"):
             invitations.turn()
-        invitations.tell(Failed("two launches"))
-        assert decode_news(second.recv(4096)) == Failed("two launches")
+        invitations.tell(EmbeddingFailed("two launches"))
+        assert decode_news(second.recv(4096)) == EmbeddingFailed("two launches")
     invitations.close()
 
 
@@ -110,7 +110,7 @@ def test_another_world_size_ends_it_for_all() -> None:
         (b"\xc1", "is of another version"),
         (encode(Ready("10.0.0.1:7400", bytes(32))), "is of another version"),
         (encode(Ready("127.0.0.1:4711", b"short")), "is of another version"),
-        (encode(Failed("it rains")), "has none: it rains"),
+        (encode(EmbeddingFailed("it rains")), "has none: it rains"),
     ],
 )
 def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
@@ -151,7 +151,7 @@ def test_rank_0_without_descriptors_says_so() -> None:
     invitations.close()
 
 
-@pytest.mark.parametrize("news", [READY, Compiling(3, 9), Failed("why")])
+@pytest.mark.parametrize("news", [READY, Compiling(3, 9), EmbeddingFailed("why")])
 def test_news_are_read_as_they_were_written(news: News) -> None:
     assert decode_news(encode(news)) == news
 

@@ -13,7 +13,7 @@ import pytest
 from local_cluster import WAIT_S
 
 from omnireduce.protocol.exchange import HostExchange
-from omnireduce.runtime.member.lookout import Lookout
+from omnireduce.runtime.member.poller import Poller
 from omnireduce.transport.base import Control
 from omnireduce.transport.shm import ShmLink
 
@@ -31,27 +31,27 @@ def ends() -> Iterator[tuple[list[ShmLink], list[ShmLink]]]:
 
 
 @pytest.fixture
-def lookout(ends: tuple[list[ShmLink], list[ShmLink]]) -> Iterator[Lookout]:
-    found = Lookout(ends[0], None, [])
+def poller(ends: tuple[list[ShmLink], list[ShmLink]]) -> Iterator[Poller]:
+    found = Poller(ends[0], None, [])
     found.watch_all()
     yield found
     found.close()
 
 
-def look_out(lookout: Lookout) -> list[int]:
-    lookout.look_out(0.0, WAIT_S * 1000, threading.RLock())
-    return lookout.news()
+def wait(poller: Poller) -> list[int]:
+    poller.wait(0.0, WAIT_S * 1000, threading.RLock())
+    return poller.news()
 
 
-def test_those_who_said_something_are_named(lookout: Lookout, ends: tuple[list[ShmLink], list[ShmLink]]) -> None:
+def test_those_who_said_something_are_named(poller: Poller, ends: tuple[list[ShmLink], list[ShmLink]]) -> None:
     ours, theirs = ends
     theirs[1].send_control(b"news")
-    assert look_out(lookout) == [1]
+    assert wait(poller) == [1]
     theirs[2].send_control(b"more")
-    assert look_out(lookout) == [1, 2]  # the first one was not read
+    assert wait(poller) == [1, 2]  # the first one was not read
     assert [ours[shard].poll() for shard in (1, 2)] == [[Control(b"news")], [Control(b"more")]]
-    lookout.glance()
-    assert lookout.news() == []
+    poller.check()
+    assert poller.news() == []
 
 
 class Host:
@@ -70,19 +70,19 @@ class Host:
 def test_progress_inside_the_host_does_not_hide_a_shard(
     ends: tuple[list[ShmLink], list[ShmLink]], spin_s: float
 ) -> None:
-    busy = Lookout(ends[0], cast(HostExchange, Host()), [os.eventfd(0, os.EFD_NONBLOCK)])
+    busy = Poller(ends[0], cast(HostExchange, Host()), [os.eventfd(0, os.EFD_NONBLOCK)])
     busy.watch_all()
     ends[1][2].send_control(b"news")
-    busy.look_out(time.monotonic() + spin_s, WAIT_S * 1000, threading.RLock())
+    busy.wait(time.monotonic() + spin_s, WAIT_S * 1000, threading.RLock())
     assert busy.news() == [2]
     busy.close()
 
 
-def test_one_that_is_gone_has_news(lookout: Lookout, ends: tuple[list[ShmLink], list[ShmLink]]) -> None:
+def test_one_that_is_gone_has_news(poller: Poller, ends: tuple[list[ShmLink], list[ShmLink]]) -> None:
     ends[1][0].close()
-    assert look_out(lookout) == [0]
+    assert wait(poller) == [0]
 
 
-def test_who_is_woken_has_heard_of_nobody(lookout: Lookout) -> None:
-    lookout.wake()
-    assert look_out(lookout) == []
+def test_who_is_woken_has_heard_of_nobody(poller: Poller) -> None:
+    poller.wake()
+    assert wait(poller) == []

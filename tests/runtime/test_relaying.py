@@ -28,8 +28,8 @@ from omnireduce.wire.control import (
     Leave,
     Pending,
     Proof,
+    RankAssignment,
     Refused,
-    Seat,
     Waiting,
     Welcome,
     decode_control,
@@ -123,7 +123,7 @@ class Bench:
 
     def is_empty(self) -> bool:
         relaying = self.relaying
-        return not (self.watched.get_map() or relaying._visitors or relaying._gathering or relaying._welcome)
+        return not (self.watched.get_map() or relaying._uplinks or relaying._gathering or relaying._welcome)
 
 
 def heard(link: InprocLink) -> list[ControlMessage | Lost]:
@@ -286,7 +286,7 @@ def test_a_refusal_says_whose_it_is() -> None:
 def test_an_elastic_job_takes_the_room_of_its_last_generation() -> None:
     bench, elastic = Bench(limits=dataclasses.replace(LIMITS, max_jobs=1)), {"smallest": 1, "world_size": 2}
     bench.come(0, **elastic)
-    seat = Seat(0, 2, 5, b"")
+    seat = RankAssignment(0, 2, 5, b"")
     bench.say(bench.connect(), welcome(0, relayed=1, seat=seat))
     bench.come(1, **elastic)
     assert bench.told(1) == []
@@ -384,7 +384,7 @@ def test_a_job_that_needs_more_than_was_allowed_does_not_begin() -> None:
     bench.come(3)
     bench.come(1)
     third, first = bench.connect(), bench.connect()
-    bench.relaying._visitors["worker 1"].hello = hello(1, slot_bytes=1 << 20)  # as if nobody had looked
+    bench.relaying._uplinks["worker 1"].hello = hello(1, slot_bytes=1 << 20)  # as if nobody had looked
     bench.say(third, welcome(3))
     bench.say(first, welcome(1))
     assert bench.admitted == []

@@ -15,7 +15,7 @@ from test_turns import BLOCK, SoleRank
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Budget
-from omnireduce.runtime.shard.turns import LATELY_S, Share, share
+from omnireduce.runtime.shard.scheduler import LATELY_S, Share, share
 from omnireduce.transport.base import EVERYTHING
 from omnireduce.transport.stream import CREDIT, DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp

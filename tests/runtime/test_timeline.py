@@ -19,7 +19,7 @@ from transports import KINDS, MEMORY, over
 
 from omnireduce import AbortedError, Communicator, ConfigError, UsageError, load_config
 from omnireduce.__main__ import main
-from omnireduce.runtime.member import pictures
+from omnireduce.runtime.member import profiler
 from omnireduce.runtime.tracing.merge import merge
 from omnireduce.runtime.tracing.timeline import OFF
 
@@ -120,7 +120,7 @@ def test_what_belongs_together_is_in_one_picture(daemon: Daemon, tmp_path: Path)
 
     def run(comm: Communicator) -> None:
         with Communicator(config, rank=comm.rank, size=2, job=f"{job}+queue.1") as second:
-            second._pictures.follow(comm._pictures)
+            second._profiler.follow(comm._profiler)
             comm.start_timeline(path)
             queued(second, "w", 0)
             comm.stop_timeline()
@@ -202,7 +202,7 @@ def test_no_timeline_after_the_end(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_the_file_grows_while_the_job_runs(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "REFRESH_S", 0.01)
+    monkeypatch.setattr(profiler, "REFRESH_S", 0.01)
     path = tmp_path / "timeline.json"
     config = configured(daemon.addresses, f"trace.timeline={path}")
     with Communicator(config, rank=0, size=1, job=unique_job()) as comm:

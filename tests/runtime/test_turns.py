@@ -20,10 +20,10 @@ from omnireduce.protocol.combine import BLOCK_WORK, HALF_WORK
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door
-from omnireduce.runtime.shard.questions import MOST, SHARE
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, ListeningSocket
+from omnireduce.runtime.shard.scheduler import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.turns import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
+from omnireduce.runtime.shard.status_requests import MOST, SHARE
 from omnireduce.status import Status
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
@@ -172,7 +172,7 @@ def test_a_job_whose_work_takes_longer_than_it_counts_has_shorter_turns(monkeypa
         [_, other] = crowd.server._jobs.values()
         assert other.most_work == 4 << 20
         for _ in range(30):
-            crowd.server._turns.due(job)
+            crowd.server._scheduler.due(job)
             crowd.turn()
         assert job.most_work >= 4 << 20
 
@@ -249,7 +249,7 @@ def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.Monk
 
 
 def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnireduce.runtime.shard.questions.MOST", 3)
+    monkeypatch.setattr("omnireduce.runtime.shard.status_requests.MOST", 3)
     peers = [crowd.connect() for _ in range(4)]
     for peer in peers:
         say(peer, REQUEST)
@@ -262,7 +262,9 @@ def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypa
 
 def test_a_turn_accepts_all_who_wait() -> None:
     with listen_tcp("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
-        server = ShardServer("a:1", [Door(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
+        server = ShardServer(
+            "a:1", [ListeningSocket(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0
+        )
         for _ in range(20):
             stack.enter_context(socket.create_connection(listener.getsockname()))
         server.turn(5.0)
@@ -273,7 +275,7 @@ def test_a_turn_accepts_all_who_wait() -> None:
 
 def test_beside_a_job_a_turn_accepts_few() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
-        doors = [Door(listener, lambda sock: ShmLink(sock, "peer"))]
+        doors = [ListeningSocket(listener, lambda sock: ShmLink(sock, "peer"))]
         with closing(Crowd(doors=doors)) as crowd:
             SoleRank(crowd, "job")
             for _ in range(3 * BESIDE_JOBS):

@@ -294,7 +294,7 @@ def test_who_shuts_down_reads_so_from_both(urgent: Config, first: int) -> None:
 def test_a_channel_that_is_closing_can_be_told_that_the_other_one_failed(daemon: Daemon) -> None:
     with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
         first, second = (each.engine for each in comm._channels)
-        second._lookout.close()  # as it does before it is closed
+        second._poller.close()  # as it does before it is closed
         first.abort("failed")
         with pytest.raises(AbortedError, match="failed"):
             comm.allreduce(ones(LARGE))

@@ -49,8 +49,8 @@ def _audit_relaying(server: ShardServer, membership: Relaying, limits: Limits) -
         yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    gathered = {key for visitors in membership._gathering.values() for key in visitors}
-    yield from ["who waits is known wrongly"] * (gathered != membership._visitors.keys())
+    gathered = {key for uplinks in membership._gathering.values() for key in uplinks}
+    yield from ["who waits is known wrongly"] * (gathered != membership._uplinks.keys())
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in gathered)
     for job in server._jobs.values():

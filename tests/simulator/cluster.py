@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from omnireduce.protocol.deeds import Meet
 from omnireduce.protocol.exchange import region_bytes
+from omnireduce.protocol.join_effects import Meet
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relaying import Connected, Upstream

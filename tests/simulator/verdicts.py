@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
 from omnireduce.protocol.joining import SEATED_S
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.message_sizing import MessageSizing
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
@@ -186,7 +186,8 @@ class Verdicts:
         blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
         turns = [each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards]
         return max(
-            blocks / max(1, min(Lengths.up_to(protocol.message_bytes).shortest // block_bytes, protocol.scan_span)),
+            blocks
+            / max(1, min(MessageSizing.up_to(protocol.message_bytes).shortest // block_bytes, protocol.scan_span)),
             *turns,
         )
 

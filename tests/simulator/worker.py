@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, perform
 from omnireduce.protocol.effects import End, Tell, error_of
 from omnireduce.protocol.exchange import HostExchange
-from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.hosts import Sharding
+from omnireduce.protocol.join_effects import Connect, HangUp, JoinAction, Joined, JoinEffect, Meet, perform
 from omnireduce.protocol.joining import Joining
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.pending_job import worker_name
 from omnireduce.protocol.rows import RowSet
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import Driver
@@ -31,7 +31,7 @@ from omnireduce.runtime.member.threads import ParallelDriver
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Leave, Seat, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan
@@ -111,7 +111,7 @@ class Worker(Process):
         self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
         self._machine: WorkerMachine
         self.joining: Joining
-        self._seat: Seat | None = None
+        self._seat: RankAssignment | None = None
         self._place_given: Joined | None = None
         self.meets_at = b""  # where it waits for the other ranks of its host
         self._group: Group | None = None  # what it shares with the other ranks of its host
@@ -226,10 +226,10 @@ class Worker(Process):
         elif self.joining.deadline is not None:
             self.wake_at(self.joining.deadline + 1e-6)
 
-    def _perform(self, effects: Iterator[JoiningEffect]) -> None:
+    def _perform(self, effects: Iterator[JoinEffect]) -> None:
         perform(effects, self._do)
 
-    def _do(self, deed: Deed) -> Iterator[JoiningEffect] | None:
+    def _do(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
         if isinstance(deed, Connect):
             return self._connect(deed.shard)
         if isinstance(deed, Tell):
@@ -250,7 +250,7 @@ class Worker(Process):
             self._place_given = deed
         return None
 
-    def _connect(self, shard: int) -> Iterator[JoiningEffect]:
+    def _connect(self, shard: int) -> Iterator[JoinEffect]:
         link = self.cluster.connect(self, self.addresses[shard])
         if link is None:
             return self.joining.unreachable(shard, "nobody listens", self.now())
@@ -288,7 +288,7 @@ class Worker(Process):
         self._generation = self.job.name, self.job.launch, formation
         places = self.cluster.places.setdefault(self._generation, {})
         places[joined.rank] = self.protocol.way(self.rank), neighbours.host if neighbours.hosts > 1 else -1
-        self._dealing = Dealing.among(
+        self._dealing = Sharding.among(
             neighbours.hosts, protocol.shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         )
         self._machine = WorkerMachine(
@@ -299,9 +299,9 @@ class Worker(Process):
             scan_span=protocol.scan_span,
             timeout_s=protocol.timeout_s,
             lengths=[
-                Lengths.up_to(protocol.message_bytes)
+                MessageSizing.up_to(protocol.message_bytes)
                 if link.kind == "tcp"
-                else Lengths(protocol.slot_bytes, protocol.slot_bytes)
+                else MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
                 for link in self.links
             ],
             host=host,

@@ -18,7 +18,7 @@ from omnireduce.runtime.member.world import connect
 from omnireduce.worker.lab.exercises import allreduce_by_messages, echo, reduce_by_messages, timed
 from omnireduce.worker.lab.libraries import Library, gloo, mpi, service
 
-Way = Callable[[Array], object]
+Method = Callable[[Array], object]
 
 
 def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -> None:
@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
     name: str
     library: Library
-    way: Way
+    way: Method
     sums: bool = True
     everywhere: bool = False
 

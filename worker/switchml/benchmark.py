@@ -25,7 +25,7 @@ BITS = 32  # of an element
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchmarkOptions:
     """The values of the flags. `tensor_type` is a key of `DTYPES`; `err` is in per cent; of `sync_every` 0 is all jobs;
     `num_tensors`: how many tensors the jobs of a group take in turn."""
 
@@ -72,7 +72,7 @@ class Group(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The JSON output. `job_ns`: of one job each."""
 
-    asked: Asked
+    asked: BenchmarkOptions
     world_size: int
     transport: str
     groups: list[Group]
@@ -84,7 +84,7 @@ class Tensors:
     """The memory that the jobs of one rank use, and the check of what is in it. Raises UsageError for a series of jobs
     in place whose sums the type does not hold."""
 
-    def __init__(self, asked: Asked, comm: Communicator | DummyCommunicator) -> None:
+    def __init__(self, asked: BenchmarkOptions, comm: Communicator | DummyCommunicator) -> None:
         self._asked, self._rank, size = asked, comm.rank, comm.size
         self._summands = summands_of(comm, asked.tensor_type, asked.seed if asked.random else None)
         most = self._summands.most_rounds()
@@ -120,7 +120,7 @@ class Tensors:
         return total
 
 
-def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> int:
+def run_benchmark(settings: Settings, asked: BenchmarkOptions, json_path: str | None) -> int:
     """Run the benchmark on all ranks; return how many elements were wrong, the same number on all of them. Rank 0
     prints, and writes to `json_path`. Raises UsageError, ConfigError, and what ends a job of the service."""
     with started(settings) as (context, say):
@@ -140,7 +140,7 @@ def run_benchmark(settings: Settings, asked: Asked, json_path: str | None) -> in
     return wrong
 
 
-def run_groups(context: Context, asked: Asked, say: Say) -> tuple[list[Group], int]:
+def run_groups(context: Context, asked: BenchmarkOptions, say: Say) -> tuple[list[Group], int]:
     """Warm up, then time every group, and check its tensors if that was asked for. Returns also how many elements were
     wrong, on all ranks together."""
     comm = context.communicator

@@ -120,16 +120,16 @@ def allreduce_benchmark(
     config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
     table: bool, threads: str, sizes: str, device: str, **asked: Any,
 ) -> None:  # fmt: skip
-    from omnireduce.worker.switchml.benchmark import Asked, run_benchmark
+    from omnireduce.worker.switchml.benchmark import BenchmarkOptions, run_benchmark
     from omnireduce.worker.switchml.table import run_table
 
     _refuse_gpu(device)
     counts, numels = numbers(threads, "--threads"), numbers(sizes, "--sizes")
     settings = _settings(config_file, overrides, rank, size)
     if table:
-        wrong = run_table(settings, Asked(**asked), counts, numels, json_path)
+        wrong = run_table(settings, BenchmarkOptions(**asked), counts, numels, json_path)
     else:
-        wrong = run_benchmark(settings, Asked(**asked), json_path)
+        wrong = run_benchmark(settings, BenchmarkOptions(**asked), json_path)
     _end(wrong)
 
 

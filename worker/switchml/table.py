@@ -12,7 +12,7 @@ from omnireduce.config import override_config
 from omnireduce.files.output import write_json
 from omnireduce.printing import carriers_text, make_console, short_count, times_text
 from omnireduce.switchml import Context, Distribution, Settings
-from omnireduce.worker.switchml.benchmark import Asked, ns_of_jobs, run_groups
+from omnireduce.worker.switchml.benchmark import BenchmarkOptions, ns_of_jobs, run_groups
 from omnireduce.worker.switchml.signals import SignalThread, nothing
 
 
@@ -27,7 +27,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def run_table(
-    settings: Settings, asked: Asked, threads: Sequence[int], sizes: Sequence[int], json_path: str | None
+    settings: Settings, asked: BenchmarkOptions, threads: Sequence[int], sizes: Sequence[int], json_path: str | None
 ) -> int:
     """Run the benchmark in each cell; return how many elements were wrong. The context starts anew for
     each number of threads. Rank 0 prints, and writes to `json_path`."""
@@ -55,7 +55,7 @@ def run_table(
     return sum(cell.wrong for cell in cells)
 
 
-def _cell(context: Context, asked: Asked, threads: int) -> Cell:
+def _cell(context: Context, asked: BenchmarkOptions, threads: int) -> Cell:
     groups, wrong = run_groups(context, asked, nothing)
     goodput = asked.tensor_numel * 32 * asked.num_jobs / sum(group.ns for group in groups)
     return Cell(threads, asked.tensor_numel, goodput, ns_of_jobs(groups), wrong)

@@ -60,7 +60,7 @@ _RANK = program_of("omnireduce.bench.tuning.session")
 @click.option("--grid", is_flag=True, help="Also measure a small grid, and compare the search with its best point.")
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **asked: Any) -> None:
     from omnireduce.bench.tuning.search import check_library
-    from omnireduce.bench.tuning.session import Wanted
+    from omnireduce.bench.tuning.session import TrialRequest
     from omnireduce.bench.tuning.space import read_holds
 
     holds, values = read_holds(asked.pop("holds"))
@@ -69,7 +69,7 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: i
     start_logs(config.log)
     check_library()
     in_order = not asked.pop("any_order")
-    wanted = Wanted(config_file=config_file, overrides=overrides, holds=tuple(holds), in_order=in_order, **asked)
+    wanted = TrialRequest(config_file=config_file, overrides=overrides, holds=tuple(holds), in_order=in_order, **asked)
     _check_files(wanted, config, np)
     sys.exit(_launch(wanted, config, np, shards))
 

@@ -43,7 +43,7 @@ ENOUGH = 0.95  # of the best of the grid
 LEAST_SAMPLES, SAMPLES_OF_KEY = 20, 6
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says; see `omnireduce tune --help`. `holds` are keys, `overrides` have their values."""
 
     config_file: str | None
@@ -78,7 +78,7 @@ def main() -> None:
     """The process of a rank. It reads its task from standard input, as JSON, and writes the verdict to a pipe."""
     pipe = int(os.environ.pop(RESULT_FD))
     os.set_inheritable(pipe, False)
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
     with reporting_errors():
         config = load_config(wanted.config_file, overrides=wanted.overrides)
         start_logs(config.log)
@@ -91,7 +91,7 @@ def main() -> None:
 class Session:
     """One search. `comm` carries what ranks exchange between samples."""
 
-    def __init__(self, wanted: Wanted, config: Config, comm: Communicator, log: Log) -> None:
+    def __init__(self, wanted: TrialRequest, config: Config, comm: Communicator, log: Log) -> None:
         self._wanted, self._comm, self._log = wanted, comm, log
         self._leads = comm.rank == 0
         in_memory = comm.transport.startswith("memory") and comm.local_size == comm.size

@@ -13,7 +13,7 @@ from typing import Any
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, Tensors
 from omnireduce.compression.grace.forms import payload_like, payload_of
-from omnireduce.compression.grace.native import Native
+from omnireduce.compression.grace.native import BuiltIn
 from omnireduce.compression.sums import name_for_all
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member.communicator import Communicator as Member
@@ -31,7 +31,7 @@ class Collective(Communicator):
                 f"{type(compressor).__name__} with communicator '{self.name}': it goes with "
                 f"{', '.join(compressor.communicators)}"
             )
-        if isinstance(compressor, Native):
+        if isinstance(compressor, BuiltIn):
             compressor.job = self.comm
 
     def name_sent(self, tensor: Any, name: str) -> str:

@@ -22,7 +22,7 @@ def is_tensor(x: object) -> bool:
     return hasattr(x, "detach") and hasattr(x, "new_empty")
 
 
-class Form:
+class GradientTemplate:
     """What a gradient is beside its numbers, so that others can take its form.
 
     `values`: its numbers, float32 (elements,), which may be its own memory: not to be written. `shape`, `size`: its

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.compression.grace.native import Context, Native
+from omnireduce.compression.grace.native import BuiltIn, Context
 from omnireduce.compression.powersgd import PowerSgd, first_factor, rank_for
 from omnireduce.dtypes import Array
 from omnireduce.kernels.factors import orthonormalise, product
 
 
-class PowerSGDCompressor(Native):
+class PowerSGDCompressor(BuiltIn):
     """Matrices as two factors of rank `compress_rank`; what factors would not make smaller is sent as it is.
 
     `compress` alone makes one step from the first factor, without what other ranks have.

@@ -8,7 +8,7 @@ from typing import Any
 
 from omnireduce.compression import memories
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
-from omnireduce.compression.grace.forms import Form
+from omnireduce.compression.grace.forms import GradientTemplate
 from omnireduce.errors import UsageError
 
 
@@ -19,11 +19,11 @@ class Keeping(Memory):
         self.kept = kept
 
     def compensate(self, tensor: Any, name: str) -> Any:
-        form = Form(tensor)
+        form = GradientTemplate(tensor)
         return form.restore(self.kept.compensate(form.values, name).copy())
 
     def update(self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any) -> None:
-        self.kept.keep_rest(name, Form(compressor.decompress(tensor_compressed, ctx)).values)
+        self.kept.keep_rest(name, GradientTemplate(compressor.decompress(tensor_compressed, ctx)).values)
 
     def forget(self, names: Iterable[str]) -> None:
         self.kept.forget(names)

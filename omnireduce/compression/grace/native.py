@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Tensors, is_ours
-from omnireduce.compression.grace.forms import Form, payload_of
+from omnireduce.compression.grace.forms import GradientTemplate, payload_of
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.draws import stream_key
@@ -21,12 +21,12 @@ from omnireduce.runtime.member.communicator import Communicator as Member
 class Context(NamedTuple):
     """The gradient that was compressed: its form and name, and the number of its earlier steps."""
 
-    form: Form
+    form: GradientTemplate
     name: str
     step: int
 
 
-class Native(Compressor):
+class BuiltIn(Compressor):
     """A compressor of this package.
 
     `selector` and `codec` say how the service does the same: which part of a gradient it moves, and in which form. If
@@ -45,7 +45,7 @@ class Native(Compressor):
     def compress(self, tensor: Any, name: str) -> tuple[Tensors, Context]:
         """The arrays or tensors that are sent, of the gradient's kind, and the context for `decompress`. Raises
         UsageError unless `tensor` is a gradient."""
-        context = Context(Form(tensor), name, self._steps.get(name, 0))
+        context = Context(GradientTemplate(tensor), name, self._steps.get(name, 0))
         arrays = self.encode(self.prepare(context.form.values, name), context)
         self.commit(name)
         return context.form.kind_of(arrays), context

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.compression.grace.forms import Form
-from omnireduce.compression.grace.native import Context, Native
+from omnireduce.compression.grace.forms import GradientTemplate
+from omnireduce.compression.grace.native import BuiltIn, Context
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.sums import check_seed
 from omnireduce.dtypes import Array
@@ -28,7 +28,7 @@ IN_PIECES = ("allgather", "broadcast", "alltoall", "aggregator")
 WORD = 8  # elements: blocks are multiples of it
 
 
-class NoneCompressor(Native):
+class NoneCompressor(BuiltIn):
     """All elements as float32."""
 
     communicators, codec = EVERYWHERE, NONE
@@ -43,7 +43,7 @@ class NoneCompressor(Native):
         return arrays[0]
 
 
-class FP16Compressor(Native):
+class FP16Compressor(BuiltIn):
     """All elements as float16."""
 
     communicators, codec = EVERYWHERE, "fp16"
@@ -59,7 +59,7 @@ class FP16Compressor(Native):
         return arrays[0].astype(np.float32)
 
 
-class Packing(Native):
+class Packing(BuiltIn):
     """What a codec makes of a tensor."""
 
     codec: str
@@ -175,7 +175,7 @@ class SignSGDCompressor(Packing):
         super().__init__(average=False)
 
     def aggregate(self, tensors: Sequence[Any]) -> Any:
-        form = Form(sum(tensors))
+        form = GradientTemplate(sum(tensors))
         return form.restore(np.where(form.values < 0, np.float32(-1), np.float32(1)))
 
 
@@ -217,7 +217,7 @@ class SignumCompressor(SignSGDCompressor):
                 kept.pop(name, None)
 
 
-class QSGDCompressor(Native):
+class QSGDCompressor(BuiltIn):
     """`quantum_num` levels of the norm of each bucket of `bucket_size` elements, rounded at random: an int8 each.
 
     A bucket whose norm is not finite becomes NaN. The service has 127 levels of the largest element of each block, and

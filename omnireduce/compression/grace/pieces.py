@@ -13,7 +13,7 @@ import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
 from omnireduce.compression.grace.communicators import Collective
-from omnireduce.compression.grace.forms import Form
+from omnireduce.compression.grace.forms import GradientTemplate
 from omnireduce.runtime.member.communicator import Communicator as Member
 from omnireduce.runtime.member.refusals import told_to_others
 
@@ -29,7 +29,7 @@ class AllToAll(Collective):
         super().__init__(compressor, memory, world_size, comm=comm)
         self._pieces = self.compressor = InPieces(compressor, self.comm)
 
-    def send_receive(self, tensors: Tensors, name: str, ctx: tuple[Form, list[Any]]) -> Any:
+    def send_receive(self, tensors: Tensors, name: str, ctx: tuple[GradientTemplate, list[Any]]) -> Any:
         form, contexts = ctx
         own, rank = len(tensors) // self.world_size, self.comm.rank
         with told_to_others(self.comm):
@@ -50,15 +50,15 @@ class InPieces(Compressor):
         super().__init__(compressor.average)
         self.compressor, self._comm = compressor, comm
 
-    def compress(self, tensor: Any, name: str) -> tuple[Tensors, tuple[Form, list[Any]]]:
-        form = Form(tensor)
+    def compress(self, tensor: Any, name: str) -> tuple[Tensors, tuple[GradientTemplate, list[Any]]]:
+        form = GradientTemplate(tensor)
         pieces = np.zeros((self._comm.size, -(-form.size // self._comm.size)), np.float32)
         pieces.reshape(-1)[: form.size] = form.values
         names = self._pieces_of(name)
         made = [self.compressor.compress(each, own) for each, own in zip(pieces, names, strict=True)]
         return [each for tensors, _ in made for each in tensors], (form, [ctx for _, ctx in made])
 
-    def decompress(self, tensors: Tensors, ctx: tuple[Form, list[Any]]) -> Any:
+    def decompress(self, tensors: Tensors, ctx: tuple[GradientTemplate, list[Any]]) -> Any:
         form, contexts = ctx
         own = len(tensors) // len(contexts)
         pieces = [self.compressor.decompress(tensors[own * i : own * i + own], each) for i, each in enumerate(contexts)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.compression.grace.native import Context, Native
+from omnireduce.compression.grace.native import BuiltIn, Context
 from omnireduce.compression.grace.selecting import gaps_of, places_of
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.selectors import Selects, largest, share, wanted
@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.member.numbers import whole
 
 
-class AdaqCompressor(Native):
+class AdaqCompressor(BuiltIn):
     """The largest elements of each sign, a share `compress_ratio` of those with this sign, as their mean.
 
     NaN counts as positive. After Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural
@@ -46,7 +46,7 @@ class AdaqCompressor(Native):
         return found
 
 
-class SketchCompressor(Native):
+class SketchCompressor(BuiltIn):
     """A number of its quantile for each element, a byte, and the means of the `quantiles`.
 
     After Jiang et al., "SketchML: Accelerating Distributed Machine Learning with Data Sketches", SIGMOD 2018.
@@ -87,7 +87,7 @@ def _dynamic_magnitudes() -> Array:
     return np.sort(np.array(found, np.float32))
 
 
-class U8bitCompressor(Native):
+class U8bitCompressor(BuiltIn):
     """A sign and one of 128 magnitudes, finer for small ones, times the largest: a byte for each element.
 
     A gradient that is not finite becomes NaN. After Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
@@ -116,7 +116,7 @@ class U8bitCompressor(Native):
         return found
 
 
-class InceptionnCompressor(Native):
+class InceptionnCompressor(BuiltIn):
     """Each element to `error_bound`, in as few bytes as that needs: none, one, two or four.
 
     GRACE's default is 2e-10, with which few gradients get shorter; the authors take 2^-10. Here numbers are multiples

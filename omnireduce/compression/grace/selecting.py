@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnireduce.compression import selectors
-from omnireduce.compression.grace.native import Context, Native
+from omnireduce.compression.grace.native import BuiltIn, Context
 from omnireduce.dtypes import Array
 
 
@@ -22,7 +22,7 @@ def places_of(gaps: Array) -> Array:
     return np.cumsum(gaps, dtype=np.int64)
 
 
-class Selecting(Native):
+class Selecting(BuiltIn):
     """Sends what its selector selects, `sent[0]` the values and `sent[1]` the gaps between their places."""
 
     selector: selectors.Selector

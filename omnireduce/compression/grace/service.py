@@ -11,10 +11,10 @@ from omnireduce.compression import memories
 from omnireduce.compression.compressed import Compression
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
 from omnireduce.compression.grace.communicators import Collective
-from omnireduce.compression.grace.forms import Form, payload_like, payload_of
+from omnireduce.compression.grace.forms import GradientTemplate, payload_like, payload_of
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
 from omnireduce.compression.grace.memories import Keeping
-from omnireduce.compression.grace.native import Native
+from omnireduce.compression.grace.native import BuiltIn
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import Selector
 from omnireduce.compression.sums import Sum
@@ -47,7 +47,7 @@ class Aggregator(Collective):
         self._service = _service(compressor, memory)
         if self._service is None and isinstance(compressor, PowerSGDCompressor):
             raise UsageError(_why_no_factors(compressor))
-        if isinstance(self._service, Compression) and isinstance(compressor, Native) and compressor.seed:
+        if isinstance(self._service, Compression) and isinstance(compressor, BuiltIn) and compressor.seed:
             raise UsageError(
                 f"{type(compressor).__name__} with seed {compressor.seed} and communicator '{self.name}': the service "
                 "draws from protocol.codec_seed. Set that, and leave seed at 0"
@@ -58,7 +58,7 @@ class Aggregator(Collective):
             return super().step(tensor, name)
         self.say_called()
         with told_to_others(self.comm):
-            form = Form(tensor)
+            form = GradientTemplate(tensor)
             sums = form.values.reshape(form.shape).copy()
         self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
         return self.compressor.aggregate([form.restore(sums)])
@@ -71,7 +71,7 @@ class Aggregator(Collective):
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         with told_to_others(self.comm):
-            form = Form(self.compressor.decompress(tensors, ctx))
+            form = GradientTemplate(self.compressor.decompress(tensors, ctx))
             sums = np.empty_like(form.values)
         self.comm.allreduce(form.values, out=sums, op=_op(self.compressor), name=name)
         return self.compressor.aggregate([form.restore(sums)])
@@ -108,7 +108,7 @@ def _why_no_factors(compressor: PowerSGDCompressor) -> str:
 
 def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:
     """What does the work of both; None where that must be done step by step."""
-    if not (isinstance(compressor, Native) and is_ours(type(compressor))):
+    if not (isinstance(compressor, BuiltIn) and is_ours(type(compressor))):
         return None
     if not (isinstance(memory, Keeping) and is_ours(type(memory))):
         return None
@@ -127,7 +127,7 @@ def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd |
 class Prepared(memories.Memory):
     """A memory of what its compressor has prepared, and tells the compressor what was sent."""
 
-    def __init__(self, compressor: Native, kept: memories.Memory) -> None:
+    def __init__(self, compressor: BuiltIn, kept: memories.Memory) -> None:
         super().__init__()
         self._compressor, self._memory = compressor, kept
 

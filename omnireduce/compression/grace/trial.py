@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.compression.grace.base import Compressor
 from omnireduce.compression.grace.claims import Claim, claim_of
-from omnireduce.compression.grace.forms import Form, payload_of
+from omnireduce.compression.grace.forms import GradientTemplate, payload_of
 from omnireduce.compression.grace.native import Context
 from omnireduce.compression.grace.selecting import Selecting, gaps_of
 from omnireduce.compression.selectors import Selector
@@ -145,14 +145,14 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> It
         if gradient.values.size:  # of no elements not all can be asked
             yield f"expected a compressed gradient, got {in_a_line(error)}"
         return
-    if not _same(Form(x).values, gradient.values.reshape(-1)):
+    if not _same(GradientTemplate(x).values, gradient.values.reshape(-1)):
         yield "expected the gradient as it was; compress has changed it"
     if type(back) is not type(x) or tuple(back.shape) != tuple(x.shape) or back.dtype != x.dtype:
         yield f"expected {_said(x)}, got {_said(back)}"
         return
     if sent != again:
         yield "expected the same tensors of the same gradient; a second compressor has sent others"
-    values = Form(back).values
+    values = GradientTemplate(back).values
     yield from claim.broken(values, gradient.values.reshape(-1))
     if gradient.is_full and not np.isfinite(values).all():
         yield f"expected finite numbers, got {values[~np.isfinite(values)][0]}"

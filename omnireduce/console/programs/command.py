@@ -56,11 +56,11 @@ def coconet() -> None:
 @click.option("--steps", type=click.IntRange(1, 10_000), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the values.")
 def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: Any) -> None:
-    from omnireduce.console.programs.trial import Wanted, check_ranks
+    from omnireduce.console.programs.trial import TrialRequest, check_ranks
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    wanted = Wanted(config_file=config_file, overrides=overrides, **asked)
+    wanted = TrialRequest(config_file=config_file, overrides=overrides, **asked)
     check_ranks(np, wanted.pipelines().values())
     sys.exit(_launch(_RUN, wanted, config, np))
 
@@ -113,7 +113,7 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
 @click.option("--cache/--no-cache", default=True, show_default=True, help="Use, and keep, what was measured.")
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **asked: Any) -> None:
     from omnireduce.console.programs.trial import check_ranks
-    from omnireduce.console.programs.tuning import Asked
+    from omnireduce.console.programs.tuning import TuneRequest
     from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
     from omnireduce.programs.tuning.candidates import candidates
 
@@ -122,7 +122,7 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
     tried = _numbers("--chunks", chunks, 2, MOST_CHUNKS)
     check_ranks(np, [each.pipeline for each in candidates(asked["program"], tried)])
     elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
-    wanted = Asked(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **asked)
+    wanted = TuneRequest(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **asked)
     sys.exit(_launch(_TUNE, wanted, config, np))
 
 

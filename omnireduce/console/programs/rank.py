@@ -12,7 +12,15 @@ from rich.table import Table
 import omnireduce as omni
 from omnireduce.cli import reporting_errors
 from omnireduce.config import load_config
-from omnireduce.console.programs.trial import CLOSE, NOT_EXACT, Outcome, Wanted, difference, reference, run_schedule
+from omnireduce.console.programs.trial import (
+    CLOSE,
+    NOT_EXACT,
+    Outcome,
+    TrialRequest,
+    difference,
+    reference,
+    run_schedule,
+)
 from omnireduce.dtypes import Array
 from omnireduce.launching.messages import RESULT_FD
 from omnireduce.logs import start_logs
@@ -25,7 +33,7 @@ def main() -> None:
     """The process of a rank. It reads its task as JSON from standard input. Whether all is right goes to a pipe."""
     pipe = int(os.environ.pop(RESULT_FD))
     os.set_inheritable(pipe, False)
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
     with reporting_errors():
         config = load_config(wanted.config_file, overrides=wanted.overrides)
         start_logs(config.log)
@@ -37,7 +45,7 @@ def main() -> None:
             file.write(msgspec.json.encode(is_right))
 
 
-def _on_all_ranks(wanted: Wanted, pipeline: Pipeline, comm: Communicator) -> Outcome:
+def _on_all_ranks(wanted: TrialRequest, pipeline: Pipeline, comm: Communicator) -> Outcome:
     """Run a schedule. The result is NaN if it is not the same on all ranks that have it."""
     outcome = run_schedule(wanted, pipeline, comm)
     result: Array = comm.broadcast_object(outcome.result, comm.size - 1, name="coconet: result")
@@ -47,7 +55,7 @@ def _on_all_ranks(wanted: Wanted, pipeline: Pipeline, comm: Communicator) -> Out
     return outcome._replace(result=result)
 
 
-def _report(wanted: Wanted, outcomes: dict[str, Outcome], size: int, transport: str) -> bool:
+def _report(wanted: TrialRequest, outcomes: dict[str, Outcome], size: int, transport: str) -> bool:
     """Print the schedules, and return whether all results are as they should be."""
     expected = reference(wanted, size)
     console, table = make_console(), Table(box=None, pad_edge=False)

@@ -13,7 +13,7 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs import Local, Pipeline, Tensor
-from omnireduce.programs.placement import Seat
+from omnireduce.programs.placement import RankPlacement
 from omnireduce.programs.ranks import meeting_of
 from omnireduce.programs.ready import schedules
 from omnireduce.programs.ready.schedules import STATE
@@ -25,7 +25,7 @@ NOT_EXACT = ("lamb",)
 WRITTEN = ("w", "m", "v")  # what optimizers update
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says; see `omnireduce coconet run --help`."""
 
     config_file: str | None
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 class Values:
     """The values of all inputs, which follow from the seed. `ranks` is how many a group has."""
 
-    def __init__(self, wanted: Wanted, ranks: int) -> None:
+    def __init__(self, wanted: TrialRequest, ranks: int) -> None:
         self._wanted, self._ranks = wanted, ranks
         side = max(1, math.isqrt(wanted.elements))
         self.sizes = {"N": wanted.elements, "T": side, "K": side, "H": side}
@@ -94,7 +94,9 @@ class Values:
     def part(self, tensor: Tensor, step: int, rank: int) -> Array:
         """The part of the tensor that `rank` has."""
         whole, layout = self.whole(tensor, step, rank), tensor.type.layout
-        return np.array(Seat(rank, self._ranks, {}).part(whole, layout), order="C") if layout.is_sliced else whole
+        return (
+            np.array(RankPlacement(rank, self._ranks, {}).part(whole, layout), order="C") if layout.is_sliced else whole
+        )
 
     def numbers(self, pipeline: Pipeline, step: int) -> dict[str, Any]:
         """The Variables of a step, and the sizes."""
@@ -105,7 +107,7 @@ class Values:
         }
 
 
-def run_schedule(wanted: Wanted, pipeline: Pipeline, comm: Communicator) -> Outcome:
+def run_schedule(wanted: TrialRequest, pipeline: Pipeline, comm: Communicator) -> Outcome:
     """Run the steps, as all ranks do."""
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
@@ -131,7 +133,7 @@ def _sent_bytes(comm: Communicator) -> int:
     return sum(each.statistics().sent_bytes for each in [comm, *meeting_of(comm).communicators])
 
 
-def reference(wanted: Wanted, size: int) -> Array:
+def reference(wanted: TrialRequest, size: int) -> Array:
     """The result of a program by its definition, computed in this process."""
     pipeline = next(iter(schedules(wanted.program).values()))
     ranks = size // pipeline.groups

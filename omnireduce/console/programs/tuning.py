@@ -18,7 +18,7 @@ from omnireduce.programs import autotune
 from omnireduce.programs.tuning.autotune import Choice
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class TuneRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says; see `omnireduce coconet tune --help`."""
 
     config_file: str | None
@@ -35,7 +35,7 @@ def main() -> None:
     """The process of a rank. It reads its task from standard input, as JSON, and writes success to a pipe."""
     pipe = int(os.environ.pop(RESULT_FD))
     os.set_inheritable(pipe, False)
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=TuneRequest)
     with reporting_errors():
         config = load_config(asked.config_file, overrides=asked.overrides)
         start_logs(config.log)

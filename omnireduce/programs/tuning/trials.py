@@ -14,7 +14,7 @@ from omnireduce.programs.layouts import Layout
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import OnShards, given_in_runs
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import Seat, size_value, sizes_in
+from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
 from omnireduce.programs.tuning.candidates import Candidate
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -44,7 +44,7 @@ def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[s
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
     variables = {each: sizes[each.name] for each in sizes_in(pipeline.nodes)}
-    seat = Seat(rank, ranks, variables)
+    seat = RankPlacement(rank, ranks, variables)
     found: dict[str, Any] = {each.name: sizes[each.name] for each in _sizes_of_group(pipeline, group)}
     for each in pipeline.inputs:
         if isinstance(each, Tensor) and each.type.group == group:

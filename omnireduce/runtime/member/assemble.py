@@ -12,10 +12,10 @@ from omnireduce.config import Config, Protocol
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
-from omnireduce.protocol.deeds import Joined
-from omnireduce.protocol.gathering import worker_name
-from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.hosts import LocalRanks
+from omnireduce.protocol.join_effects import Joined
+from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.pending_job import worker_name
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
@@ -97,13 +97,13 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         raise
 
 
-def _lengths(protocol: Protocol, link: Link) -> Lengths:
+def _lengths(protocol: Protocol, link: Link) -> MessageSizing:
     if link.kind == "tcp":
-        return Lengths.up_to(protocol.tcp_message_bytes)
-    return Lengths(protocol.slot_bytes, protocol.slot_bytes)
+        return MessageSizing.up_to(protocol.tcp_message_bytes)
+    return MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
 
 
-def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, Neighbours]:
+def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, LocalRanks]:
     """What a host exchange is made of."""
     neighbours, protocol = joined.neighbours, config.protocol
     pids = zip(neighbours.ranks, group.pids, strict=True)

@@ -19,7 +19,7 @@ from omnireduce.errors import ConfigError, UsageError, a_type
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.layout import Layout
-from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.hosts import Sharding
 from omnireduce.protocol.operands import DenseTensor, Operand
 from omnireduce.protocol.rows import RowSet, RowsInto
 from omnireduce.runtime.member.arguments import (
@@ -75,7 +75,7 @@ class WithPool(Protocol):
     def __call__(self, make: Callable[[Pool], T]) -> T: ...
 
 
-class Place(NamedTuple):
+class CallContext(NamedTuple):
     """The facts about a rank that a call needs. `owner`: the thread whose collectives need no name; `block_size`: in
     elements; `dealing`: which shard gets what; `part_bytes`: largest part that travels in packets; `with_pool` lends
     memory for results; `codec`: of float32 sums; `codec_seed`: of the random numbers that it draws. `in_memory`: ranks
@@ -86,7 +86,7 @@ class Place(NamedTuple):
     size: int
     owner: threading.Thread
     block_size: int
-    dealing: Dealing
+    dealing: Sharding
     part_bytes: int
     with_pool: WithPool
     codec: str = NONE
@@ -99,7 +99,7 @@ class Place(NamedTuple):
 
 
 def reduction(
-    place: Place,
+    place: CallContext,
     kind: Kind,
     x: NDArray[S],
     *,
@@ -132,7 +132,7 @@ def reduction(
 
 
 def _codec_of(
-    place: Place, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
+    place: CallContext, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
 ) -> tuple[str, int]:
     """The codec's name and seed for a call that wants this one; an empty name for none. The configured codec is only
     for calls that codecs work on."""
@@ -163,7 +163,7 @@ def check_codec_of(protocol: ProtocolConfig) -> None:
         raise ConfigError(f"protocol.block_size {protocol.block_size}: expected at most {CODED_ELEMENTS} with a codec")
 
 
-def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:
+def reduced_part(place: CallContext, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:
     """This rank's part of the combined `x`, which is kept."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("reduce_scatter needs an array of at least one dimension")
@@ -173,7 +173,7 @@ def reduced_part(place: Place, x: NDArray[S], op: str, name: str) -> Call[NDArra
     return call._replace(result=part)
 
 
-def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
+def reduction_at_root(place: CallContext, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
     """All elements of `x` combined in the root's `x`; those of the others stay."""
     root, element = check_root(root, place.size), element_type(check_array(x, "x").dtype)
     called = describe(
@@ -189,7 +189,7 @@ def reduction_at_root(place: Place, x: NDArray[S], root: int, op: str, name: str
 
 
 def rows(
-    place: Place,
+    place: CallContext,
     indices: Array,
     values: NDArray[S],
     n_rows: int,
@@ -206,7 +206,7 @@ def rows(
 
 
 def rows_into(
-    place: Place, out: NDArray[S], indices: Array, values: NDArray[S], *, op: str, name: str
+    place: CallContext, out: NDArray[S], indices: Array, values: NDArray[S], *, op: str, name: str
 ) -> Call[NDArray[S]]:
     """Rows of a tall matrix, added by number in `out`."""
     target = flat_view(out, "out", writable=True)
@@ -224,7 +224,7 @@ def rows_into(
 
 
 def _rows(
-    place: Place, indices: Array, values: Array, n_rows: int, *, op: str, name: str, group: str = ""
+    place: CallContext, indices: Array, values: Array, n_rows: int, *, op: str, name: str, group: str = ""
 ) -> tuple[Descriptor, Array, Array]:
     """What travels, and this rank's rows: their numbers, which ascend, and their values."""
     element = element_type(check_array(values, "values").dtype)
@@ -233,14 +233,14 @@ def _rows(
     return called, *combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
 
 
-def copy_of_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
+def copy_of_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
     """The bytes of the root's `x` in everybody's."""
     root, flat = check_root(root, place.size), flat_view(x, "x", writable=True)
     called = _moving(place, "broadcast", name, x, root=root)
     return _movement(place, called, flat if place.rank == root else None, flat, lambda: x)
 
 
-def all_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
+def all_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     """The bytes of everybody's `x`, side by side."""
     flat, result = flat_view(x, "x", writable=False), _side_by_side(place, "an allgather", x)
     target = flat_view(result, "result", writable=True)
@@ -248,7 +248,7 @@ def all_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     return _movement(place, called, target, target, lambda: result, reads=(flat,))
 
 
-def parts_at_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
+def parts_at_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
     """The bytes of everybody's `x`, side by side, for the root."""
     root, flat = check_root(root, place.size), flat_view(x, "x", writable=False)
     result = _side_by_side(place, "a gather", x)
@@ -257,7 +257,9 @@ def parts_at_root(place: Place, x: NDArray[S], root: int, name: str) -> Call[NDA
     return _movement(place, called, target, target, lambda: result if place.rank == root else None, reads=(flat,))
 
 
-def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str) -> Call[NDArray[S]]:
+def part_of_root(
+    place: CallContext, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str
+) -> Call[NDArray[S]]:
     """This rank's part of the bytes of the root's `parts`, in `out`."""
     root, flat = check_root(root, place.size), flat_view(out, "out", writable=True)
     source, shape = None, (place.size, *out.shape)
@@ -278,7 +280,7 @@ def part_of_root(place: Place, out: NDArray[S], parts: NDArray[S] | None, root: 
     return call._replace(writes=(*call.writes, flat), put_back=put_back)
 
 
-def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
+def exchanged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     """From each rank the part of its `x` that has this rank's number."""
     flat = flat_view(x, "x", writable=False)
     if x.ndim == 0 or len(x) != place.size:
@@ -290,7 +292,7 @@ def exchanged_parts(place: Place, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     return _movement(place, called, target, target, mine, reads=(flat,))
 
 
-def _side_by_side(place: Place, what: str, x: NDArray[S]) -> NDArray[S]:
+def _side_by_side(place: CallContext, what: str, x: NDArray[S]) -> NDArray[S]:
     """Room for the `x` of all ranks, with this rank's in place and zeros for the others."""
     try:
         result = np.zeros((place.size, *x.shape), x.dtype)
@@ -300,13 +302,13 @@ def _side_by_side(place: Place, what: str, x: NDArray[S]) -> NDArray[S]:
     return result
 
 
-def barrier(place: Place, name: str) -> Call[None]:
+def barrier(place: CallContext, name: str) -> Call[None]:
     """No result; it is complete once all ranks have called it."""
     empty = np.zeros(0, BYTES)
     return _movement(place, _moving(place, "barrier", name, empty), None, empty, lambda: None)
 
 
-def _moving(place: Place, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
+def _moving(place: CallContext, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
     """What travels where bytes move: `parts` arrays like `x`."""
     name = check_name(name, place.owner)
     return describe(
@@ -316,7 +318,7 @@ def _moving(place: Place, kind: Kind, name: str, x: Array, *, root: int = 0, par
 
 
 def _movement(
-    place: Place,
+    place: CallContext,
     called: Descriptor,
     source: Array | None,
     target: Array,

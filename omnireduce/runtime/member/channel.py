@@ -19,15 +19,15 @@ from omnireduce.config import Config
 from omnireduce.config.schema import URGENT
 from omnireduce.errors import RefusedError
 from omnireduce.logs import tagged
-from omnireduce.protocol.deeds import Joined
 from omnireduce.protocol.hello_checks import MIN_SLOT_BYTES, PAGE
-from omnireduce.protocol.hosts import Dealing
+from omnireduce.protocol.hosts import Sharding
+from omnireduce.protocol.join_effects import Joined
 from omnireduce.runtime.member.assemble import assemble
-from omnireduce.runtime.member.calls import Place, WithPool
+from omnireduce.runtime.member.calls import CallContext, WithPool
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.member.rank_channels import CallChannel
 from omnireduce.runtime.member.rendezvous import Arrival, join_beside
-from omnireduce.runtime.member.ways import Way
 from omnireduce.secret import Secret
 from omnireduce.wire.control import Hello
 
@@ -43,7 +43,7 @@ class Channel:
     def __init__(self, config: Config, job: str, arrival: Arrival, pool: Pool) -> None:
         self.joined, self.job = arrival.joined, job
         self.links, self.machine, self.engine = assemble(config, job, arrival)
-        self.way = Way(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)
+        self.way = CallChannel(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)
 
     @property
     def kinds(self) -> set[str]:
@@ -118,11 +118,11 @@ def _urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
     )  # fmt: skip
 
 
-def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Pool) -> Place:
+def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Pool) -> CallContext:
     protocol = config.protocol
-    return Place(
+    return CallContext(
         rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
-        dealing=Dealing.among(
+        dealing=Sharding.among(
             joined.neighbours.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         ),
         part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),

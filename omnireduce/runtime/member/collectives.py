@@ -12,11 +12,11 @@ from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.member import calls, groups, packed_calls
-from omnireduce.runtime.member.calls import Call, Place, Rows
+from omnireduce.runtime.member.calls import Call, CallContext, Rows
 from omnireduce.runtime.member.groups import Table
 from omnireduce.runtime.member.handle import Handle, Together
+from omnireduce.runtime.member.rank_channels import CallChannel, RankChannels
 from omnireduce.runtime.member.refusals import tell
-from omnireduce.runtime.member.ways import Member, Way
 
 GROUPS = list, tuple, dict
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Collectives:
     """Collectives on NumPy arrays; every rank must call the same ones in the same order. A call that raises here
     before it was started has its place in that order, too: see `refuse`."""
 
-    _member: Member
+    _member: RankChannels
     drives_in_background: bool
 
     @overload
@@ -327,14 +327,16 @@ class Collectives:
 
     # Each `except` costs nothing where nothing is raised. What begins after the call was started is not inside.
 
-    def _way(self, x: object, priority: object, block_size: object) -> Way:
+    def _way(self, x: object, priority: object, block_size: object) -> CallChannel:
         try:
             return self._member.way(x, priority, block_size)
         except Exception as error:
             self.refuse(error)
             raise
 
-    def _start(self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+    def _start(
+        self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]:
         place, engine = self._member.ordinary
         try:
             [handle] = engine.submit(make(place, *args, **kwargs))
@@ -344,12 +346,12 @@ class Collectives:
         return handle
 
     def _start_async(
-        self, make: Callable[Concatenate[Place, P], Call[T]], *args: P.args, **kwargs: P.kwargs
+        self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
         return self._in_background(self._member.ordinary, lambda: self._start(make, *args, **kwargs))
 
     def _start_allreduce(
-        self, way: Way, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
+        self, way: CallChannel, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
     ) -> Handle[Any]:
         place, engine = way
         try:
@@ -378,7 +380,7 @@ class Collectives:
             raise
         return Together(handles, batch.result)
 
-    def _in_background(self, way: Way, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _in_background(self, way: CallChannel, start: Callable[[], Handle[T]]) -> Handle[T]:
         if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
             return start()
         try:

@@ -31,12 +31,12 @@ from omnireduce.runtime.member.fused import FusedCollectives
 from omnireduce.runtime.member.launcher import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.runtime.member.parts_of_job import check_group, config_of_group, job_of_group, refuse_to_come
-from omnireduce.runtime.member.pictures import Pictures
 from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.member.profiler import Profiler
+from omnireduce.runtime.member.rank_channels import RankChannels
 from omnireduce.runtime.member.refusals import names_told, reason_of, settle, told
 from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join_beside
 from omnireduce.runtime.member.statistics import Statistics, statistics_of
-from omnireduce.runtime.member.ways import Member
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.secret import Secret, load_secret
@@ -109,7 +109,7 @@ class Communicator(FusedCollectives):
         check_codec_of(config.protocol)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._largest = name, size
-        self._pictures = Pictures(config.trace, name, self._log)
+        self._profiler = Profiler(config.trace, name, self._log)
         self._pools = Pool(), Pool()  # of each channel
         self._groups = set[Communicator]()  # that this one has created, until they are shut down
         self.rank, self.drives_in_background = rank, True
@@ -208,7 +208,7 @@ class Communicator(FusedCollectives):
             raise
         found._name_in_parent, found._on_shutdown = name, self._groups.discard
         self._groups.add(found)
-        found._pictures.follow(self._pictures)
+        found._profiler.follow(self._profiler)
         try:
             check_alike(found, [("ranks of the group", str(list(ranks)))], "")
         except BaseException:
@@ -250,7 +250,7 @@ class Communicator(FusedCollectives):
     @property
     def timeline(self) -> NoTimeline:
         """What notes the way of tensors, or `OFF`. It may change at any time."""
-        return self._pictures.timeline
+        return self._profiler.timeline
 
     def start_timeline(self, path: str | Path, mark_cycles: bool = False) -> None:
         """Begin a timeline of this rank in the file `path`, which is one for all ranks that call this with it.
@@ -261,12 +261,12 @@ class Communicator(FusedCollectives):
         show nothing. `path` is valid JSON at any time. Raises UsageError if it cannot be written, when a timeline is
         being recorded, and after `shutdown`.
         """
-        self._pictures.start(path, mark_cycles)
+        self._profiler.start(path, mark_cycles)
 
     def stop_timeline(self) -> None:
         """End the timeline, and write it; does nothing when there is none. The last rank to do so, or to leave, writes
         what all of them have noted."""
-        self._pictures.stop()
+        self._profiler.stop()
 
     @property
     def newcomers(self) -> int:
@@ -298,7 +298,7 @@ class Communicator(FusedCollectives):
                 raise
         first, last = channels[0], channels[-1]
         self._channels, joined = channels, first.joined
-        self._member = Member(first.way, last.way, self.config.protocol.urgent_bytes)
+        self._member = RankChannels(first.way, last.way, self.config.protocol.urgent_bytes)
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self.formation = object()
         self.transport = "+".join(sorted(first.kinds | last.kinds))
@@ -308,7 +308,7 @@ class Communicator(FusedCollectives):
             last.engine.names = first.engine.names
         for each in channels:
             each.engine.on_closed = _weakly(self._has_closed)
-        self._pictures.opened(self.rank, self.size, channels)
+        self._profiler.opened(self.rank, self.size, channels)
         ending.opened(self)
 
     def __repr__(self) -> str:
@@ -366,7 +366,7 @@ class Communicator(FusedCollectives):
         if not all(each.engine.is_closed for each in self._channels):
             return
         ending.closed(self)
-        self._pictures.closed()
+        self._profiler.closed()
         if self._gave_up:
             self._end_embedded()
 
@@ -380,7 +380,7 @@ class Communicator(FusedCollectives):
             self._embedded.close()
 
     def _abandon(self) -> None:
-        self._pictures.abandon()
+        self._profiler.abandon()
         for each in self._channels:
             each.engine.abandon()
 

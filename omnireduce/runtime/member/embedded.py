@@ -32,7 +32,7 @@ from omnireduce.runtime.embedding import (
     LONGEST,
     MOST_BYTES,
     Compiling,
-    Failed,
+    EmbeddingFailed,
     News,
     Ready,
     decode_news,
@@ -142,7 +142,7 @@ class Embedded:
         except BaseException as error:
             if self._invitations is not None:
                 known = isinstance(error, OmniReduceError)
-                self._invitations.tell(Failed(str(error)[:LONGEST] if known else left_because(error)))
+                self._invitations.tell(EmbeddingFailed(str(error)[:LONGEST] if known else left_because(error)))
             raise
         finally:
             if self._invitations is not None:
@@ -254,9 +254,11 @@ class Child:
         """The latest news; call this when there are some. Raises TransportError when there will be no aggregator."""
         news: News | None = None
         with suppress(ConnectionError, BlockingIOError):
-            while not isinstance(news, Ready | Failed) and (data := self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)):
+            while not isinstance(news, Ready | EmbeddingFailed) and (
+                data := self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)
+            ):
                 news = decode_news(data)
-        if news is None or isinstance(news, Failed):
+        if news is None or isinstance(news, EmbeddingFailed):
             reason = self._how_it_ended() if news is None else news.reason
             raise TransportError(f"the aggregator that rank 0 starts cannot serve: {reason}")
         return news

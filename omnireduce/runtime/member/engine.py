@@ -20,9 +20,9 @@ from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.handle import Observing, Started, check_fits, check_free
-from omnireduce.runtime.member.interrupts import Here, Interruptible, entering
-from omnireduce.runtime.member.lookout import Lookout
+from omnireduce.runtime.member.interrupts import Interruptible, ThreadState, entering
 from omnireduce.runtime.member.names import Names
+from omnireduce.runtime.member.poller import Poller
 from omnireduce.runtime.member.threads import ParallelDriver
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Cause
@@ -42,14 +42,14 @@ class Engine(Interruptible):
     def __init__(
         self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int] = ()
     ) -> None:
-        self._lookout = Lookout(links, machine.host, bells)  # first: it may fail
+        self._poller = Poller(links, machine.host, bells)  # first: it may fail
         self._machine, self._links = machine, links
         self._longest_spin_s, self._spin_s, self._read_at = spin_s, spin_s, 0.0
         self._driver = ParallelDriver(
             machine, links, time.monotonic,
             on_finish=self._on_finish, on_end=self._on_end,
             on_warn=lambda warning: log.warning(warning.text, extra=tagged("waiting")),
-            on_wake=self._lookout.ring,
+            on_wake=self._poller.ring,
         )  # fmt: skip
         self._driver.read_all_s = machine.timeout_s / READS
         self._handles: dict[int, Started[Any]] = {}
@@ -71,7 +71,7 @@ class Engine(Interruptible):
         self._changed = threading.Condition(self._lock)
         self._driving, self._waiters = False, 0
         self._background: threading.Thread | None = None
-        self._here = Here()
+        self._here = ThreadState()
         self._asked_to_leave = False  # set by a call on top of another one
         # The exception that interrupted a call: that call is half done, so the job has to end. It is noted by an
         # assignment, because no other signal handler can come before it. The lock is kept until the job has ended.
@@ -114,7 +114,7 @@ class Engine(Interruptible):
                 self._spin_s = self._longest_spin_s / (1 if spins_long else 10)
                 self._driver.push()  # whoever takes turns keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
-                    self._lookout.wake()
+                    self._poller.wake()
                 elif now >= self._read_at:
                     self._read_at = now + READ_EVERY_S
                     self._driver.turn()
@@ -158,7 +158,7 @@ class Engine(Interruptible):
             if self._wants_to_leave:
                 self._leave()
             elif self._driving:
-                self._lookout.wake()
+                self._poller.wake()
                 self._await_change(None if deadline is None else max(0.0, deadline - time.monotonic()))
             else:
                 self._drive(lambda: handle.finished, deadline)
@@ -190,7 +190,7 @@ class Engine(Interruptible):
         self._fail_all()
         for link in self._links:
             link.abandon()
-        self._lookout.abandon()
+        self._poller.abandon()
         if self._machine.host is not None:
             self._machine.host.close()
 
@@ -242,15 +242,15 @@ class Engine(Interruptible):
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
-                self._driver.turn(self._lookout.news())
+                self._driver.turn(self._poller.news())
         finally:
             self._driving = False
             self._changed.notify_all()
 
     def _block(self, deadline: float | None) -> None:
         """Wait for input, first spinning, then on the descriptors; at most until the next deadline."""
-        now, waits = time.monotonic(), self._lookout.has_something_to_wait_for
-        self._lookout.watch_all()
+        now, waits = time.monotonic(), self._poller.has_something_to_wait_for
+        self._poller.watch_all()
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
         if self._machine.under_way:
             ends.append(self._driver.read_all_at)
@@ -259,10 +259,10 @@ class Engine(Interruptible):
         try:
             self._lock.release()
             if waits:
-                self._lookout.look_out(now + self._spin_s, patience_ms, self._lock)
+                self._poller.wait(now + self._spin_s, patience_ms, self._lock)
             else:
                 os.sched_yield()  # another thread may want the lock
-                self._lookout.glance()
+                self._poller.check()
         finally:  # written in C, and no signal interrupts it
             self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
 
@@ -285,7 +285,7 @@ class Engine(Interruptible):
     def _on_end(self, end: End) -> None:
         self._fail_all()
         self._changed.notify_all()
-        self._lookout.wake()  # closing a link does not wake a thread that polls it
+        self._poller.wake()  # closing a link does not wake a thread that polls it
         if end.cause is not None:
             if not self._left and not end.cause.orderly:  # else the other channel ends by itself
                 self._tell_other(end.cause)
@@ -296,7 +296,7 @@ class Engine(Interruptible):
         other = None if self.other is None else self.other()
         if other is not None:
             other._ended_there = cause
-            other._lookout.wake()
+            other._poller.wake()
 
     def _fail_all(self) -> None:
         for handle in self._handles.values():
@@ -340,7 +340,7 @@ class Engine(Interruptible):
                 if not self.is_closed:
                     self._asked_to_leave = True
                     self.afterwards(self._shut_down, first=True)
-                    self._lookout.wake()
+                    self._poller.wake()
         else:
             self._shut_down()
         return self.is_closed
@@ -378,7 +378,7 @@ class Engine(Interruptible):
                 break
             self._driver.flush()
             self._block(deadline)
-            self._driver.turn(self._lookout.news())
+            self._driver.turn(self._poller.news())
 
     def _let_go(self) -> None:
         with self._lock:
@@ -387,7 +387,7 @@ class Engine(Interruptible):
             self._driver = ParallelDriver(self._machine, (), time.monotonic)
             if self._machine.parallel is not None:
                 self._machine.parallel.pool.close()
-            self._lookout.close()
+            self._poller.close()
             if self._machine.host is not None:
                 self._machine.host.close()
             self.is_closed = True
@@ -396,5 +396,5 @@ class Engine(Interruptible):
         deadline = time.monotonic() + GOODBYE_S
         for shard, link in enumerate(self._links):
             say_last_words(link, deadline)
-            self._lookout.forget(shard)
+            self._poller.forget(shard)
             link.close()

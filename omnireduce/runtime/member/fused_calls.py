@@ -20,7 +20,7 @@ from omnireduce.runtime.member.arguments import (
     combine_duplicates,
     flat_view,
 )
-from omnireduce.runtime.member.calls import Call, Place, once
+from omnireduce.runtime.member.calls import Call, CallContext, once
 from omnireduce.runtime.member.numbers import whole
 
 FLOAT = element_type(np.float32)
@@ -43,7 +43,7 @@ class FusedRows(NamedTuple):
 
 
 def fused_reduction(
-    place: Place, x: Array | None, program: BlockProgram,
+    place: CallContext, x: Array | None, program: BlockProgram,
     *, out: Array, op: str, name: str, block_size: int | None, wanted: bool,
 ) -> Call[Fused]:  # fmt: skip
     """The sum of `x`, through `program`, in `out`."""
@@ -66,7 +66,7 @@ def fused_reduction(
 
 
 def fused_rows(
-    place: Place, indices: Array, values: Array, program: BlockProgram,
+    place: CallContext, indices: Array, values: Array, program: BlockProgram,
     *, n_rows: int, out: Array | None, op: str, name: str, wanted: bool,
 ) -> Call[FusedRows]:  # fmt: skip
     """Rows of a tall matrix, added by number, through `program`."""
@@ -93,7 +93,7 @@ def check_float(array: Array, what: str) -> Array:
     return found
 
 
-def _check_program(place: Place, program: object) -> None:
+def _check_program(place: CallContext, program: object) -> None:
     if not isinstance(program, BlockProgram):
         raise UsageError(f"program is {a_type(program)}; expected a BlockProgram")
     if place.in_memory:

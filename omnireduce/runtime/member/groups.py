@@ -19,7 +19,7 @@ from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.member.arguments import check_array, check_rows, flat_view, two_that_share
-from omnireduce.runtime.member.calls import Call, Place, Rows, check_codec, reduction, rows
+from omnireduce.runtime.member.calls import Call, CallContext, Rows, check_codec, reduction, rows
 from omnireduce.wire.blocks import MAX_BLOCKS
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class _Leaf(NamedTuple):
     array: Array
 
 
-def arrays(place: Place, x: object, *, op: str, name: str, codec: str | None = None) -> list[Call[Any]]:
+def arrays(place: CallContext, x: object, *, op: str, name: str, codec: str | None = None) -> list[Call[Any]]:
     """All arrays in `x`, combined in place; those that `codec` works on travel by it."""
     if codec is not None:
         place = place._replace(codec=check_codec(codec))
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     result: Callable[[list[Rows[Any]]], list[Rows[Any]]]
 
 
-def tables(place: Place, given: Sequence[Table], op: str, name: str) -> Batch:
+def tables(place: CallContext, given: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
     if not isinstance(given, list | tuple):
         raise UsageError(f"tables is {a_type(given)}; expected a list of (indices, values, n_rows)")
@@ -141,7 +141,7 @@ def _check_apart(leaves: Sequence[_Leaf]) -> None:
         raise UsageError(f"x{path} and x{other} share memory; expected each array once")
 
 
-def _fused(place: Place, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
+def _fused(place: CallContext, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
     """Arrays of one dtype as one, which is copied back in the end."""
     flats = [np.asarray(leaf.array).reshape(-1) for leaf in leaves]
     dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 Own = TypeVar("Own", bound="Interruptible")
 
 
-class Here(threading.local):
+class ThreadState(threading.local):
     """The state of one thread: how many calls are under way, nested, and what to do after them."""
 
     depth = 0
@@ -29,7 +29,7 @@ class Here(threading.local):
 class Interruptible:
     """The base of a class with such calls."""
 
-    _here: Here
+    _here: ThreadState
 
     @property
     def inside(self) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from omnireduce.blame import from_a_handler
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.protocol.reminders import FIRST_S, Reminders
-from omnireduce.runtime.embedding import MOST_BYTES, Compiling, Failed, News, Ready, decode_news, encode
+from omnireduce.runtime.embedding import MOST_BYTES, Compiling, EmbeddingFailed, News, Ready, decode_news, encode
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.shm import peer_of
 from omnireduce.transport.stream import BACKLOG
@@ -252,6 +252,6 @@ def _read(sock: socket.socket, zero: str) -> Ready | Compiling:
         news = decode_news(data)
     except ValueError:
         raise TransportError(f"{zero}, is of another version of omnireduce") from None
-    if isinstance(news, Failed):
+    if isinstance(news, EmbeddingFailed):
         raise TransportError(f"{zero}, has none: {news.reason}")
     return news

@@ -46,7 +46,7 @@ _Array = tuple[
 ]
 
 
-class Form(NamedTuple):
+class ObjectCodec(NamedTuple):
     """How objects of one type travel.
 
     `said` turns an object into what is sent, `read` is the type that this is decoded as, and `made` makes the object
@@ -63,7 +63,7 @@ class OfFront:
     """Objects of a type that a front knows, as tensors of torch: the name of the type, and what `Form.said` gives."""
 
 
-def add_form(kind: type[Any], name: str, form: Form) -> None:
+def add_form(kind: type[Any], name: str, form: ObjectCodec) -> None:
     """Let objects of this type travel. `name` says which type it is, on all ranks alike; a rank that does not know it
     refuses such objects."""
     _NAMES[kind], _NAMED[name] = name, (Decoder(form.read), form)
@@ -77,12 +77,12 @@ def _of_front(x: list[Any]) -> object:
     return form.made(decoder.decode(data))
 
 
-def _set(made: Callable[[list[Any]], object]) -> Form:
-    return Form(iter, ITEMS, made, lambda items: items)
+def _set(made: Callable[[list[Any]], object]) -> ObjectCodec:
+    return ObjectCodec(iter, ITEMS, made, lambda items: items)
 
 
-def _table(made: Callable[[dict[Any, Any]], object]) -> Form:
-    return Form(_pairs, ITEMS, lambda items: made(_paired(items)), lambda items: items[::2])
+def _table(made: Callable[[dict[Any, Any]], object]) -> ObjectCodec:
+    return ObjectCodec(_pairs, ITEMS, lambda items: made(_paired(items)), lambda items: items[::2])
 
 
 def _pairs(x: dict[Any, Any]) -> Iterable[object]:
@@ -119,8 +119,8 @@ def _scalar_made(x: tuple[str, list[int], bytes]) -> object:
     return _array_made(x)[()]
 
 
-def _time(kind: Any) -> Form:
-    return Form(_time_said, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
+def _time(kind: Any) -> ObjectCodec:
+    return ObjectCodec(_time_said, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
 
 
 def _time_said(x: Any) -> list[object]:
@@ -143,31 +143,31 @@ def _array_made(x: tuple[str, list[int], bytes]) -> Any:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-FORMS: dict[type[Any], Form] = {  # the number of a form is its place: new ones come last
-    int: Form(hex, _Number, lambda x: int(x, 16)),
-    bytes: Form(bytes, bytes, bytes),
-    list: Form(iter, ITEMS, list),
-    tuple: Form(iter, ITEMS, tuple),
+FORMS: dict[type[Any], ObjectCodec] = {  # the number of a form is its place: new ones come last
+    int: ObjectCodec(hex, _Number, lambda x: int(x, 16)),
+    bytes: ObjectCodec(bytes, bytes, bytes),
+    list: ObjectCodec(iter, ITEMS, list),
+    tuple: ObjectCodec(iter, ITEMS, tuple),
     set: _set(set),
     frozenset: _set(frozenset),
     dict: _table(dict),
-    bytearray: Form(bytes, bytes, bytearray),
-    complex: Form(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
-    decimal.Decimal: Form(str, _Number, decimal.Decimal),
-    datetime.date: Form(str, _Date, datetime.date.fromisoformat),
+    bytearray: ObjectCodec(bytes, bytes, bytearray),
+    complex: ObjectCodec(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
+    decimal.Decimal: ObjectCodec(str, _Number, decimal.Decimal),
+    datetime.date: ObjectCodec(str, _Date, datetime.date.fromisoformat),
     datetime.time: _time(datetime.time),
     datetime.datetime: _time(datetime.datetime),
-    datetime.timedelta: Form(
+    datetime.timedelta: ObjectCodec(
         lambda x: [x.days, x.seconds, x.microseconds], tuple[int, int, int], lambda x: datetime.timedelta(*x)
     ),
-    np.ndarray: Form(_array_said, _Array, _array_made),
-    np.generic: Form(_scalar_said, _Array, _scalar_made),
+    np.ndarray: ObjectCodec(_array_said, _Array, _array_made),
+    np.generic: ObjectCodec(_scalar_said, _Array, _scalar_made),
     collections.OrderedDict: _table(collections.OrderedDict),
     collections.Counter: _table(collections.Counter),
-    OfFront: Form(list, tuple[_Name, bytes], _of_front),
+    OfFront: ObjectCodec(list, tuple[_Name, bytes], _of_front),
 }
 _NAMES = dict[type[Any], str]()  # of the types of fronts
-_NAMED = dict[str, tuple[Decoder[Any], Form]]()  # those types by name
+_NAMED = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # those types by name
 _NUMBER = {each: number for number, each in enumerate(FORMS)}
 _READERS = [(Decoder(form.read), form) for form in FORMS.values()]
 _WHOLE = Decoder(Leaf)

@@ -13,7 +13,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.protocol.packets import Packets, packed, packed_refusal, packet_count
 from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
-from omnireduce.runtime.member.calls import Call, Place, once
+from omnireduce.runtime.member.calls import Call, CallContext, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
 from omnireduce.runtime.member.refusals import take_part_instead, told
 
@@ -22,7 +22,7 @@ NOTHING = np.empty((0, PACKET_BYTES), np.uint8)
 BYTE = np.empty(0, np.uint8)
 
 
-def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
+def ragged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
     """The bytes of everybody's `x`, of which the first dimension may differ."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
@@ -33,7 +33,7 @@ def ragged_parts(place: Place, x: NDArray[S], name: str) -> Call[list[NDArray[S]
     return Call(called, packets, lambda: _parts(packets))
 
 
-def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -> Call[Any]:
+def object_of_root(place: CallContext, x: object, root: int, name: str, trust: bool) -> Call[Any]:
     """The root's `x` on the root, and an equal object elsewhere."""
     root, language = check_root(root, place.size), _language(trust)
     called = _describe(place, "broadcast_object", name, language, (), root=root)
@@ -41,7 +41,7 @@ def object_of_root(place: Place, x: object, root: int, name: str, trust: bool) -
     return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
 
 
-def all_objects(place: Place, x: object, name: str, trust: bool) -> Call[list[Any]]:
+def all_objects(place: CallContext, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """An object equal to the `x` of each rank."""
     called = _describe(place, "allgather_object", name, _language(trust), ())
     packets = _packets(place, called, lambda: _bytes_of(x, trust), range(place.size), BYTE)
@@ -56,7 +56,7 @@ def _language(trust: object) -> str:
 
 
 def _describe(
-    place: Place, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
+    place: CallContext, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
 ) -> Descriptor:
     name, packets = check_name(name, place.owner), packet_count(place.part_bytes)
     return describe(
@@ -66,7 +66,7 @@ def _describe(
 
 
 def _packets(
-    place: Place, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
+    place: CallContext, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
 ) -> Packets:
     """This rank's part of the call, which `own` makes. Raises what `own` raises, and UsageError for too many bytes;
     then a refusal can travel in place of the part."""

@@ -23,9 +23,9 @@ from omnireduce.descriptor import REFUSED_BYTES, Descriptor
 from omnireduce.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.operands import DenseTensor
-from omnireduce.runtime.member.calls import Call, Place
+from omnireduce.runtime.member.calls import Call, CallContext
 from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.ways import Member
+from omnireduce.runtime.member.rank_channels import RankChannels
 
 E = TypeVar("E", bound=Exception)
 SETTLE_S = 2.0  # how long a rank that leaves waits for the others to hear what it has refused
@@ -78,14 +78,14 @@ def reason_of(error: Exception) -> str:
     return text if len(data) <= REFUSED_BYTES else data[: REFUSED_BYTES - 3].decode(errors="ignore") + "…"
 
 
-def refusal(place: Place, why: str) -> Call[None]:
+def refusal(place: CallContext, why: str) -> Call[None]:
     """The call that takes the place of a refused one: without data, with the reason."""
     empty = np.zeros(0, BYTES)
     called = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
     return Call(called, DenseTensor(empty, empty, place.layout(called), called.element.zero_mask), lambda: None)
 
 
-def tell(member: Member, error: Exception) -> None:
+def tell(member: RankChannels, error: Exception) -> None:
     """Tell the other ranks that this one refuses the next collective because of `error`. Does nothing if they know of
     it, or if the job is over."""
     if is_told(error):

@@ -17,9 +17,9 @@ from omnireduce.blame import from_a_handler
 from omnireduce.config import Config, whole_bytes
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.deeds import Connect, Deed, HangUp, Joined, JoiningEffect, Meet, Notice, perform
 from omnireduce.protocol.effects import Tell
 from omnireduce.protocol.exchange import region_bytes
+from omnireduce.protocol.join_effects import Connect, HangUp, JoinAction, Joined, JoinEffect, Meet, Notice, perform
 from omnireduce.protocol.joining import Joining
 from omnireduce.runtime.asking.connecting import connect_once, why_lost
 from omnireduce.runtime.member.sharing import memory_key
@@ -110,7 +110,7 @@ def join_beside(
         raise first.end_error() from None
 
 
-def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoiningEffect]:
+def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoinEffect]:
     """Give the machine what came from an aggregator."""
     if isinstance(event, Lost):
         return machine.lost(shard, event.reason, now, for_good=event.violation or event.refused)
@@ -220,17 +220,17 @@ class _Visitor:
         else:
             self._selector.register(self._meeting, selectors.EVENT_READ)
 
-    def _perform(self, effects: Iterator[JoiningEffect]) -> None:
+    def _perform(self, effects: Iterator[JoinEffect]) -> None:
         perform(effects, self._do)
 
-    def _do(self, deed: Deed) -> Iterator[JoiningEffect] | None:
+    def _do(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
         """Carry out an effect; return the machine's effects in answer to its outcome."""
         try:
             return self._carry_out(deed)
         except TransportError as error:
             return self._machine.failed(error, time.monotonic())
 
-    def _carry_out(self, deed: Deed) -> Iterator[JoiningEffect] | None:
+    def _carry_out(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
         if isinstance(deed, Connect):
             return self._connect(deed)
         if isinstance(deed, Tell):
@@ -246,7 +246,7 @@ class _Visitor:
             self._joined = deed
         return None
 
-    def _connect(self, wanted: Connect) -> Iterator[JoiningEffect]:
+    def _connect(self, wanted: Connect) -> Iterator[JoinEffect]:
         address = self._config.cluster.aggregators[wanted.shard]
 
         def say(reason: str) -> None:

@@ -13,8 +13,8 @@ from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective import Collective
 from omnireduce.protocol.exchange import STEPS, HostExchange
-from omnireduce.protocol.hosts import Neighbours
-from omnireduce.protocol.operands import Encode, Operand, Packed, Place, RowBlocks, TensorBlocks
+from omnireduce.protocol.hosts import LocalRanks
+from omnireduce.protocol.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
@@ -23,7 +23,7 @@ from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What, now
 from omnireduce.transport.base import Link
 
-MakeExchange = Callable[[Array, int, Sequence[str], int, int, Neighbours], HostExchange]
+MakeExchange = Callable[[Array, int, Sequence[str], int, int, LocalRanks], HostExchange]
 Progress = dict[What, tuple[int, int]]  # of each kind of step: how many were taken, and of how many blocks
 
 
@@ -69,7 +69,7 @@ class TracedOperand:
         self._found = now(), shard
         return self._operand.find(shard, cursor, span, indices)
 
-    def pack_found(self, indices: Array, encode: Encode) -> None:
+    def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         start, shard = self._found
         self._operand.pack_found(indices, encode)
         self._recorder.add(What.PACK, start, now(), shard, indices.size)
@@ -81,7 +81,7 @@ class TracedOperand:
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size  # also those that are left out of the message: the result has them
 
-    def put_placed(self, indices: Array, place: Place) -> None:
+    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         start = now()
         self._operand.put_placed(indices, place)
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)

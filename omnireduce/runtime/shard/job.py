@@ -19,9 +19,9 @@ from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
 from omnireduce.protocol.effects import AbortKind, End, Warn
-from omnireduce.protocol.gathering import member_name
-from omnireduce.protocol.hosts import Dealing, delegates_of, readers_of
-from omnireduce.protocol.lengths import Lengths
+from omnireduce.protocol.hosts import Sharding, delegates_of, readers_of
+from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.pending_job import member_name
 from omnireduce.protocol.reduction import Budget, Reduction
 from omnireduce.protocol.relay import RelayMachine
 from omnireduce.protocol.shard_states import ShardStates
@@ -168,9 +168,9 @@ class Job:
             [member_name(hello) for hello in hellos], self._arena.slots, self._results.slots,
         )  # fmt: skip
         return make(
-            lengths=Lengths.up_to(min(over_tcp)) if over_tcp else None,
+            lengths=MessageSizing.up_to(min(over_tcp)) if over_tcp else None,
             shard=spec.shard,
-            dealing=Dealing.among(hosts, spec.shards, spec.stripe_blocks, welcomes[0].whole_bytes, spec.slot_bytes),
+            dealing=Sharding.among(hosts, spec.shards, spec.stripe_blocks, welcomes[0].whole_bytes, spec.slot_bytes),
             delegates=delegates_of(members, spec.shard),
             readers=readers_of(members) if has_relays else None,
             inline=[] if has_relays else [rank for rank, link in enumerate(self.links) if link.inline],

@@ -20,7 +20,7 @@ FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
 ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one door in one turn, the second while jobs run
 
 
-class Door(NamedTuple):
+class ListeningSocket(NamedTuple):
     """A listening socket; `make_link` makes a link of an accepted socket. `of_monitor`: only for the daemon's own
     monitor."""
 
@@ -39,7 +39,7 @@ class Listening:
 
     def __init__(
         self,
-        doors: Sequence[Door],
+        doors: Sequence[ListeningSocket],
         selector: selectors.BaseSelector,
         clock: Clock,
         connected: Callable[[], int],
@@ -59,7 +59,7 @@ class Listening:
             self.deadline = None
             self._begin()
 
-    def accept(self, door: Door, most: int) -> Iterator[Link]:
+    def accept(self, door: ListeningSocket, most: int) -> Iterator[Link]:
         """Accept connections at a door that was readable, at most `most`, and yield their links."""
         for _ in range(min(most, ACCEPTED)):
             if self.deadline is not None:  # set by an earlier event of the same turn
@@ -79,7 +79,7 @@ class Listening:
                 log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
                 sock.close()
 
-    def _answer(self, door: Door) -> bool:
+    def _answer(self, door: ListeningSocket) -> bool:
         """Tell the connection that waits that there is no room; return False if the descriptor kept back is not
         enough."""
         assert self._reserve is not None

@@ -22,13 +22,13 @@ from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect, Relayed
 from omnireduce.protocol.allowance import beyond_allowance
-from omnireduce.protocol.gathering import Meeting, member_name
 from omnireduce.protocol.handshake import Candidate
 from omnireduce.protocol.hello_checks import kin, malformed
 from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.pending_job import FormationKey, member_name
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.visitor import Visitor, rank_of, seated, status_of
+from omnireduce.runtime.shard.pending_uplink import PendingUplink, rank_of, seated, status_of
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
@@ -83,9 +83,9 @@ class Relaying:
         self._name, self._limits, self._upstream = name, limits, upstream
         self._key = secrets.token_bytes(TOKEN_BYTES)  # hosts may have the same name
         self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
-        self._visitors: dict[Hashable, Visitor] = {}
-        self._gathering: dict[Meeting, dict[Hashable, Visitor]] = {}  # those that want to join, by job
-        self._welcome = Counter[tuple[Meeting, int]]()  # how many of a generation are
+        self._uplinks: dict[Hashable, PendingUplink] = {}
+        self._gathering: dict[FormationKey, dict[Hashable, PendingUplink]] = {}  # those that want to join, by job
+        self._welcome = Counter[tuple[FormationKey, int]]()  # how many of a generation are
         self._running: dict[int, Hello] = {}
         self._held: dict[int, Hello] = {}  # by generation until its memory is released
         self._next_generation = 1
@@ -94,7 +94,7 @@ class Relaying:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        unconnected = [each for each in self._visitors.values() if each.link is None]
+        unconnected = [each for each in self._uplinks.values() if each.link is None]
         ends = [each.since + self._limits.join_timeout_s for each in unconnected]
         return min([*ends, *(each.again_at for each in unconnected if each.again_at is not None)], default=None)
 
@@ -102,14 +102,14 @@ class Relaying:
         """A worker asks to join. `terms` are those of its team."""
         wrong, temporary = self._objection(hello, terms)
         if not wrong and not hello.refuses:
-            wrong, temporary = self.intake.objection(hello, now, gathers=Meeting.of(hello) in self._gathering)
+            wrong, temporary = self.intake.objection(hello, now, gathers=FormationKey.of(hello) in self._gathering)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             return
-        visitor = self._visitors[key] = Visitor(key, hello, self._upstream.addresses[hello.shard], now)
+        uplink = self._uplinks[key] = PendingUplink(key, hello, self._upstream.addresses[hello.shard], now)
         if not hello.refuses:
-            self._gathering.setdefault(visitor.meeting, {})[key] = visitor
-        self._call(visitor)
+            self._gathering.setdefault(uplink.meeting, {})[key] = uplink
+        self._call(uplink)
 
     def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
         """Why `hello` is not passed on, and whether it may be later; empty when it is."""
@@ -124,7 +124,7 @@ class Relaying:
             wrong = f"more than {MOST_RELAYS} relays one above the other: does aggregator.upstream lead in a circle?"
         if wrong:
             return wrong, False
-        if Meeting.of(hello) in self._gathering or hello.refuses:
+        if FormationKey.of(hello) in self._gathering or hello.refuses:
             return "", False
         jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
@@ -134,34 +134,36 @@ class Relaying:
         generation."""
         mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
         last = max(mine, default=0) if hello.smallest or hello.formation else 0
-        gather = [next(iter(each.values())).hello for at, each in self._gathering.items() if at != Meeting.of(hello)]
+        gather = [
+            next(iter(each.values())).hello for at, each in self._gathering.items() if at != FormationKey.of(hello)
+        ]
         return [*gather, *(each for number, each in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits with the same rank for the same job; None when there is none."""
-        waiting = self._gathering.get(Meeting.of(hello), {}).values()
+        waiting = self._gathering.get(FormationKey.of(hello), {}).values()
         mine = hello.rank, hello.compiling
         return next((each.key for each in waiting if (each.hello.rank, each.hello.compiling) == mine), None)
 
     def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
         """A connection that was not yet admitted is over, because of `cause`."""
-        if key in self._visitors:
-            visitor = self._take_out(key)
-            self._hang_up(visitor, cause or Cause(member_name(visitor.hello), "connection closed"))
+        if key in self._uplinks:
+            uplink = self._take_out(key)
+            self._hang_up(uplink, cause or Cause(member_name(uplink.hello), "connection closed"))
 
-    def _take_out(self, key: Hashable) -> Visitor:
+    def _take_out(self, key: Hashable) -> PendingUplink:
         """This worker waits no more."""
-        visitor = self._visitors.pop(key)
-        waiting = self._gathering.get(visitor.meeting, {})
+        uplink = self._uplinks.pop(key)
+        waiting = self._gathering.get(uplink.meeting, {})
         waiting.pop(key, None)  # one that refuses a group does not wait
         if not waiting:
-            self._gathering.pop(visitor.meeting, None)
-        if visitor.welcome is not None:
-            place = visitor.meeting, visitor.welcome.generation
+            self._gathering.pop(uplink.meeting, None)
+        if uplink.welcome is not None:
+            place = uplink.meeting, uplink.welcome.generation
             self._welcome[place] -= 1
             if not self._welcome[place]:
                 del self._welcome[place]
-        return visitor
+        return uplink
 
     def departed(self, generation: int, rank: int) -> None:
         """A rank of a running generation has left."""
@@ -176,11 +178,11 @@ class Relaying:
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: try once more to reach the upstream, or give up."""
-        for visitor in [each for each in self._visitors.values() if each.link is None]:
-            if now - visitor.since >= self._limits.join_timeout_s:
-                yield self._refuse(visitor, f"could not be reached: {visitor.why or 'no answer'}", temporary=True)
-            elif visitor.again_at is not None and now >= visitor.again_at:
-                self._call(visitor)
+        for uplink in [each for each in self._uplinks.values() if each.link is None]:
+            if now - uplink.since >= self._limits.join_timeout_s:
+                yield self._refuse(uplink, f"could not be reached: {uplink.why or 'no answer'}", temporary=True)
+            elif uplink.again_at is not None and now >= uplink.again_at:
+                self._call(uplink)
 
     @property
     def gathers(self) -> int:
@@ -189,7 +191,7 @@ class Relaying:
 
     def gathering(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
-        return [status_of(list(visitors.values()), now) for visitors in self._gathering.values()]
+        return [status_of(list(uplinks.values()), now) for uplinks in self._gathering.values()]
 
     @property
     def here(self) -> list[Hello]:
@@ -198,21 +200,21 @@ class Relaying:
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
         """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
-        for hello in [*self._running.values(), *(each.hello for each in self._visitors.values())]:
+        for hello in [*self._running.values(), *(each.hello for each in self._uplinks.values())]:
             if is_meant(hello):
                 self.intake.end(hello, reason, now)
-        for visitor in [each for each in self._visitors.values() if is_meant(each.hello)]:
-            yield from self._turn_away(visitor, reason)
+        for uplink in [each for each in self._uplinks.values() if is_meant(each.hello)]:
+            yield from self._turn_away(uplink, reason)
 
     def turn_away(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
         self.intake.close()
-        for visitor in list(self._visitors.values()):
-            yield from self._turn_away(visitor, SHUTTING_DOWN, temporary=True)
+        for uplink in list(self._uplinks.values()):
+            yield from self._turn_away(uplink, SHUTTING_DOWN, temporary=True)
 
-    def _turn_away(self, visitor: Visitor, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
-        yield Answer(visitor.key, Refused(reason, temporary))
-        self.gone(visitor.key, self._clock(), Cause(f"aggregator {self._name}", reason))
+    def _turn_away(self, uplink: PendingUplink, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
+        yield Answer(uplink.key, Refused(reason, temporary))
+        self.gone(uplink.key, self._clock(), Cause(f"aggregator {self._name}", reason))
 
     def close(self) -> None:
         """The shard ends: connect to nobody any more."""
@@ -220,147 +222,147 @@ class Relaying:
 
     # uplinks
 
-    def _call(self, visitor: Visitor) -> None:
-        visitor.again_at = None
-        done = partial(self._connected, visitor)
-        visitor.give_up = self._upstream.connect(visitor.address, self._limits.join_timeout_s, done)
+    def _call(self, uplink: PendingUplink) -> None:
+        uplink.again_at = None
+        done = partial(self._connected, uplink)
+        uplink.give_up = self._upstream.connect(uplink.address, self._limits.join_timeout_s, done)
 
-    def _connected(self, visitor: Visitor, found: Link | str) -> None:
-        if self._visitors.get(visitor.key) is not visitor:  # it has gone meanwhile
+    def _connected(self, uplink: PendingUplink, found: Link | str) -> None:
+        if self._uplinks.get(uplink.key) is not uplink:  # it has gone meanwhile
             if isinstance(found, Link):
                 found.close()
             return
         if isinstance(found, str):
-            self._try_again(visitor, found)
+            self._try_again(uplink, found)
             return
         try:
-            self._begin_uplink(visitor, found)
+            self._begin_uplink(uplink, found)
         except Exception as error:
-            self._contain(visitor, error)
+            self._contain(uplink, error)
 
-    def _begin_uplink(self, visitor: Visitor, found: Link) -> None:
-        visitor.link = found
-        self._selector.register(found, selectors.EVENT_READ, partial(self._hear, visitor))
-        secret = self._secret_of(visitor.hello.team)
-        if secret is not None and secret.team != visitor.hello.team:
-            self._answer([self._refuse(visitor, f"is told of no team '{visitor.hello.team}': there is none any more")])
+    def _begin_uplink(self, uplink: PendingUplink, found: Link) -> None:
+        uplink.link = found
+        self._selector.register(found, selectors.EVENT_READ, partial(self._hear, uplink))
+        secret = self._secret_of(uplink.hello.team)
+        if secret is not None and secret.team != uplink.hello.team:
+            self._answer([self._refuse(uplink, f"is told of no team '{uplink.hello.team}': there is none any more")])
         elif secret is None:
-            self._say_hello(visitor)
+            self._say_hello(uplink)
         else:
-            visitor.candidate = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
-            found.send_control(encode_control(visitor.candidate.greeting))
+            uplink.candidate = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
+            found.send_control(encode_control(uplink.candidate.greeting))
 
-    def _try_again(self, visitor: Visitor, why: str) -> None:
+    def _try_again(self, uplink: PendingUplink, why: str) -> None:
         """The upstream has not heard of this worker yet: connect once more, after a pause."""
-        if visitor.link is not None:
-            self._selector.unregister(visitor.link)
-            visitor.link.close()
-        visitor.link = visitor.candidate = None
-        visitor.again_at = self._clock() + RETRY_S
-        if why != visitor.why:
-            visitor.why = why
-            note = f"aggregator {visitor.address}, the upstream of relay {self._name}, could not be reached: {why}"
-            log.warning("%s", note, extra=tagged("upstream_unreachable", upstream=visitor.address))
-            self._answer([Answer(visitor.key, Pending([], 0, note[:TEXT_CHARACTERS]))])
+        if uplink.link is not None:
+            self._selector.unregister(uplink.link)
+            uplink.link.close()
+        uplink.link = uplink.candidate = None
+        uplink.again_at = self._clock() + RETRY_S
+        if why != uplink.why:
+            uplink.why = why
+            note = f"aggregator {uplink.address}, the upstream of relay {self._name}, could not be reached: {why}"
+            log.warning("%s", note, extra=tagged("upstream_unreachable", upstream=uplink.address))
+            self._answer([Answer(uplink.key, Pending([], 0, note[:TEXT_CHARACTERS]))])
         else:
             self._answer(())
 
-    def _say_hello(self, visitor: Visitor) -> None:
-        assert visitor.link is not None
-        hello = visitor.hello
+    def _say_hello(self, uplink: PendingUplink) -> None:
+        assert uplink.link is not None
+        hello = uplink.hello
         # a host sends one sum, so ranks that come through different relays must not count as one host
         memory = hello.memory and hashlib.blake2b(hello.memory.encode(), key=self._key, digest_size=16).hexdigest()
         own = replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
-        visitor.link.send_control(encode_control(own))
+        uplink.link.send_control(encode_control(own))
 
-    def _hear(self, visitor: Visitor) -> None:
+    def _hear(self, uplink: PendingUplink) -> None:
         """Deal with what the upstream says to a worker that has not been admitted here."""
-        link = visitor.link
+        link = uplink.link
         assert link is not None
         try:
             for event in link.poll():
-                if self._visitors.get(visitor.key) is visitor:
-                    self._answer(self._deal(visitor, event))
-            if self._visitors.get(visitor.key) is visitor and visitor.welcome is not None:
-                self._answer(self._begin(visitor, visitor.welcome))
+                if self._uplinks.get(uplink.key) is uplink:
+                    self._answer(self._deal(uplink, event))
+            if self._uplinks.get(uplink.key) is uplink and uplink.welcome is not None:
+                self._answer(self._begin(uplink, uplink.welcome))
         except Exception as error:
-            self._contain(visitor, error)
+            self._contain(uplink, error)
 
-    def _contain(self, visitor: Visitor, error: Exception) -> None:
+    def _contain(self, uplink: PendingUplink, error: Exception) -> None:
         """No memory, or a bug: it may cost this worker its place, not others theirs."""
         log.exception("a worker behind this relay is refused: %s", error, extra=tagged("internal_error"))
-        if self._visitors.get(visitor.key) is visitor:
-            self._answer([self._refuse(visitor, f"could not be dealt with: {error!r}", temporary=True)])
+        if self._uplinks.get(uplink.key) is uplink:
+            self._answer([self._refuse(uplink, f"could not be dealt with: {error!r}", temporary=True)])
 
-    def _deal(self, visitor: Visitor, event: object) -> Iterator[MembershipEffect]:
+    def _deal(self, uplink: PendingUplink, event: object) -> Iterator[MembershipEffect]:
         try:
             if isinstance(event, Lost) and event.violation:
                 raise ProtocolError(f"broke the rules: {event.reason}")
             if isinstance(event, Lost):
-                yield from self._lost(visitor, event.reason)
+                yield from self._lost(uplink, event.reason)
                 return
             if not isinstance(event, Control):
                 raise ProtocolError("sent blocks before its welcome")
             message = decode_control(event.body)
-            if visitor.candidate is None or isinstance(message, Refused):
-                yield from self._told(visitor, message)
+            if uplink.candidate is None or isinstance(message, Refused):
+                yield from self._told(uplink, message)
             else:
-                self._prove(visitor, visitor.candidate, message)
+                self._prove(uplink, uplink.candidate, message)
         except ProtocolError as error:
-            yield self._refuse(visitor, str(error))
+            yield self._refuse(uplink, str(error))
 
-    def _lost(self, visitor: Visitor, reason: str) -> Iterator[MembershipEffect]:
-        if visitor.candidate is not None:
-            self._try_again(visitor, f"{reason} before the hello")
+    def _lost(self, uplink: PendingUplink, reason: str) -> Iterator[MembershipEffect]:
+        if uplink.candidate is not None:
+            self._try_again(uplink, f"{reason} before the hello")
         else:
-            yield self._refuse(visitor, f"{reason} before it had admitted this worker", temporary=True)
+            yield self._refuse(uplink, f"{reason} before it had admitted this worker", temporary=True)
 
-    def _prove(self, visitor: Visitor, candidate: Candidate, message: ControlMessage) -> None:
+    def _prove(self, uplink: PendingUplink, candidate: Candidate, message: ControlMessage) -> None:
         """Go on with the handshake. Raises ProtocolError."""
         answer = candidate.told(message)
         if answer is None:
-            visitor.candidate = None
-            self._say_hello(visitor)
+            uplink.candidate = None
+            self._say_hello(uplink)
         else:
-            assert visitor.link is not None
-            visitor.link.send_control(encode_control(answer))
+            assert uplink.link is not None
+            uplink.link.send_control(encode_control(answer))
 
-    def _told(self, visitor: Visitor, message: ControlMessage) -> Iterator[MembershipEffect]:
+    def _told(self, uplink: PendingUplink, message: ControlMessage) -> Iterator[MembershipEffect]:
         """Pass on what the upstream says. Raises ProtocolError."""
         if isinstance(message, Pending):
-            visitor.pending = message
-            yield Answer(visitor.key, message)
+            uplink.pending = message
+            yield Answer(uplink.key, message)
         elif isinstance(message, Waiting):
-            yield Answer(visitor.key, message.heard_from(visitor.address))
+            yield Answer(uplink.key, message.heard_from(uplink.address))
         elif isinstance(message, Newcomers):
-            yield Answer(visitor.key, message)
+            yield Answer(uplink.key, message)
         elif isinstance(message, Refused):
-            yield self._refused(visitor, message)
+            yield self._refused(uplink, message)
         elif isinstance(message, Aborted):
-            self.gone(visitor.key, self._clock())
-            yield Answer(visitor.key, message)
-        elif isinstance(message, Welcome) and visitor.welcome is None:
+            self.gone(uplink.key, self._clock())
+            yield Answer(uplink.key, message)
+        elif isinstance(message, Welcome) and uplink.welcome is None:
             if not message.relayed:
                 raise ProtocolError("does not know that this is a relay")
-            visitor.welcome = message
-            self._welcome[visitor.meeting, message.generation] += 1
+            uplink.welcome = message
+            self._welcome[uplink.meeting, message.generation] += 1
         else:
             raise ProtocolError(f"answered the hello with {type(message).__name__}")
 
-    def _refused(self, visitor: Visitor, message: Refused) -> Answer:
+    def _refused(self, uplink: PendingUplink, message: Refused) -> Answer:
         """The upstream refuses this worker. If it only passes that on, the message says already whose refusal it is."""
         if f"{UPSTREAM_OF} " in message.reason:
-            self.gone(visitor.key, self._clock())
-            return Answer(visitor.key, message)
-        return self._refuse(visitor, f"refused: {message.reason}", temporary=message.temporary)
+            self.gone(uplink.key, self._clock())
+            return Answer(uplink.key, message)
+        return self._refuse(uplink, f"refused: {message.reason}", temporary=message.temporary)
 
-    def _begin(self, visitor: Visitor, welcome: Welcome) -> Iterator[MembershipEffect]:
+    def _begin(self, uplink: PendingUplink, welcome: Welcome) -> Iterator[MembershipEffect]:
         """Begin the job if all that come through this relay are welcome."""
-        if self._welcome[visitor.meeting, welcome.generation] < welcome.relayed:
+        if self._welcome[uplink.meeting, welcome.generation] < welcome.relayed:
             return
         members = [
             (each, own, each.link)
-            for each in self._gathering[visitor.meeting].values()
+            for each in self._gathering[uplink.meeting].values()
             if (own := each.welcome) is not None and each.link is not None and own.generation == welcome.generation
         ]
         members.sort(key=lambda each: rank_of(each[0].hello, each[1]))
@@ -381,20 +383,20 @@ class Relaying:
             self._selector.unregister(link)
         self._running[generation] = self._held[generation] = needs
         self.intake.begins(needs)
-        relayed = Relayed(visitor.address, [own for _, own, _ in members], [link for *_, link in members])
-        yield Admit(generation, visitor.hello.job, [each.key for each, *_ in members], hellos, relayed)
+        relayed = Relayed(uplink.address, [own for _, own, _ in members], [link for *_, link in members])
+        yield Admit(generation, uplink.hello.job, [each.key for each, *_ in members], hellos, relayed)
 
-    def _refuse(self, visitor: Visitor, why: str, *, temporary: bool = False) -> Answer:
-        self.gone(visitor.key, self._clock(), Cause(f"aggregator {visitor.address}", why[:TEXT_CHARACTERS]))
-        reason = f"aggregator {visitor.address}, {UPSTREAM_OF} {self._name}, {why}"
-        return Answer(visitor.key, Refused(reason[:TEXT_CHARACTERS], temporary))
+    def _refuse(self, uplink: PendingUplink, why: str, *, temporary: bool = False) -> Answer:
+        self.gone(uplink.key, self._clock(), Cause(f"aggregator {uplink.address}", why[:TEXT_CHARACTERS]))
+        reason = f"aggregator {uplink.address}, {UPSTREAM_OF} {self._name}, {why}"
+        return Answer(uplink.key, Refused(reason[:TEXT_CHARACTERS], temporary))
 
-    def _hang_up(self, visitor: Visitor, cause: Cause) -> None:
-        link = visitor.link
-        visitor.give_up()
+    def _hang_up(self, uplink: PendingUplink, cause: Cause) -> None:
+        link = uplink.link
+        uplink.give_up()
         if link is None:
             return
-        if visitor.candidate is None:  # the upstream may have begun the job
+        if uplink.candidate is None:  # the upstream may have begun the job
             link.send_control(encode_control(Leave(cause)))
         self._selector.unregister(link)
         link.close()

@@ -26,18 +26,18 @@ from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
 from omnireduce.runtime.shard.administration import Administration
-from omnireduce.runtime.shard.aside import Aside
+from omnireduce.runtime.shard.admission import Admission
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
-from omnireduce.runtime.shard.departures import Departures
+from omnireduce.runtime.shard.handshake_thread import HandshakeThread
 from omnireduce.runtime.shard.job import WARN_AFTER_S, Above, Job, JobFactory, why_broken_off, why_not_started
-from omnireduce.runtime.shard.listening import Door, Listening
-from omnireduce.runtime.shard.questions import Questions
-from omnireduce.runtime.shard.reception import Reception
+from omnireduce.runtime.shard.listening import Listening, ListeningSocket
 from omnireduce.runtime.shard.relaying import Relaying, Upstream
+from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
 from omnireduce.runtime.shard.status_pages import StatusPages
+from omnireduce.runtime.shard.status_requests import StatusRequests
+from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.runtime.shard.traced import ShardTraces
-from omnireduce.runtime.shard.turns import POLL_WORK, Share, Turns
 from omnireduce.transport.base import EVERYTHING, Event, Link
 from omnireduce.wire.control import Cause, Leave, Newcomers, encode_control
 
@@ -57,7 +57,7 @@ class ShardServer:
     def __init__(
         self,
         name: str,
-        doors: Sequence[Door],
+        doors: Sequence[ListeningSocket],
         limits: Limits,
         *,
         finish_s: float,
@@ -98,14 +98,14 @@ class ShardServer:
                 answer=self._answer, secret_of=lambda team: self.access.secret_of(team),
             )  # fmt: skip
         self._connections = Connections(self._selector, clock, hello_timeout_s)
-        self._questions, self._turns = Questions(clock), Turns(clock, processor_s, budget)
-        self._aside = Aside(self._selector, self._connections, self._turns)
-        self._departures = Departures(self._connections, self._questions, self._membership, clock)
+        self._status_requests, self._scheduler = StatusRequests(clock), Scheduler(clock, processor_s, budget)
+        self._handshake_thread = HandshakeThread(self._selector, self._connections, self._scheduler)
+        self._teardown = Teardown(self._connections, self._status_requests, self._membership, clock)
         self._jobs: dict[int, Job] = {}
         self.administration = Administration(self._membership, self._jobs, self._answer, clock)
-        self._reception = Reception(
-            access=access, membership=self._membership, connections=self._connections, departures=self._departures,
-            questions=self._questions, pages=self._pages, clock=clock, change=self._change,
+        self._admission = Admission(
+            access=access, membership=self._membership, connections=self._connections, teardown=self._teardown,
+            status_requests=self._status_requests, pages=self._pages, clock=clock, change=self._change,
             administration=self.administration,
         )  # fmt: skip
         self._settled_until = UNSETTLED  # until then nothing is to be done but for jobs
@@ -116,16 +116,16 @@ class ShardServer:
     @property
     def access(self) -> Access:
         """Who may join."""
-        return self._reception.access
+        return self._admission.access
 
     @access.setter
     def access(self, access: Access) -> None:
-        self._reception.access = access
+        self._admission.access = access
 
     def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
         """Serve a worker that has just connected, or the daemon's monitor."""
         self._settled_until = UNSETTLED
-        self._reception.adopt(link, of_monitor=of_monitor)
+        self._admission.adopt(link, of_monitor=of_monitor)
 
     def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
         """Run until `stop` was called and all jobs are over or out of time. Call `turned` after each turn; a turn waits
@@ -134,8 +134,8 @@ class ShardServer:
             self.turn(longest_s)
             turned()
         for connection in self._connections:
-            self._departures.drop(connection)
-        self._aside.close()
+            self._teardown.drop(connection)
+        self._handshake_thread.close()
         self._membership.close()
         self._selector.close()
         self._listening.close()
@@ -145,7 +145,7 @@ class ShardServer:
         if self._stop_by is None:
             self._settled_until = UNSETTLED
             self._stop_by = self._clock() + self._finish_s
-            self._reception.answer(self._membership.turn_away())
+            self._admission.answer(self._membership.turn_away())
 
     @property
     def stopped(self) -> bool:
@@ -172,11 +172,11 @@ class ShardServer:
         """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
         for key, mask in self._selector.select(self._patience(longest_s)):
             if isinstance(key.data, Connection) and not key.data.of_monitor:
-                self._turns.ready(key.data, mask)
+                self._scheduler.ready(key.data, mask)
                 continue
             self._settled_until = UNSETTLED
-            if isinstance(key.data, Door):
-                self._reception.open(key.data, self._listening, busy=bool(self._jobs))
+            if isinstance(key.data, ListeningSocket):
+                self._admission.open(key.data, self._listening, busy=bool(self._jobs))
             elif isinstance(key.data, Connection):
                 self._serve(key.data, mask)
             else:
@@ -184,8 +184,8 @@ class ShardServer:
         now = self._clock()
         for job in self._jobs.values() if now >= self._wake_at else ():
             if job.machine.deadline is not None and job.machine.deadline <= now:
-                self._turns.due(job)
-        self._turns.serve(self._serve_job, self._serve_other)
+                self._scheduler.due(job)
+        self._scheduler.serve(self._serve_job, self._serve_other)
         if now >= self._settled_until:
             self._housekeeping(now)
 
@@ -206,9 +206,9 @@ class ShardServer:
             self._update_interests(job.generation)
             work += machine.spent
             if machine.more and job.generation in self._jobs:
-                self._turns.due(job)
+                self._scheduler.due(job)
         for connection, mask in ready.items():
-            self._turns.ready(connection, mask)
+            self._scheduler.ready(connection, mask)
         return work
 
     def _serve_other(self, connection: Connection, mask: int) -> int:
@@ -216,7 +216,7 @@ class ShardServer:
         self._settled_until = UNSETTLED
         work = self._serve(connection, mask)
         if connection.job is not None and not connection.leaving:
-            self._turns.due(connection.job)
+            self._scheduler.due(connection.job)
         return work
 
     def _serve(self, connection: Connection, mask: int) -> int:
@@ -238,22 +238,22 @@ class ShardServer:
             self._connections.update_interest(connection)
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
-            self._aside.do(connection)
-            events = self._reception.hear(connection, events)
+            self._handshake_thread.do(connection)
+            events = self._admission.hear(connection, events)
             self._connections.update_interest(connection)
         if not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
             return
         self._settled_until = UNSETTLED
         if connection.leaving and self._clock() < (self._stop_by or 0.0):
-            self._departures.hear(connection, events)
+            self._teardown.hear(connection, events)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
-            self._departures.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
+            self._teardown.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
 
     def _patience(self, longest_s: float) -> float:
         """How many seconds to wait. No deadline passes before `_wake_at`, the time when the wait ends."""
         now = self._wake_at = self._clock()
-        if self._turns.waited_for:
+        if self._scheduler.waited_for:
             return 0.0
         others_at = self._others_deadline() if self._settled_until == UNSETTLED else self._settled_until
         deadlines = [job.machine.deadline for job in self._jobs.values()]
@@ -263,12 +263,12 @@ class ShardServer:
     def _others_deadline(self) -> float:
         """When something is to be done for others than jobs, if nothing happens before."""
         stopped_at = self._stop_by if self._jobs or self._connections.staying else None
-        others = self._connections.strangers, self._connections.leavers, self._questions, self._listening
+        others = self._connections.strangers, self._connections.leavers, self._status_requests, self._listening
         deadlines = [self._membership.deadline, stopped_at, *(each.deadline for each in others)]
         return min([at for at in deadlines if at is not None], default=math.inf)
 
     def _tell_status(self) -> None:
-        for connection, request in self._questions.take():
+        for connection, request in self._status_requests.take():
             try:
                 gathering, team = self._membership.gathering(self._clock()), connection.gate.team.name
                 page = self._pages.page(
@@ -283,7 +283,7 @@ class ShardServer:
     def _answer(self, effects: Iterable[MembershipEffect]) -> None:
         """Deal with what an upstream has decided."""
         self._settled_until = UNSETTLED
-        self._reception.answer(effects)
+        self._admission.answer(effects)
 
     # jobs
 
@@ -308,7 +308,7 @@ class ShardServer:
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
             for connection in connections:
-                self._reception.refuse(connection, reason, temporary=temporary)
+                self._admission.refuse(connection, reason, temporary=temporary)
             for link in uplinks:
                 link.send_control(encode_control(Leave(Cause(f"aggregator {self.name}", reason))))
                 link.close()
@@ -316,7 +316,7 @@ class ShardServer:
         self._pages.jobs_started += 1
         self._jobs[job.generation] = job
         connections += [self._connections.add_uplink(link, connections[place]) for place, link in enumerate(uplinks)]
-        self._departures.enter(job.generation, connections)
+        self._teardown.enter(job.generation, connections)
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
             if job.links[rank] is not connection.link:  # it goes on over RDMA, or is traced
@@ -330,7 +330,7 @@ class ShardServer:
             job.log.debug("%s: rank %d left", job, connection.rank, extra=tagged("rank_left", rank=connection.rank))
             connection.has_left, self._settled_until = True, UNSETTLED
             self._membership.departed(job.generation, connection.rank)
-            self._departures.leave(connection)
+            self._teardown.leave(connection)
 
     def _job_ended(self, job: Job, end: End) -> None:
         self._settled_until = UNSETTLED
@@ -338,30 +338,30 @@ class ShardServer:
         self._membership.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
             self._pages.job_ended(job, end)
-        for connection in self._departures.members(job.generation):
-            self._departures.leave(connection)
+        for connection in self._teardown.members(job.generation):
+            self._teardown.leave(connection)
 
     def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
         self._settled_until = UNSETTLED
         reason = why_broken_off(error, job)
         if connection is not None and job is None:
-            self._departures.forget(connection)
+            self._teardown.forget(connection)
         elif job is not None and job.generation in self._jobs:
             cause = Cause(f"aggregator {self.name}", reason)
             job.break_off(cause)
             self._job_ended(job, End(cause, "internal"))
 
     def _update_interests(self, generation: int) -> None:
-        for connection in self._departures.members(generation):
+        for connection in self._teardown.members(generation):
             self._connections.update_interest(connection)
 
     def _housekeeping(self, now: float) -> None:
-        self._reception.answer(self._membership.expire(now))
+        self._admission.answer(self._membership.expire(now))
         self._tell_status()
-        self._reception.expire(now)
+        self._admission.expire(now)
         for connection in self._connections.leavers.over(now):
-            self._departures.drop(connection)
+            self._teardown.drop(connection)
         self._listening.resume(now)
         if self._stops_after_jobs and not self._jobs:
             self.stop()
@@ -374,7 +374,7 @@ class ShardServer:
         why = "shutting down"
         if overdue:
             why += f"; collectives did not finish within {self._finish_s:g} s"
-            self._departures.send_away(Cause(f"aggregator {self.name}", why))
+            self._teardown.send_away(Cause(f"aggregator {self.name}", why))
         for job in list(self._jobs.values()):
             idle = job.machine.idle
             if overdue or idle:
@@ -382,4 +382,4 @@ class ShardServer:
                 job.abort(cause, "shutdown")
         for connection in self._connections:
             if connection.job is None and not connection.leaving:
-                self._departures.forget(connection)
+                self._teardown.forget(connection)

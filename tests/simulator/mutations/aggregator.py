@@ -10,7 +10,7 @@ _UNION = "omnireduce.protocol.union"
 _SENDERS = "omnireduce.protocol.senders"
 _SLOTS = "omnireduce.protocol.result_slots"
 _COMBINE = "omnireduce.protocol.combine"
-_LENGTHS = "omnireduce.protocol.lengths"
+_LENGTHS = "omnireduce.protocol.message_sizing"
 _WIRE = "omnireduce.wire.blocks"
 _DESCRIPTOR = "omnireduce.descriptor"
 
@@ -80,19 +80,19 @@ MUTATIONS = (
         _MACHINE,
         "the others hear of an early leave only by a time-out",
         "            if missed:\n",
-        "            if missed and self._quiet.since < 0:\n",
+        "            if missed and self._stalls.since < 0:\n",
         within=2000,
     ),
     Mutation(
         "shard never says whom it waits for",
         _MACHINE,
         "the ranks cannot tell a shard that hangs from a peer that does",
-        "if wait is not None and self._quiet.is_due(now):",
-        "if wait is not None and self._quiet.is_due(now - 1e9):",
+        "if wait is not None and self._stalls.is_due(now):",
+        "if wait is not None and self._stalls.is_due(now - 1e9):",
     ),
     Mutation(
         "shard takes its own pause for a wait",
-        "omnireduce.protocol.quiet",
+        "omnireduce.protocol.stall_detector",
         "a rank is blamed because the shard stood still before it read its message",
         "        if late_s < self.after_s:\n",
         "        if late_s < 1e9:\n",

@@ -179,7 +179,7 @@ MUTATIONS = (
         "a pause counts as waiting",
         "omnireduce.protocol.aggregator",
         "ranks hear that a shard that had nothing to do stood still",
-        "            self._quiet.begin(now)  # no result was awaited before\n",
+        "            self._stalls.begin(now)  # no result was awaited before\n",
         "            pass\n",
         test=_TESTS + "test_the_wait_for_ranks_begins_with_the_first_message",
     ),

@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard that stood still is not waited for",
-        "omnireduce.runtime.shard.reception",
+        "omnireduce.runtime.shard.admission",
         "a survivor gives up because an aggregator stood still, though it has time left",
         'no Hello within {strangers.limit_s:g} s", temporary=True)',
         'no Hello within {strangers.limit_s:g} s")',

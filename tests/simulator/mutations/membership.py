@@ -6,8 +6,8 @@ from .base import Mutation
 
 _MEMBERSHIP = "omnireduce.protocol.membership"
 _CHECKS = "omnireduce.protocol.hello_checks"
-_GATHERING = "omnireduce.protocol.gathering"
-_DOOMED = "omnireduce.protocol.doomed"
+_GATHERING = "omnireduce.protocol.pending_job"
+_DOOMED = "omnireduce.protocol.failed_launches"
 _INTAKE = "omnireduce.protocol.intake"
 _LIMITS = "omnireduce.protocol.limits"
 _ROOM = "omnireduce.protocol.room"
@@ -15,7 +15,7 @@ _ROOM = "omnireduce.protocol.room"
 MUTATIONS = (
     Mutation(
         "a rank joins a running job twice",
-        "omnireduce.protocol.running",
+        "omnireduce.protocol.running_job",
         "a second process takes part as a rank that is there",
         '            return taken(self.ranks[hello.rank]) if hello.rank in self.ranks else ""\n',
         '            return ""\n',
@@ -76,7 +76,7 @@ MUTATIONS = (
         "a launch that cannot start is waited for",
         _MEMBERSHIP,
         "ranks wait their whole time for one that was refused for good",
-        "        if dooms(gathering, hello, wrong, self._limits.over(hello)):\n",
+        "        if fails_launch(gathering, hello, wrong, self._limits.over(hello)):\n",
         "        if False:\n",
         test="tests/simulator/test_scenarios.py::"
         "test_nobody_waits_for_a_rank_of_the_same_launch_that_was_refused_for_good",
@@ -258,7 +258,7 @@ MUTATIONS = (
     ),
     Mutation(
         "who comes and goes is news",
-        "omnireduce.protocol.announced",
+        "omnireduce.protocol.announcements",
         "a stranger makes a message to every rank of a job with each of his hellos",
         "        return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)\n",
         "        return 0.0 if self._deserted else None\n",
@@ -266,7 +266,7 @@ MUTATIONS = (
     ),
     Mutation(
         "newcomers who have gone still wait",
-        "omnireduce.protocol.announced",
+        "omnireduce.protocol.announcements",
         "a job is formed anew for nobody",
         "            self._deserted.add(generation)\n",
         "            pass\n",

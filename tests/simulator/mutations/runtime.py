@@ -7,8 +7,8 @@ from .base import Mutation
 _LINK = "omnireduce.transport.base"
 _DRIVER = "omnireduce.runtime.driver"
 _SERVER = "omnireduce.runtime.shard.server"
-_RECEPTION = "omnireduce.runtime.shard.reception"
-_DEPARTURES = "omnireduce.runtime.shard.departures"
+_RECEPTION = "omnireduce.runtime.shard.admission"
+_DEPARTURES = "omnireduce.runtime.shard.teardown"
 _JOB = "omnireduce.runtime.shard.job"
 
 MUTATIONS = (
@@ -79,7 +79,7 @@ MUTATIONS = (
         "no moment for last words",
         _DEPARTURES,
         "a slow reader does not learn why its job ended",
-        "            self._questions.withdraw(connection)\n            self._connections.let_leave(connection)\n",
+        "            self._status_requests.withdraw(connection)\n            self._connections.let_leave(connection)\n",
         "            self.drop(connection)\n",
         within=4000,
     ),

@@ -6,7 +6,7 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.worker"
 _STREAM = "omnireduce.protocol.shard_stream"
-_PATIENCE = "omnireduce.protocol.patience"
+_PATIENCE = "omnireduce.protocol.deadlines"
 _OPERANDS = "omnireduce.protocol.operands"
 _ROWS = "omnireduce.protocol.rows"
 
@@ -267,7 +267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker blames the last wait, not the longest",
-        "omnireduce.protocol.patience",
+        "omnireduce.protocol.deadlines",
         "a rank is blamed because the shard stood still before it read its message",
         " or latest.seconds >= longest_s):\n",
         " or latest.seconds > 0):\n",

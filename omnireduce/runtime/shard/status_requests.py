@@ -17,7 +17,7 @@ PAUSE_S = 0.5  # longest pause after answers: their time may include a wait for 
 MOST = 1024  # requests that may wait
 
 
-class Questions:
+class StatusRequests:
     """Requests, one of each connection. Those of the daemon's own monitor go first, the others as they came."""
 
     def __init__(self, clock: Clock) -> None:

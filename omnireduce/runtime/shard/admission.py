@@ -15,12 +15,12 @@ from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.administration import Administration
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
-from omnireduce.runtime.shard.departures import Departures
 from omnireduce.runtime.shard.job import why_broken_off
-from omnireduce.runtime.shard.listening import BESIDE_JOBS, Door, Listening
-from omnireduce.runtime.shard.questions import Questions
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listening, ListeningSocket
 from omnireduce.runtime.shard.relaying import Relaying
 from omnireduce.runtime.shard.status_pages import StatusPages
+from omnireduce.runtime.shard.status_requests import StatusRequests
+from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire.control import Aborted, Hello, Leave, Refused, decode_control
@@ -30,7 +30,7 @@ log = logging.getLogger("omnireduce.aggregator")
 MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
 
 
-class Reception:
+class Admission:
     """Admits newcomers. `access` says who may join, and may be replaced; `change` is told of changes to jobs."""
 
     def __init__(
@@ -39,18 +39,18 @@ class Reception:
         access: Access,
         membership: Membership | Relaying,
         connections: Connections,
-        departures: Departures,
-        questions: Questions,
+        teardown: Teardown,
+        status_requests: StatusRequests,
         pages: StatusPages,
         clock: Clock,
         change: Callable[[Admit | Replace | Announce], None],
         administration: Administration,
     ) -> None:
         self.access, self._administration = access, administration
-        self._membership, self._connections, self._departures = membership, connections, departures
-        self._questions, self._pages, self._clock, self._change = questions, pages, clock, change
+        self._membership, self._connections, self._teardown = membership, connections, teardown
+        self._status_requests, self._pages, self._clock, self._change = status_requests, pages, clock, change
 
-    def open(self, door: Door, listening: Listening, *, busy: bool) -> None:
+    def open(self, door: ListeningSocket, listening: Listening, *, busy: bool) -> None:
         """Accept some of the connections that wait at a door, fewer when jobs are `busy`."""
         strangers, leavers = self._connections.strangers, self._connections.leavers
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one
@@ -59,9 +59,9 @@ class Reception:
         for link in listening.accept(door, most=max(1, min(most, room // 4))):
             try:
                 if len(strangers) + len(leavers) >= room:
-                    self._departures.forget(max(strangers, leavers, key=len).oldest)
+                    self._teardown.forget(max(strangers, leavers, key=len).oldest)
                 if len(self._connections) >= descriptors * 3 // 4 and self._connections.compilers:
-                    self._departures.forget(next(iter(self._connections.compilers)))  # it comes again when it is ready
+                    self._teardown.forget(next(iter(self._connections.compilers)))  # it comes again when it is ready
                 if len(self._connections) < descriptors * 3 // 4:
                     self.adopt(link, of_monitor=door.of_monitor)
                 else:
@@ -80,7 +80,7 @@ class Reception:
                 if event.violation:
                     log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
                     self._connections.say(connection, Refused(event.reason))
-                self._departures.forget(connection)
+                self._teardown.forget(connection)
             elif not isinstance(event, Control) or not self._read(connection, event.body):
                 return events[number + 1 :]
         return ()
@@ -89,7 +89,7 @@ class Reception:
         """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
         try:
             message = decode_control(body)
-            self._questions.check(connection, message)
+            self._status_requests.check(connection, message)
             if connection.hello is None and isinstance(message, AdminRequest):
                 self._obey(connection, message)
                 return False
@@ -99,10 +99,10 @@ class Reception:
                 self._connections.say(connection, answer)
                 return True
             if connection.hello is not None and isinstance(message, Leave):
-                self._departures.forget(connection, message.cause)
+                self._teardown.forget(connection, message.cause)
                 return False
             if connection.hello is None and isinstance(message, StatusRequest):
-                self._questions.ask(connection, message)
+                self._status_requests.ask(connection, message)
                 return True
             if connection.hello is not None or not isinstance(message, Hello):
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
@@ -125,7 +125,7 @@ class Reception:
         log.info("%s asks to %s", order.by, request.text, extra=connection.about("admin"))
         jobs = self._administration.ask(order)
         self._connections.say(connection, AdminAnswer(jobs))
-        self._departures.leave(connection)
+        self._teardown.leave(connection)
 
     def _look_at(self, rival: Hashable | None) -> None:
         """A worker that gave up, and asks again at once, may come before the end of its first connection is read."""
@@ -144,7 +144,7 @@ class Reception:
                 self.refuse(connection, effect.message.reason, temporary=effect.message.temporary)
             elif isinstance(effect.message, Aborted):
                 self._connections.say(connection, effect.message)
-                self._departures.leave(connection)
+                self._teardown.leave(connection)
             elif not connection.link.wants_write:  # no news for a peer that does not read
                 self._connections.say(connection, effect.message)
 
@@ -153,7 +153,7 @@ class Reception:
         self._pages.refuse(connection.link.user)
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
         self._connections.say(connection, Refused(reason, temporary))
-        self._departures.leave(connection)
+        self._teardown.leave(connection)
 
     def expire(self, now: float) -> None:
         """Refuse those who have not said Hello in time."""

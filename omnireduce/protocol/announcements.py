@@ -7,7 +7,7 @@ from collections.abc import Iterator
 NEWS_S = 1.0  # between two news of who waits or is missing: telling all of each newcomer takes N² messages
 
 
-class Announced:
+class Announcements:
     """Generations whose ranks know that workers wait. Workers that come and go before that are not announced."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ def member_name(hello: Hello) -> str:
     return worker_name(hello.rank, hello.host, hello.pid) + through
 
 
-class Meeting(NamedTuple):
+class FormationKey(NamedTuple):
     """The place where the workers of a job come together: only those of the same job, launch and formation meet."""
 
     job: str
@@ -38,22 +38,22 @@ class Meeting(NamedTuple):
     formation: int
 
     @classmethod
-    def of(cls, hello: Hello) -> Meeting:
+    def of(cls, hello: Hello) -> FormationKey:
         return cls(hello.job, hello.launch, hello.formation)
 
 
-class Place(NamedTuple):
+class JobKey(NamedTuple):
     """The meeting of one team: workers of other teams have no say there."""
 
     team: str
-    meeting: Meeting
+    meeting: FormationKey
 
     @classmethod
-    def of(cls, hello: Hello) -> Place:
-        return cls(hello.team, Meeting.of(hello))
+    def of(cls, hello: Hello) -> JobKey:
+        return cls(hello.team, FormationKey.of(hello))
 
 
-class Standing(IntEnum):
+class MembershipClaim(IntEnum):
     """The standing of a worker in an elastic job."""
 
     NEWCOMER = 0
@@ -61,16 +61,16 @@ class Standing(IntEnum):
     SURVIVOR = 2  # has the ticket of the last formation
 
 
-class Attendee(NamedTuple):
+class WaitingRank(NamedTuple):
     """A worker that waits for the others. `key`: its connection."""
 
     key: Hashable
     hello: Hello
-    standing: Standing
+    standing: MembershipClaim
 
 
 @dataclass(slots=True, eq=False)
-class Gathering:
+class PendingJob:
     """The workers of one job that said hello, by the rank that they gave; `spec` is the hello of the first one.
 
     A job that is not elastic starts when all its ranks are here.
@@ -95,20 +95,20 @@ class Gathering:
     expected: frozenset[int] = frozenset()
     replaces: int | None = None
     is_news: bool = False  # who is missing has changed since
-    attendees: dict[int, Attendee] = field(default_factory=dict)
+    attendees: dict[int, WaitingRank] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
-    namesakes: list[Gathering] = field(default_factory=list)  # all of this name: this one, and those of other launches
+    namesakes: list[PendingJob] = field(default_factory=list)  # all of this name: this one, and those of other launches
     untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
     _from: int = 0  # all ranks below it are here
     _inside: int = 0  # attendees whose rank is below the world size
-    _standings: Counter[Standing] = field(default_factory=Counter)
+    _standings: Counter[MembershipClaim] = field(default_factory=Counter)
 
-    def add(self, attendee: Attendee, now: float) -> None:
+    def add(self, attendee: WaitingRank, now: float) -> None:
         rank = attendee.hello.rank
         self._inside += rank < self.spec.world_size
         self._standings[attendee.standing] += 1
         self.attendees[rank] = attendee
-        if attendee.standing is Standing.SURVIVOR or len(self.attendees) == 1:
+        if attendee.standing is MembershipClaim.SURVIVOR or len(self.attendees) == 1:
             self.changed_at = now  # newcomers may come and go as they like: they keep nobody waiting
         self.is_news = self.held or len(self.attendees) > 1
         if self.refused is not None and self.refused[0] == rank:
@@ -122,7 +122,7 @@ class Gathering:
         self._from = min(self._from, rank)
         self.is_news = True
         self.untold.pop(attendee.key, None)
-        if attendee.standing is Standing.SURVIVOR:
+        if attendee.standing is MembershipClaim.SURVIVOR:
             self.changed_at = now
 
     def lead(self, survivor: Hello) -> None:
@@ -133,7 +133,7 @@ class Gathering:
 
     def _make_newcomers(self) -> None:
         for rank, (key, hello, _) in self.attendees.items():
-            self.attendees[rank] = Attendee(key, hello, Standing.NEWCOMER)
+            self.attendees[rank] = WaitingRank(key, hello, MembershipClaim.NEWCOMER)
         self._from = 0
         self._inside = sum(rank < self.spec.world_size for rank in self.attendees)
         self._standings = Counter(attendee.standing for attendee in self.attendees.values())
@@ -143,17 +143,17 @@ class Gathering:
         self.held, self.since, self.begun, self.changed_at = False, now, now, now
 
     @property
-    def place(self) -> Place:
-        return Place.of(self.spec)
+    def place(self) -> JobKey:
+        return JobKey.of(self.spec)
 
     @property
     def has_survivors(self) -> bool:
-        return self._standings[Standing.SURVIVOR] + self._standings[Standing.CLAIMANT] > 0
+        return self._standings[MembershipClaim.SURVIVOR] + self._standings[MembershipClaim.CLAIMANT] > 0
 
     @property
     def is_led(self) -> bool:
         """Somebody is here who has proved to have been in the job."""
-        return self._standings[Standing.SURVIVOR] > 0
+        return self._standings[MembershipClaim.SURVIVOR] > 0
 
     @property
     def is_full(self) -> bool:

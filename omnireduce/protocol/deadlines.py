@@ -11,7 +11,7 @@ from omnireduce.wire.words import listed
 LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
 
 
-class Patience:
+class CollectiveDeadline:
     """The wait of worker `me` for its oldest collective: up to `timeout_s`, on the aggregators `addresses`."""
 
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:

@@ -41,7 +41,7 @@ class Share(NamedTuple):
 ServeJob = Callable[[Job, dict[Connection, int], Share], int]
 
 
-class Turns:
+class Scheduler:
     """Two queues: of jobs, each with its connections that are ready, and of connections that are in no job.
 
     A mask says for what a connection is ready, as with a selector. `processor_s`: a clock that stands still while other

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.effects import Tell
-from omnireduce.protocol.hosts import Neighbours
-from omnireduce.wire.control import Seat, Welcome
+from omnireduce.protocol.hosts import LocalRanks
+from omnireduce.wire.control import RankAssignment, Welcome
 
 
 class Connect(NamedTuple):
@@ -45,8 +45,8 @@ class Joined(NamedTuple):
     size: int
     generation: int
     whole_bytes: int
-    seat: Seat | None
-    neighbours: Neighbours
+    seat: RankAssignment | None
+    neighbours: LocalRanks
 
 
 class Meet(NamedTuple):
@@ -59,17 +59,17 @@ class Meet(NamedTuple):
     hosts: int
 
 
-class Failed(NamedTuple):
+class JoinFailed(NamedTuple):
     """This worker cannot join; all connections are closed."""
 
     error: OmniReduceError
 
 
-Deed = Connect | Tell | HangUp | Notice | Meet | Joined
-JoiningEffect = Deed | Failed
+JoinAction = Connect | Tell | HangUp | Notice | Meet | Joined
+JoinEffect = JoinAction | JoinFailed
 
 
-def perform(effects: Iterator[JoiningEffect], do: Callable[[Deed], Iterator[JoiningEffect] | None]) -> None:
+def perform(effects: Iterator[JoinEffect], do: Callable[[JoinAction], Iterator[JoinEffect] | None]) -> None:
     """Carry out effects in order by `do`, then the effects that each call of `do` has returned.
 
     Raises the error of Failed.
@@ -77,7 +77,7 @@ def perform(effects: Iterator[JoiningEffect], do: Callable[[Deed], Iterator[Join
     queue = deque([effects])
     while queue:
         for effect in queue.popleft():
-            if isinstance(effect, Failed):
+            if isinstance(effect, JoinFailed):
                 raise effect.error
             outcome = do(effect)
             if outcome is not None:

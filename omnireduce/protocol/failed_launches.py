@@ -18,16 +18,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from omnireduce.protocol.gathering import Gathering, Place, member_name
 from omnireduce.protocol.hello_checks import difference
+from omnireduce.protocol.pending_job import JobKey, PendingJob, member_name
 from omnireduce.wire.control import Hello, other_version
 
-MAX_DOOMED = 64  # launches and attempts of which a shard remembers that they are doomed
+MAX_FAILED_LAUNCHES = 64  # launches and attempts of which a shard remembers that they are doomed
 
 
 @dataclass(slots=True, eq=False)
-class _Doom:
-    place: Place
+class _FailedLaunch:
+    place: JobKey
     reason: str
     until: float
     told: set[int]  # the ranks that know; of a group, by their numbers in its job
@@ -36,20 +36,20 @@ class _Doom:
     guessed_size: int = 0  # or, until one has, who has refused, who may have it wrong
 
 
-class Doomed:
+class FailedLaunches:
     """Launches and groups that cannot start. A shard remembers each for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._dooms: deque[_Doom] = deque(maxlen=MAX_DOOMED)  # the oldest first
+        self._failed: deque[_FailedLaunch] = deque(maxlen=MAX_FAILED_LAUNCHES)  # the oldest first
 
-    def add(self, gathering: Gathering, refused: Hello, wrong: str, now: float) -> str:
+    def add(self, gathering: PendingJob, refused: Hello, wrong: str, now: float) -> str:
         """The launch that gathers cannot start, because `refused` cannot join; return what to tell its ranks."""
         reason = f"job '{refused.job}' cannot start: {member_name(refused)} was refused: {wrong}"
         self._remember(refused, gathering, reason, now, by_itself=False)
         return reason
 
-    def decline(self, hello: Hello, gathering: Gathering | None, now: float) -> str:
+    def decline(self, hello: Hello, gathering: PendingJob | None, now: float) -> str:
         """The rank of `hello` refuses to come to a group; return what to tell the ranks that gather. Empty if they
         gather for a later attempt than the refused one."""
         if self.why(hello, now):
@@ -60,32 +60,34 @@ class Doomed:
 
     def why(self, hello: Hello, now: float) -> str:
         """Why the launch or group of a worker cannot start; empty if it may, or was started again."""
-        place, rank = Place.of(hello), _number(hello)
-        for doom in [each for each in self._dooms if each.place == place]:
-            if now >= doom.until or (rank in doom.told and not doom.by_itself):
-                self._dooms.remove(doom)
-            elif rank not in doom.told:
-                self._tell(doom, [hello])
-                return doom.reason
+        place, rank = JobKey.of(hello), _number(hello)
+        for failed in [each for each in self._failed if each.place == place]:
+            if now >= failed.until or (rank in failed.told and not failed.by_itself):
+                self._failed.remove(failed)
+            elif rank not in failed.told:
+                self._tell(failed, [hello])
+                return failed.reason
         return ""
 
-    def _remember(self, hello: Hello, gathering: Gathering | None, reason: str, now: float, *, by_itself: bool) -> None:
-        for old in [each for each in self._dooms if now >= each.until]:
-            self._dooms.remove(old)
-        doom = _Doom(Place.of(hello), reason, now + self._limit_s, set(), by_itself)
-        self._dooms.append(doom)
+    def _remember(
+        self, hello: Hello, gathering: PendingJob | None, reason: str, now: float, *, by_itself: bool
+    ) -> None:
+        for old in [each for each in self._failed if now >= each.until]:
+            self._failed.remove(old)
+        failed = _FailedLaunch(JobKey.of(hello), reason, now + self._limit_s, set(), by_itself)
+        self._failed.append(failed)
         here = () if gathering is None else gathering.attendees.values()
-        self._tell(doom, [hello, *(each.hello for each in here)])
+        self._tell(failed, [hello, *(each.hello for each in here)])
 
-    def _tell(self, doom: _Doom, hellos: list[Hello]) -> None:
+    def _tell(self, failed: _FailedLaunch, hellos: list[Hello]) -> None:
         for each in hellos:
-            doom.told.add(_number(each))
+            failed.told.add(_number(each))
             if each.refuses:
-                doom.guessed_size = max(doom.guessed_size, each.world_size)
+                failed.guessed_size = max(failed.guessed_size, each.world_size)
             else:
-                doom.world_size = max(doom.world_size, each.world_size)
-        if len(doom.told) >= (doom.world_size or doom.guessed_size):
-            self._dooms.remove(doom)
+                failed.world_size = max(failed.world_size, each.world_size)
+        if len(failed.told) >= (failed.world_size or failed.guessed_size):
+            self._failed.remove(failed)
 
 
 def _number(hello: Hello) -> int:
@@ -93,7 +95,7 @@ def _number(hello: Hello) -> int:
     return hello.rank if hello.parent_rank < 0 else hello.parent_rank
 
 
-def dooms(gathering: Gathering, hello: Hello, wrong: str, over: str) -> bool:
+def fails_launch(gathering: PendingJob, hello: Hello, wrong: str, over: str) -> bool:
     """Whether the other ranks wait in vain, now that `hello` was refused because it is `wrong`.
 
     `over`: the limit of this shard that it exceeds, if any. A duplicate of a rank, here or in a generation that still

@@ -7,27 +7,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.runtime.member.calls import Place
+from omnireduce.runtime.member.calls import CallContext
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.numbers import whole
 
 
-class Way(NamedTuple):
+class CallChannel(NamedTuple):
     """One channel of a rank: what its calls need to know, and the engine that drives them."""
 
-    place: Place
+    place: CallContext
     engine: Engine
 
 
-class Member(NamedTuple):
+class RankChannels(NamedTuple):
     """A rank in one generation of a job. Tensors of up to `urgent_bytes` go the `urgent` way, which is the ordinary one
     where there is no other.
 
     All is replaced together, so that no call is made for one generation and started in another.
     """
 
-    ordinary: Way
-    urgent: Way
+    ordinary: CallChannel
+    urgent: CallChannel
     urgent_bytes: int
 
     @property
@@ -35,12 +35,12 @@ class Member(NamedTuple):
         """The thread whose collectives need no name."""
         return self.ordinary.place.owner
 
-    def owned_by(self, thread: threading.Thread) -> Member:
+    def owned_by(self, thread: threading.Thread) -> RankChannels:
         """The same, if this thread is the owner."""
         ways = [each._replace(place=each.place._replace(owner=thread)) for each in (self.ordinary, self.urgent)]
         return self._replace(ordinary=ways[0], urgent=ways[1])
 
-    def way(self, x: object, priority: object, block_size: object) -> Way:
+    def way(self, x: object, priority: object, block_size: object) -> CallChannel:
         """The channel for `x`: as `priority` says; None: urgent for a small array. Blocks larger than usual take the
         ordinary channel, because slots of the urgent one may be too small. Raises UsageError for a priority that is no
         number."""

@@ -10,19 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
-from omnireduce.runtime.shard.turns import Turns
+from omnireduce.runtime.shard.scheduler import Scheduler
 from omnireduce.transport.base import Link
 
 
-class Aside:
+class HandshakeThread:
     """Does the tasks of links, in the order in which they came. A connection is not served until its task is done; then
     it has its turn.
 
     The thread exists from the first task on.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, connections: Connections, turns: Turns) -> None:
-        self._selector, self._connections, self._turns = selector, connections, turns
+    def __init__(self, selector: selectors.BaseSelector, connections: Connections, turns: Scheduler) -> None:
+        self._selector, self._connections, self._scheduler = selector, connections, turns
         self._executor: ThreadPoolExecutor | None = None
         self._done: deque[Connection] = deque()
         self._wake = -1
@@ -50,7 +50,7 @@ class Aside:
         while self._done:
             connection = self._done.popleft()
             self._connections.resume(connection)
-            self._turns.ready(connection, selectors.EVENT_READ)
+            self._scheduler.ready(connection, selectors.EVENT_READ)
 
     def close(self) -> None:
         """Wait for the task that is under way, and forget the others."""

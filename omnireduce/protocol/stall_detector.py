@@ -15,7 +15,7 @@ def in_words(message: Waiting) -> str:
     return f"{shown(message.what)}: waiting for {shown(message.who)} {how} {message.seconds:.1f} s"
 
 
-class Quiet:
+class StallDetector:
     """No result has left a shard since `since`. After `after_s` the shard names the ranks that it waits for, and again
     each time that the wait has doubled.
 

@@ -28,7 +28,7 @@ PROFILE = "omnireduce_profile"
 _jobs: dict[str, str] = {}  # of each folder for profiles the first job of this process: its file has the short name
 
 
-class Pictures:
+class Profiler:
     """Profile and timeline of one communicator, whose job is `job`. Does nothing if neither is wanted."""
 
     def __init__(self, settings: Trace, job: str, log: BoundLog) -> None:
@@ -42,10 +42,10 @@ class Pictures:
         self._recorders: list[Recorder] = []
         self._output, self._folder = Path(), Path()
         self._refresher: _Refresher | None = None
-        self._followers: weakref.WeakSet[Pictures] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[Profiler] = weakref.WeakSet()
         self._follows = False
 
-    def follow(self, leader: Pictures) -> None:
+    def follow(self, leader: Profiler) -> None:
         """From now on `leader` makes profile and timeline of both. Its communicator has made this one, for some of its
         ranks, and ends no earlier."""
         self._follows = True

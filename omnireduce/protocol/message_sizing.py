@@ -8,7 +8,7 @@ LONGER = 4  # times as long as the shortest is the longest message
 SHARE = 64  # a message that is longer than the shortest one is at most so much of all that goes to its shard
 
 
-class Lengths(NamedTuple):
+class MessageSizing(NamedTuple):
     """The blocks of a message take `shortest` to `longest` bytes together, or one block alone takes more.
 
     Messages of a small tensor are short: only what has arrived can come back. Those of a large one are longer: each
@@ -19,7 +19,7 @@ class Lengths(NamedTuple):
     longest: int
 
     @classmethod
-    def up_to(cls, longest: int) -> Lengths:
+    def up_to(cls, longest: int) -> MessageSizing:
         """Lengths for a network."""
         return cls(longest // LONGER, longest)
 

@@ -18,7 +18,7 @@ PEEKED = [(-2, 0)]  # there is news that no descriptor told
 Ready = list[tuple[int, int]]  # descriptors, and what for
 
 
-class Lookout:
+class Poller:
     """Polls `links`, one per shard, and `host`, whose ranks wake each other by `bells`, an eventfd each. It closes the
     bells. Raises OSError."""
 
@@ -87,11 +87,11 @@ class Lookout:
         self._unwatch(shard)
         self._masks[shard] = 0
 
-    def look_out(self, spin_until: float, patience_ms: float | None, lock: threading.RLock) -> None:
+    def wait(self, spin_until: float, patience_ms: float | None, lock: threading.RLock) -> None:
         """Return when there is news, or after `patience_ms`. Spin first. Whoever has `lock` may use or close links."""
         self._note(self._spin(spin_until, lock) or self._sleep(patience_ms))
 
-    def glance(self) -> None:
+    def check(self) -> None:
         """Look whether there is news."""
         self._note(self._poll.poll(0))
 

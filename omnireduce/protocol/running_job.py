@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from omnireduce.protocol.gathering import Meeting, Standing
 from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, taken
+from omnireduce.protocol.pending_job import FormationKey, MembershipClaim
 from omnireduce.wire.control import Hello
 
 
-class Running(NamedTuple):
+class RunningJob(NamedTuple):
     """`spec`: the hello of its first worker. `formation`: a number that no other generation has. `ranks`: those that
     have not left. `asked`: the ranks that its workers gave in their hellos, also those that have left."""
 
-    meeting: Meeting
+    meeting: FormationKey
     spec: Hello
     formation: int
     ranks: dict[int, Hello]
@@ -26,7 +26,7 @@ class Running(NamedTuple):
         is_named = hello.job.startswith(f"{spec.job}+") and (hello.team, hello.launch) == (spec.team, spec.launch)
         return is_named and mine is not None and (mine.host, mine.pid) == (hello.host, hello.pid)
 
-    def objection(self, hello: Hello, standing: Standing) -> str:
+    def objection(self, hello: Hello, standing: MembershipClaim) -> str:
         """What is wrong with a hello to this job while it runs."""
         if not hello.smallest:
             if self.spec.smallest:

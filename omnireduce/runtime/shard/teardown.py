@@ -11,20 +11,25 @@ from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.questions import Questions
 from omnireduce.runtime.shard.relaying import Relaying
+from omnireduce.runtime.shard.status_requests import StatusRequests
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 
 
-class Departures:
+class Teardown:
     """Ends connections: after a moment to read our last words, or at once. With the last connection of a job, the job's
     memory goes, too."""
 
     def __init__(
-        self, connections: Connections, questions: Questions, membership: Membership | Relaying, clock: Clock
+        self, connections: Connections, status_requests: StatusRequests, membership: Membership | Relaying, clock: Clock
     ) -> None:
-        self._connections, self._questions, self._membership, self._clock = connections, questions, membership, clock
+        self._connections, self._status_requests, self._membership, self._clock = (
+            connections,
+            status_requests,
+            membership,
+            clock,
+        )
         self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
         self._failures: dict[int, Cause] = {}  # of those: why a rank failed after its job had been told to end
 
@@ -41,7 +46,7 @@ class Departures:
         if connection.link.over:
             self.drop(connection)
         elif connection in self._connections and not connection.leaving:
-            self._questions.withdraw(connection)
+            self._status_requests.withdraw(connection)
             self._connections.let_leave(connection)
 
     def hear(self, connection: Connection, events: Sequence[Event]) -> None:
@@ -100,7 +105,7 @@ class Departures:
         """Close the connection."""
         if connection not in self._connections:
             return
-        self._questions.withdraw(connection)
+        self._status_requests.withdraw(connection)
         self._connections.drop(connection)
         if connection.job is not None:
             members = self._members[connection.job.generation]

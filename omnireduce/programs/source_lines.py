@@ -14,7 +14,7 @@ PACKAGE = f"{Path(__file__).parent}{os.sep}"
 READY = f"{PACKAGE}ready{os.sep}"  # programs that are written already: their variables name their stages
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file."""
 
     file: str
@@ -26,12 +26,12 @@ class Place(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
-def place_of_user() -> Place:
+def line_of_user() -> SourceLine:
     """The line outside of this package that is running now."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno)
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
 def names_of_user() -> dict[int, str]:
@@ -50,7 +50,7 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(PACKAGE) and not file.startswith(READY)
 
 
-def wrong(place: Place, message: str) -> UsageError:
+def wrong(place: SourceLine, message: str) -> UsageError:
     """An error about the code at `place`: the file and line, the message, and the text of the line."""
     source = f"\n    {place.text}" if place.text else ""
     return UsageError(f"{place.file}:{place.line}: {message}{source}")

@@ -14,7 +14,7 @@ def _activity(request: Request) -> str:
     return request.kind.upper()
 
 
-class Pictured:
+class QueueTimeline:
     """The steps of a queue, in the timeline of `comm`."""
 
     def __init__(self, comm: Communicator) -> None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from omnireduce.protocol.gathering import Meeting
 from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.pending_job import FormationKey
 from omnireduce.status import JobStatus
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello, Pending, Welcome
 
 
 @dataclass(eq=False)
-class Visitor:
+class PendingUplink:
     """A worker that wants to join; `link` is its uplink."""
 
     key: Hashable
@@ -31,8 +31,8 @@ class Visitor:
     why: str = ""  # why the upstream could not be reached
 
     @property
-    def meeting(self) -> Meeting:
-        return Meeting.of(self.hello)
+    def meeting(self) -> FormationKey:
+        return FormationKey.of(self.hello)
 
 
 def rank_of(hello: Hello, welcome: Welcome) -> int:
@@ -46,10 +46,10 @@ def seated(hello: Hello, welcome: Welcome) -> Hello:
     return replace(hello, rank=rank_of(hello, welcome), world_size=size)
 
 
-def status_of(visitors: Sequence[Visitor], now: float) -> JobStatus:
+def status_of(uplinks: Sequence[PendingUplink], now: float) -> JobStatus:
     """The status of a job that gathers, of which these workers are here."""
-    here = [each for each in visitors if not each.hello.compiling]
-    first = (here or visitors)[0]
+    here = [each for each in uplinks if not each.hello.compiling]
+    first = (here or uplinks)[0]
     return JobStatus(
         name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,
         world_size=first.hello.world_size, joined=len(here), missing=first.pending.missing,
