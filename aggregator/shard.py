@@ -28,7 +28,7 @@ from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.limits import Limits
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
-from omnireduce.runtime.shard.listening import ListeningSocket
+from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.relaying import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
@@ -107,7 +107,7 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[ListeningSocket]:
+def _listening(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[Listener]:
     """The shard's listeners. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
 
     def tcp_link(sock: socket.socket) -> TcpLink:
@@ -124,15 +124,15 @@ def _doors(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContex
 
     def monitor_link(sock: socket.socket) -> ShmLink:
         link = shm_link(sock)
-        if link.foreign_user is not None:  # connections of this door are served first
+        if link.foreign_user is not None:  # connections of this listener are served first
             raise ConnectionRefusedError("only the daemon's own user may ask here")
         return link
 
-    found = [ListeningSocket(listeners.tcp, tcp_link, False)]
+    found = [Listener(listeners.tcp, tcp_link, False)]
     if listeners.shm is not None:
-        found.append(ListeningSocket(listeners.shm, shm_link, False))
+        found.append(Listener(listeners.shm, shm_link, False))
     if listeners.monitor is not None:
-        found.append(ListeningSocket(listeners.monitor, monitor_link, True))
+        found.append(Listener(listeners.monitor, monitor_link, True))
     return found
 
 
@@ -171,7 +171,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
     callers = Callers(config) if settings.upstream else None
     server = ShardServer(
         listeners.name,
-        _doors(listeners, config, lambda: server.access.tls),
+        _listening(listeners, config, lambda: server.access.tls),
         _limits(settings),
         finish_s=settings.finish_s,
         hello_timeout_s=settings.hello_timeout_s,

@@ -144,21 +144,21 @@ class InprocCluster:
         self._slot_bytes = slot_bytes
         neighbours = [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts)]
         self.neighbours = {rank: each for each in neighbours for rank in each.ranks}
-        self.dealing = Sharding(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
+        self.sharding = Sharding(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
         self.aggregators = [
             AggregatorMachine(
                 members,
                 arena,
                 results,
-                lengths=MessageSizing.up_to(message_bytes) if message_bytes else None,
+                sizing=MessageSizing.up_to(message_bytes) if message_bytes else None,
                 shard=shard,
-                dealing=self.dealing,
+                sharding=self.sharding,
                 delegates=[each.delegate(shard) for each in neighbours] if len(hosts) > 1 else (),
             )
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
         self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes, len(hosts))) for ranks in hosts]
-        self._lengths = [MessageSizing.up_to(message_bytes)] * shards if message_bytes else []
+        self._sizing = [MessageSizing.up_to(message_bytes)] * shards if message_bytes else []
         self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
         self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]
@@ -187,7 +187,7 @@ class InprocCluster:
             rank=rank,
             scan_span=scan_span,
             timeout_s=timeout_s,
-            lengths=self._lengths,
+            sizing=self._sizing,
             host=self.hosts[rank],
             neighbours=self.neighbours.get(rank),
         )
@@ -251,7 +251,7 @@ class InprocCluster:
         descriptor = describe("allreduce", name, element.name, x.shape, op, block_size, codec=codec, seed=seed)
         source, flat = x.reshape(-1), target.reshape(-1)
         source = flat if target is x else source
-        operand = DenseTensor(source, flat, self.dealing.layout(descriptor), element.zero_mask)
+        operand = DenseTensor(source, flat, self.sharding.layout(descriptor), element.zero_mask)
         self.submit(rank, descriptor, operand)
         return target
 
@@ -260,7 +260,7 @@ class InprocCluster:
     ) -> RowSet:
         length, dtype = values.shape[1], element_type(values.dtype).name
         descriptor = describe("allreduce_rows", "", dtype, (n_rows, length), op)
-        operand = RowSet(numbers, values, self.dealing.layout(descriptor), memory or Pool().take)
+        operand = RowSet(numbers, values, self.sharding.layout(descriptor), memory or Pool().take)
         self.submit(rank, descriptor, operand)
         return operand
 
@@ -270,7 +270,7 @@ class InprocCluster:
         descriptor = describe(
             "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=most
         )
-        layout = self.dealing.layout(descriptor)
+        layout = self.sharding.layout(descriptor)
         operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), most=most)
         self.submit(rank, descriptor, operand)
         return operand
@@ -281,7 +281,7 @@ class InprocCluster:
         target = target.view(np.uint8)
         source = target if same else source if source is None else source.view(np.uint8)
         descriptor = describe(kind, "", "uint8", target.shape, "sum", block_size, 0, 1)
-        operand = DenseTensor(source, target, self.dealing.layout(descriptor), element_type(np.uint8).zero_mask)
+        operand = DenseTensor(source, target, self.sharding.layout(descriptor), element_type(np.uint8).zero_mask)
         self.submit(rank, descriptor, operand)
 
     def check_broadcast(self, seed: int, size: int, root: int) -> None:

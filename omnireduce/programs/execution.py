@@ -27,10 +27,11 @@ class Execution:
     in another group, of the sender's group and the receiver's; `rooms`: arrays of earlier runs."""
 
     def __init__(
-        self, pipeline: Pipeline, seat: RankPlacement, ranks: Ranks, group: int, pair: Callable[[int, int], Communicator],
+        self, pipeline: Pipeline, placement: RankPlacement, ranks: Ranks, group: int,
+        pair: Callable[[int, int], Communicator],
         *, rooms: Rooms,
     ) -> None:  # fmt: skip
-        self.pipeline, self.seat, self.ranks, self.group = pipeline, seat, ranks, group
+        self.pipeline, self.placement, self.ranks, self.group = pipeline, placement, ranks, group
         self._pair, self._rooms = pair, rooms
         self._values: dict[Expression, Array] = {}
         self._under_way: dict[Expression, Handle[Array]] = {}
@@ -101,16 +102,16 @@ class Execution:
         if isinstance(node, ReduceScatter):
             return self.ranks.reduce_scatter(arrays[0], node.reduction, self.name(node))
         if isinstance(node, AllGather):
-            whole = self.seat.shape(node.type.shape)
+            whole = self.placement.shape(node.type.shape)
             return self.ranks.allgather(arrays[0], node.operands[0].type.layout, whole, self.name(node))
         if isinstance(node, Broadcast):
             return self.ranks.broadcast(arrays[0], node.root, self.name(node))
         if isinstance(node, Update):
-            return self.seat.fitting(arrays[1], node.value.type, node.tensor.type)
+            return self.placement.fitting(arrays[1], node.value.type, node.tensor.type)
         if isinstance(node, WholeReduction):
             return self._reduced(node, arrays[0])
         with self.shown(node, type(node).__name__.upper()):
-            return compute(node, arrays, self.seat)
+            return compute(node, arrays, self.placement)
 
     def _reduced(self, node: WholeReduction, array: Array) -> Array:
         partial = node.partial(array)
@@ -127,7 +128,7 @@ class Execution:
         if self.group == node.source:
             array = np.array(self.value(node.operands[0]), order="C")
         else:
-            array = np.empty(self.seat.own_shape(node.type), node.type.dtype)
+            array = np.empty(self.placement.own_shape(node.type), node.type.dtype)
         self._under_way[node] = comm.broadcast_async(array, 0, name=self.ranks.named(self.name(node)))
 
     def finish(self) -> None:

@@ -36,16 +36,16 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
         raise UsageError(f"ranks is {ranks!r}: expected an int from {least} to {MOST_RANKS}")
     check_names(values, pipeline.known_values, pipeline.name)
     given = [{each: _of_rank(values, each, rank, ranks, pipeline) for each in values} for rank in range(ranks)]
-    seats = [
+    placements = [
         RankPlacement(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank]))
         for rank in range(ranks)
     ]
     found: dict[Expression, PerRank] = {}
     for node in pipeline.nodes:
         if isinstance(node, Input):
-            found[node] = [input_value(node, given[seat.rank], seat) for seat in seats]
+            found[node] = [input_value(node, given[placement.rank], placement) for placement in placements]
         else:
-            found[node] = _evaluate(node, [found[each] for each in node.operands], seats)
+            found[node] = _evaluate(node, [found[each] for each in node.operands], placements)
     outputs = zip(pipeline.output_names, pipeline.outputs, strict=True)
     return {name: [array.copy() for array in found[each]] for name, each in outputs}
 
@@ -63,16 +63,16 @@ def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeli
     return value
 
 
-def _evaluate(node: Expression, operands: Sequence[PerRank], seats: Sequence[RankPlacement]) -> PerRank:
+def _evaluate(node: Expression, operands: Sequence[PerRank], placements: Sequence[RankPlacement]) -> PerRank:
     """The value of `node` on each rank."""
-    ranks = len(seats)
+    ranks = len(placements)
     if isinstance(node, Constant):
         return [node.array] * ranks
     if isinstance(node, AllReduce):
         return [combined(node.reduction, operands[0])] * ranks
     if isinstance(node, ReduceScatter):
         whole = combined(node.reduction, operands[0])
-        return [seat.part(whole, node.type.layout) for seat in seats]
+        return [placement.part(whole, node.type.layout) for placement in placements]
     if isinstance(node, AllGather):
         layout = node.operands[0].type.layout
         return [np.concatenate(operands[0], axis=layout.axis(operands[0][0].ndim))] * ranks
@@ -82,10 +82,12 @@ def _evaluate(node: Expression, operands: Sequence[PerRank], seats: Sequence[Ran
         return operands[0]
     if isinstance(node, Update):
         tensor, value = node.tensor.type, node.value.type
-        return [seat.fitting(array, value, tensor) for seat, array in zip(seats, operands[1], strict=True)]
+        return [
+            placement.fitting(array, value, tensor) for placement, array in zip(placements, operands[1], strict=True)
+        ]
     if isinstance(node, WholeReduction):
         return _reduced(node, operands[0])
-    return [compute(node, [each[seat.rank] for each in operands], seat) for seat in seats]
+    return [compute(node, [each[placement.rank] for each in operands], placement) for placement in placements]
 
 
 def _reduced(node: WholeReduction, parts: PerRank) -> PerRank:

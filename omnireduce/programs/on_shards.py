@@ -89,10 +89,10 @@ class OnShards:
         """This rank's arrays. Raises UsageError."""
         pipeline, sizes = self._pipeline, sizes_in(self._pipeline.nodes)
         check_names(values, [each.name for each in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
-        seat = self._seat = RankPlacement(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
-        arrays = {each: input_value(each, values, seat) for each in self._tensors}
+        placement = self._seat = RankPlacement(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
+        arrays = {each: input_value(each, values, placement) for each in self._tensors}
         self._results = self._arrays_of_result(arrays)
-        self._shape = seat.shape(self._lowered.reduced.type.shape)
+        self._shape = placement.shape(self._lowered.reduced.type.shape)
         self._elements = int(np.prod(self._shape))
         most_work = max((work_of(_code_of(phase)) for phase in self._lowered.phases), default=1)
         self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS, STEP_WORK // max(1, most_work))

@@ -31,7 +31,7 @@ def run_overlapped(stage: Overlapped, run: Execution) -> None:
     for handle in handles:
         handle.wait()
     if isinstance(stage.reducer, FusedAllReduce):
-        run_fused_all_reduce(stage.reducer, run, run.seat.part(product, reduction.type.layout))
+        run_fused_all_reduce(stage.reducer, run, run.placement.part(product, reduction.type.layout))
     else:
         is_part = reduction.type.layout.is_sliced
-        run.put(reduction, run.seat.part(product, reduction.type.layout) if is_part else product)
+        run.put(reduction, run.placement.part(product, reduction.type.layout) if is_part else product)

@@ -40,7 +40,7 @@ def run_fused(stage: Fused, run: Execution) -> None:
         if not node.type.shape:
             run.evaluate(node)  # once, not for each piece
     kind = kind_of(stage)
-    region, shape = run.seat.region(kind)
+    region, shape = run.placement.region(kind)
     wanted = [each for each in shaped if _is_needed_outside(each, stage, run)]
     results = {each: run.room(each, shape) for each in wanted}
     outside = _operands(shaped, kind, run)
@@ -55,7 +55,7 @@ def run_fused(stage: Fused, run: Execution) -> None:
         _evaluate(shaped, outside, piece, region._replace(starts=starts), rooms)
     for each, result in results.items():
         is_update = isinstance(each, Update)
-        run.put(each, run.seat.fitting(result, each.operands[1].type, each.type) if is_update else result)
+        run.put(each, run.placement.fitting(result, each.operands[1].type, each.type) if is_update else result)
 
 
 def kind_of(stage: Fused) -> Type:
@@ -77,7 +77,7 @@ def _operands(shaped: Collection[Expression], kind: Type, run: Execution) -> Map
         for each in operands:
             if each not in shaped and each not in found:
                 has_rows = len(each.type.shape) == len(kind.shape) and each.type.shape[0] == kind.shape[0]
-                found[each] = run.seat.fitting(run.value(each), each.type, kind), has_rows
+                found[each] = run.placement.fitting(run.value(each), each.type, kind), has_rows
     return found
 
 

@@ -65,13 +65,15 @@ def axis_to_cut(operand: Type, result: Type) -> int | None:
     return axis if operand.shape[axis] == result.shape[result.layout.axis(len(result.shape))] else None
 
 
-def compute(node: Expression, arrays: Sequence[Array], seat: RankPlacement) -> Array:
+def compute(node: Expression, arrays: Sequence[Array], placement: RankPlacement) -> Array:
     """This rank's part of the result of a Pointwise or MatMul, from its parts of the operands."""
     if isinstance(node, MatMul):
         return node.compute(arrays)
     assert isinstance(node, Pointwise)
-    fitting = [seat.fitting(array, each.type, node.type) for array, each in zip(arrays, node.operands, strict=True)]
-    region, _ = seat.region(node.type)
+    fitting = [
+        placement.fitting(array, each.type, node.type) for array, each in zip(arrays, node.operands, strict=True)
+    ]
+    region, _ = placement.region(node.type)
     with np.errstate(all="ignore"):  # infinities and NaN are values, as they are in what is reduced
         return np.asarray(node.compute(fitting, region), node.type.dtype)
 
@@ -124,11 +126,11 @@ def size_value(value: object, name: str) -> int:
     return int(value)
 
 
-def input_value(each: Input, values: Mapping[str, Any], seat: RankPlacement) -> Array:
+def input_value(each: Input, values: Mapping[str, Any], placement: RankPlacement) -> Array:
     """A rank's value for an input, as an array. A size that is used as a number need not be given. Raises UsageError
     for a value that is missing or does not fit."""
     name = each.name
-    value = values.get(name, seat.sizes.get(each) if isinstance(each, Variable) else None)
+    value = values.get(name, placement.sizes.get(each) if isinstance(each, Variable) else None)
     if value is None:
         raise UsageError(f"no value for {name}: expected {each.type}")
     if isinstance(each, Variable):
@@ -137,9 +139,9 @@ def input_value(each: Input, values: Mapping[str, Any], seat: RankPlacement) -> 
         raise UsageError(f"{name} is {a_type(value)}; expected a numpy.ndarray, {each.type}")
     if value.dtype != each.type.dtype:
         raise UsageError(f"{name} is an array of {value.dtype}; expected {each.type}")
-    shape = seat.own_shape(each.type)
+    shape = placement.own_shape(each.type)
     if value.shape != shape:
-        part = f", part {seat.rank} of {seat.ranks} of {list(seat.shape(each.type.shape))}"
+        part = f", part {placement.rank} of {placement.ranks} of {list(placement.shape(each.type.shape))}"
         raise UsageError(
             f"{name} has the shape {list(value.shape)}; expected {list(shape)}"
             f"{part if each.type.layout.is_sliced else ''}: {each.type}"

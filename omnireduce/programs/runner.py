@@ -51,7 +51,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
         execution, arrays = _begun(pipeline, comm, own, size, values)
         comparison = None
         if compare and size > 1:
-            alike = given_alike(pipeline, execution.seat.sizes, execution.inputs)
+            alike = given_alike(pipeline, execution.placement.sizes, execution.inputs)
             comparison = Comparison(own.comm, alike, own.named("inputs"))
         _run_stages(execution)
     execution.finish()
@@ -73,14 +73,14 @@ def _begun(
     inputs = [each for each in pipeline.inputs if each.type.group in (None, group)]
     check_names(values, pipeline.known_values, pipeline.name)
     here = [each for each in pipeline.nodes if each.type.group in (None, group) or _is_sent_to(each, group)]
-    seat, meeting = RankPlacement(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
+    placement, meeting = RankPlacement(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
 
     def pair(source: int, target: int) -> Communicator:
         return meeting.pair(comm, pipeline.groups, source, target)
 
-    execution = Execution(pipeline, seat, own, group, pair, rooms=meeting.rooms(pipeline))
+    execution = Execution(pipeline, placement, own, group, pair, rooms=meeting.rooms(pipeline))
     for each in inputs:
-        execution.put(each, input_value(each, values, seat))
+        execution.put(each, input_value(each, values, placement))
     arrays = {each: execution.value(each.tensor) for each in here if isinstance(each, Update)}
     for update, array in arrays.items():
         if not array.flags.writeable:

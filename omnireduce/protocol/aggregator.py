@@ -55,7 +55,8 @@ class AggregatorMachine:
 
     def __init__(
         self, members: Sequence[str], arena: Array, results: Array,
-        *, lengths: MessageSizing | None = None, shard: int = 0, dealing: Sharding = ONE_SHARD, delegates: Sequence[int] = (),
+        *, sizing: MessageSizing | None = None, shard: int = 0, sharding: Sharding = ONE_SHARD,
+        delegates: Sequence[int] = (),
         readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
         budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
         divisor: int | None = None, codecs: Codecs = BUILT_IN, states: ShardStates | None = None,
@@ -63,14 +64,14 @@ class AggregatorMachine:
         self._ranks, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
         self._gone = set[int]()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
-        lengths = lengths or MessageSizing(results.shape[1], results.shape[1])
-        shape = self._slot_count, min(results.shape[1], room_for(lengths.longest))
+        sizing = sizing or MessageSizing(results.shape[1], results.shape[1])
+        shape = self._slot_count, min(results.shape[1], room_for(sizing.longest))
         self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._slots = ResultSlots(self._slot_count)
         self._filling = -1  # the result slot being filled, -1 for none
-        work_space = divisor or len(members), arena, results, lengths, budget
+        work_space = divisor or len(members), arena, results, sizing, budget
         self._senders = Senders(
-            len(members), delegates, dealing, shard, lambda many: reduction(many, *work_space),
+            len(members), delegates, sharding, shard, lambda many: reduction(many, *work_space),
             readers=readers, states=states or ShardStates(0),
         )  # fmt: skip
         first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
@@ -241,10 +242,10 @@ class AggregatorMachine:
         moved, senders = False, self._senders
         for rank, state in self._in_turn:
             union = senders.reduction.union
-            is_hungry = union.hungry and senders.places.get(rank) in union.hungry
-            if (state.messages and state.open_row < 0) or is_hungry:
+            is_exhausted = union.exhausted and senders.places.get(rank) in union.exhausted
+            if (state.messages and state.open_row < 0) or is_exhausted:
                 try:
-                    if is_hungry:
+                    if is_exhausted:
                         self.spent += union.feed(senders.places[rank])
                         moved = True
                     else:

@@ -56,11 +56,11 @@ class Combiner:
 
     def __init__(
         self, senders: int, slots: Array, results: Array,
-        *, divisor: int, lengths: MessageSizing, most_blocks: int, piece_bytes: int,
+        *, divisor: int, sizing: MessageSizing, most_blocks: int, piece_bytes: int,
     ) -> None:  # fmt: skip
         self._divisor = divisor
         self._senders, self._slots, self._results = senders, slots, results
-        self._lengths, self._most_blocks, self._piece_bytes = lengths, most_blocks, piece_bytes
+        self._sizing, self._most_blocks, self._piece_bytes = sizing, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
         self._plain = _NOTHING  # of blocks that are encoded, once a codec is used
         self._formats: dict[tuple[str, int, str], Format] = {}  # by dtype, block size and codec, the last used behind
@@ -108,7 +108,7 @@ class Combiner:
             brain=element.name == "bfloat16",
             source=self._slots.reshape(-1).view(storage),
             rows=blocks.reshape(len(blocks), fitting, -1),
-            capacity=min(fitting, self._most_blocks, self._lengths.most(block_bytes)),
+            capacity=min(fitting, self._most_blocks, self._sizing.most(block_bytes)),
             columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
             byte_work=byte_work,
             block_work=self._senders * (block_bytes * byte_work + BLOCK_WORK),

@@ -57,7 +57,7 @@ class Compilers:
         already."""
         wrong = ""
         if here is not None and here.place == JobKey.of(hello) and not hello.smallest:
-            wrong = taken(hello) if hello.rank in here.attendees else difference(here.spec, hello)
+            wrong = taken(hello) if hello.rank in here.waiting_ranks else difference(here.spec, hello)
         team = self._of_team[hello.team]
         if not wrong and len(self._all) >= self._limits.max_ranks:
             wrong = f"{len(self._all)} ranks compile already, which is aggregator.max_ranks: raise it, or wait"

@@ -49,10 +49,10 @@ from omnireduce.protocol.effects import Wake
 from omnireduce.protocol.host_account import Counts, HostAccount
 from omnireduce.protocol.host_delays import late_ranks, owed_ranks
 from omnireduce.protocol.host_faults import HostError, ShortageError, check_begun, encoded_at
-from omnireduce.protocol.host_legs import Pass, legs_of
 from omnireduce.protocol.host_preset import Group, preset
 from omnireduce.protocol.host_rows import HostRows
 from omnireduce.protocol.hosts import LocalRanks
+from omnireduce.protocol.memory_passes import MemoryPass, passes_of
 from omnireduce.protocol.operands import RowBlocks, TensorBlocks
 from omnireduce.protocol.rows import RowSum
 from omnireduce.status import LISTED
@@ -111,12 +111,12 @@ class HostExchange:
         self._rows = HostRows(names)
         self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
-        self._queue: deque[Pass] = deque()
-        self._begun, self._chunks = 0, 0  # legs, and chunks of those before the current one
-        self._taken = 0  # steps in the current leg
-        self._is_prepared = False  # the state is that of the first leg of the queue
+        self._queue: deque[MemoryPass] = deque()
+        self._begun, self._chunks = 0, 0  # passes, and chunks of those before the current one
+        self._taken = 0  # steps in the current pass
+        self._is_prepared = False  # the state is that of the first pass of the queue
         self._rests = False
-        self.heeded = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
+        self.fatal_reasons = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
         self.own_blocks = 0  # that this rank brought to tensors, those of zeros left out
         self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
         self._account = HostAccount()
@@ -136,12 +136,12 @@ class HostExchange:
         return bool(self._queue)
 
     def submit(self, collective: Collective, now: float) -> int:
-        """Queue a collective, which all ranks of the host queue in the same order. Returns how many legs it has."""
+        """Queue a collective, which all ranks of the host queue in the same order. Returns how many passes it has."""
         if not self._queue:
             self.moved_at = now
-        legs = legs_of(collective, self._ranks, self.neighbours.hosts)
-        self._queue.extend(legs)
-        return len(legs)
+        passes = passes_of(collective, self._ranks, self.neighbours.hosts)
+        self._queue.extend(passes)
+        return len(passes)
 
     def report(self, now: float) -> Report:
         """The result of the collectives so far, and the ranks that this rank waits for."""
@@ -158,18 +158,18 @@ class HostExchange:
 
     def advance(self, now: float) -> Iterator[Collective | Wake]:
         """Take the steps that the others' counters allow, as many as one turn may. Yields collectives, once for each
-        leg that is complete here, and ranks to wake.
+        pass that is complete here, and ranks to wake.
 
         Raises MismatchError when the ranks have begun different collectives, HostError when a region is not in order,
         and ShortageError when there is no memory for rows.
         """
         while self._queue:
-            leg = self._queue[0]
-            collective, blocks = leg.collective, leg.blocks
+            memory_pass = self._queue[0]
+            collective, blocks = memory_pass.collective, memory_pass.blocks
             if not self._is_prepared:
                 self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
-                self._prepare(leg)
-            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, leg.notes)
+                self._prepare(memory_pass)
+            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, memory_pass.notes)
             if (taken := int(self._state_words[_AT["taken"]])) != self._taken:
                 self._taken, self.moved_at = taken, now
             if did == WAITS:
@@ -209,10 +209,10 @@ class HostExchange:
             room.make_room(self._state, blocks)
         return did
 
-    def _prepare(self, leg: Pass) -> None:
+    def _prepare(self, memory_pass: MemoryPass) -> None:
         """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
-        collective, blocks = leg.collective, leg.blocks
-        known = self._preset(collective.descriptor, collective.operand.layout, leg.form)
+        collective, blocks = memory_pass.collective, memory_pass.blocks
+        known = self._preset(collective.descriptor, collective.operand.layout, memory_pass.form)
         state, ints, brought = self._state_words, self._ints, 0
         state[:] = known.state
         state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
@@ -264,10 +264,10 @@ class HostExchange:
     def summed_blocks(self) -> int:
         """The block below which this rank's sums of the current collective are ready for the shards. -1 for rows that
         are not summed yet, for an empty tensor before it has passed its only chunk, and before anything has begun."""
-        s, leg = self._state[0], self._queue[0]
-        blocks = leg.collective.operand.layout.blocks
-        if isinstance(leg.blocks, RowBlocks):
-            return blocks if leg.form == "returned rows" else -1
+        s, memory_pass = self._state[0], self._queue[0]
+        blocks = memory_pass.collective.operand.layout.blocks
+        if isinstance(memory_pass.blocks, RowBlocks):
+            return blocks if memory_pass.form == "returned rows" else -1
         if self._is_prepared and s["summed"] == s["chunks"]:
             return blocks
         return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
@@ -278,18 +278,18 @@ class HostExchange:
         if not self._is_prepared:
             return
         self._state[0]["arrived"] = blocks
-        leg = self._queue[0]
-        if not self._state[0]["may_begin"] and blocks == leg.collective.operand.layout.blocks:
-            self._share(leg)
+        memory_pass = self._queue[0]
+        if not self._state[0]["may_begin"] and blocks == memory_pass.collective.operand.layout.blocks:
+            self._share(memory_pass)
 
-    def _share(self, leg: Pass) -> None:
+    def _share(self, memory_pass: MemoryPass) -> None:
         """Everything that the shards owe this rank has come: begin to hand it over."""
-        assert isinstance(leg.collective.host_sum, RowSum)
+        assert isinstance(memory_pass.collective.host_sum, RowSum)
         try:
-            returned = leg.collective.host_sum.returned()
+            returned = memory_pass.collective.host_sum.returned()
         except MemoryError as error:
             raise ShortageError("the rows that aggregators returned") from error
-        self._queue[0] = leg._replace(blocks=returned)
+        self._queue[0] = memory_pass._replace(blocks=returned)
         self._ints[self._descriptor_at(self.me) + ROWS_AT] = len(returned.numbers)
         self._state[0]["may_begin"] = 1
 
@@ -313,7 +313,7 @@ class HostExchange:
         """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
         self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
-        if self.can_go_on or (not self._rests and any(self.departed(why) for why in self.heeded)):
+        if self.can_go_on or (not self._rests and any(self.departed(why) for why in self.fatal_reasons)):
             self.wake_up()
             return False
         return True

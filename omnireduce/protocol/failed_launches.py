@@ -4,7 +4,7 @@ Those of their ranks that wait are refused at once, and those that come later wh
 
 Where a rank was refused, a launch cannot start. Only who could have joined the job can do that to it: the hello is in
 order, of the same team, job and launch, and gives a rank that is missing. A job that is not elastic starts with all its
-ranks or not at all. Only a launch with an id can be doomed, or a group: its name says to which generation of which job
+ranks or not at all. Only a launch with an id can fail, or a group: its name says to which generation of which job
 it belongs. Otherwise the refused rank may be of another job of the same name, or started again by hand with other
 settings. A rank that knows and comes again is of another start of the launch: then the shard forgets.
 
@@ -22,7 +22,7 @@ from omnireduce.protocol.hello_checks import difference
 from omnireduce.protocol.pending_job import JobKey, PendingJob, member_name
 from omnireduce.wire.control import Hello, other_version
 
-MAX_FAILED_LAUNCHES = 64  # launches and attempts of which a shard remembers that they are doomed
+MAX_FAILED_LAUNCHES = 64  # launches and attempts of which a shard remembers that they cannot start
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +43,19 @@ class FailedLaunches:
         self._limit_s = limit_s
         self._failed: deque[_FailedLaunch] = deque(maxlen=MAX_FAILED_LAUNCHES)  # the oldest first
 
-    def add(self, gathering: PendingJob, refused: Hello, wrong: str, now: float) -> str:
+    def add(self, pending_job: PendingJob, refused: Hello, wrong: str, now: float) -> str:
         """The launch that gathers cannot start, because `refused` cannot join; return what to tell its ranks."""
         reason = f"job '{refused.job}' cannot start: {member_name(refused)} was refused: {wrong}"
-        self._remember(refused, gathering, reason, now, by_itself=False)
+        self._remember(refused, pending_job, reason, now, by_itself=False)
         return reason
 
-    def decline(self, hello: Hello, gathering: PendingJob | None, now: float) -> str:
+    def decline(self, hello: Hello, pending_job: PendingJob | None, now: float) -> str:
         """The rank of `hello` refuses to come to a group; return what to tell the ranks that gather. Empty if they
         gather for a later attempt than the refused one."""
         if self.why(hello, now):
             return ""
         reason = f"group '{hello.job}' cannot start: {member_name(hello)} has refused: {hello.refuses}"
-        self._remember(hello, gathering, reason, now, by_itself=True)
+        self._remember(hello, pending_job, reason, now, by_itself=True)
         return reason
 
     def why(self, hello: Hello, now: float) -> str:
@@ -70,13 +70,13 @@ class FailedLaunches:
         return ""
 
     def _remember(
-        self, hello: Hello, gathering: PendingJob | None, reason: str, now: float, *, by_itself: bool
+        self, hello: Hello, pending_job: PendingJob | None, reason: str, now: float, *, by_itself: bool
     ) -> None:
         for old in [each for each in self._failed if now >= each.until]:
             self._failed.remove(old)
         failed = _FailedLaunch(JobKey.of(hello), reason, now + self._limit_s, set(), by_itself)
         self._failed.append(failed)
-        here = () if gathering is None else gathering.attendees.values()
+        here = () if pending_job is None else pending_job.waiting_ranks.values()
         self._tell(failed, [hello, *(each.hello for each in here)])
 
     def _tell(self, failed: _FailedLaunch, hellos: list[Hello]) -> None:
@@ -95,14 +95,14 @@ def _number(hello: Hello) -> int:
     return hello.rank if hello.parent_rank < 0 else hello.parent_rank
 
 
-def fails_launch(gathering: PendingJob, hello: Hello, wrong: str, over: str) -> bool:
+def fails_launch(pending_job: PendingJob, hello: Hello, wrong: str, over: str) -> bool:
     """Whether the other ranks wait in vain, now that `hello` was refused because it is `wrong`.
 
     `over`: the limit of this shard that it exceeds, if any. A duplicate of a rank, here or in a generation that still
     runs, is refused for another reason.
     """
-    spec = gathering.spec
-    is_missing = hello.rank < spec.world_size and hello.rank not in gathering.attendees
+    spec = pending_job.spec
+    is_missing = hello.rank < spec.world_size and hello.rank not in pending_job.waiting_ranks
     is_elastic = spec.smallest or spec.formation  # a formation is part of an elastic job
     is_group = min(hello.parent_rank, spec.parent_rank) >= 0
     if is_elastic or not (hello.launch or is_group) or not is_missing:

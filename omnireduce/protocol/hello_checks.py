@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.protocol.pending_job import MembershipClaim, PendingJob, member_name
+from omnireduce.protocol.pending_job import Claim, PendingJob, member_name
 from omnireduce.wire.control import Hello
 from omnireduce.wire.words import SHOWN
 
@@ -58,12 +58,12 @@ def of_another_team(spec: Hello, hello: Hello) -> str:
     return f"the job '{hello.job}' that is here is none {own}: {advice}"
 
 
-def in_the_way(gathering: PendingJob, survivor: Hello) -> dict[int, str]:
+def in_the_way(pending_job: PendingJob, survivor: Hello) -> dict[int, str]:
     """The ranks that a survivor replaces, because they disagree with it or gave its rank; each with what is wrong."""
     wrong = dict[int, str]()
-    for rank, (_, other, standing) in gathering.attendees.items():
-        if standing is not MembershipClaim.SURVIVOR:
-            differs = "" if gathering.is_led else difference(survivor, other)
+    for rank, (_, other, claim) in pending_job.waiting_ranks.items():
+        if claim is not Claim.SURVIVOR:
+            differs = "" if pending_job.is_led else difference(survivor, other)
             wrong[rank] = taken(survivor) if rank == survivor.rank else differs
     return {rank: text for rank, text in wrong.items() if text}
 

@@ -33,7 +33,7 @@ def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
     begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
     has_begun = begun > s["number"]
     late = ~has_begun
-    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the leg before
+    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the pass before
     staged, combined, collected = (each - s["base"] for each in (staged, combined, collected))
     summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
     free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)

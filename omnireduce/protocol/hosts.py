@@ -109,8 +109,8 @@ class Sharding(NamedTuple):
 
 
 @lru_cache(REMEMBERED)
-def _deal(dealing: Sharding, descriptor: Descriptor) -> Layout:
-    layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, dealing.stripe_blocks
-    if dealing.slot_bytes and descriptor.summed_by_host and not descriptor.has_rows:
-        stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(dealing.slot_bytes, block_bytes))
-    return layout.dealt(dealing.shards, stripe_blocks, dealing.whole_bytes, block_bytes)
+def _deal(sharding: Sharding, descriptor: Descriptor) -> Layout:
+    layout, block_bytes, stripe_blocks = descriptor.layout, descriptor.block_bytes, sharding.stripe_blocks
+    if sharding.slot_bytes and descriptor.summed_by_host and not descriptor.has_rows:
+        stripe_blocks = chunk_blocks(layout.full_blocks, block_bytes, capacity(sharding.slot_bytes, block_bytes))
+    return layout.dealt(sharding.shards, stripe_blocks, sharding.whole_bytes, block_bytes)

@@ -53,7 +53,7 @@ class JobKey(NamedTuple):
         return cls(hello.team, FormationKey.of(hello))
 
 
-class MembershipClaim(IntEnum):
+class Claim(IntEnum):
     """The standing of a worker in an elastic job."""
 
     NEWCOMER = 0
@@ -66,7 +66,7 @@ class WaitingRank(NamedTuple):
 
     key: Hashable
     hello: Hello
-    standing: MembershipClaim
+    claim: Claim
 
 
 @dataclass(slots=True, eq=False)
@@ -89,40 +89,40 @@ class PendingJob:
     terms: Terms
     since: float  # from then on time to join counts
     begun: float  # not only since the last rank that compiled was ready
-    told_at: float  # when all attendees were told last who is missing
+    told_at: float  # when all waiting ranks were told last who is missing
     changed_at: float
     held: bool = False
     expected: frozenset[int] = frozenset()
     replaces: int | None = None
     is_news: bool = False  # who is missing has changed since
-    attendees: dict[int, WaitingRank] = field(default_factory=dict)
+    waiting_ranks: dict[int, WaitingRank] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
     namesakes: list[PendingJob] = field(default_factory=list)  # all of this name: this one, and those of other launches
     untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
     _from: int = 0  # all ranks below it are here
-    _inside: int = 0  # attendees whose rank is below the world size
-    _standings: Counter[MembershipClaim] = field(default_factory=Counter)
+    _inside: int = 0  # waiting ranks whose rank is below the world size
+    _standings: Counter[Claim] = field(default_factory=Counter)
 
-    def add(self, attendee: WaitingRank, now: float) -> None:
-        rank = attendee.hello.rank
+    def add(self, waiting_rank: WaitingRank, now: float) -> None:
+        rank = waiting_rank.hello.rank
         self._inside += rank < self.spec.world_size
-        self._standings[attendee.standing] += 1
-        self.attendees[rank] = attendee
-        if attendee.standing is MembershipClaim.SURVIVOR or len(self.attendees) == 1:
+        self._standings[waiting_rank.claim] += 1
+        self.waiting_ranks[rank] = waiting_rank
+        if waiting_rank.claim is Claim.SURVIVOR or len(self.waiting_ranks) == 1:
             self.changed_at = now  # newcomers may come and go as they like: they keep nobody waiting
-        self.is_news = self.held or len(self.attendees) > 1
+        self.is_news = self.held or len(self.waiting_ranks) > 1
         if self.refused is not None and self.refused[0] == rank:
             self.refused = None
 
     def remove(self, rank: int, now: float) -> None:
         """The connection of the worker that gave this rank is over."""
-        attendee = self.attendees.pop(rank)
+        waiting_rank = self.waiting_ranks.pop(rank)
         self._inside -= rank < self.spec.world_size
-        self._standings[attendee.standing] -= 1
+        self._standings[waiting_rank.claim] -= 1
         self._from = min(self._from, rank)
         self.is_news = True
-        self.untold.pop(attendee.key, None)
-        if attendee.standing is MembershipClaim.SURVIVOR:
+        self.untold.pop(waiting_rank.key, None)
+        if waiting_rank.claim is Claim.SURVIVOR:
             self.changed_at = now
 
     def lead(self, survivor: Hello) -> None:
@@ -132,11 +132,11 @@ class PendingJob:
         self._make_newcomers()
 
     def _make_newcomers(self) -> None:
-        for rank, (key, hello, _) in self.attendees.items():
-            self.attendees[rank] = WaitingRank(key, hello, MembershipClaim.NEWCOMER)
+        for rank, (key, hello, _) in self.waiting_ranks.items():
+            self.waiting_ranks[rank] = WaitingRank(key, hello, Claim.NEWCOMER)
         self._from = 0
-        self._inside = sum(rank < self.spec.world_size for rank in self.attendees)
-        self._standings = Counter(attendee.standing for attendee in self.attendees.values())
+        self._inside = sum(rank < self.spec.world_size for rank in self.waiting_ranks)
+        self._standings = Counter(waiting_rank.claim for waiting_rank in self.waiting_ranks.values())
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
@@ -148,20 +148,20 @@ class PendingJob:
 
     @property
     def has_survivors(self) -> bool:
-        return self._standings[MembershipClaim.SURVIVOR] + self._standings[MembershipClaim.CLAIMANT] > 0
+        return self._standings[Claim.SURVIVOR] + self._standings[Claim.CLAIMANT] > 0
 
     @property
     def is_led(self) -> bool:
         """Somebody is here who has proved to have been in the job."""
-        return self._standings[MembershipClaim.SURVIVOR] > 0
+        return self._standings[Claim.SURVIVOR] > 0
 
     @property
     def is_full(self) -> bool:
-        return len(self.attendees) >= self.spec.world_size
+        return len(self.waiting_ranks) >= self.spec.world_size
 
     def settles_at(self) -> float | None:
         """When the workers here have waited long enough for others, or for the last generation; None: never."""
-        enough = self.held or len(self.attendees) >= self.spec.smallest
+        enough = self.held or len(self.waiting_ranks) >= self.spec.smallest
         ready = (self.has_survivors and enough) or (self.is_full and not self.held)
         return self.changed_at + self.spec.settle_s if self.spec.smallest and ready else None
 
@@ -173,27 +173,27 @@ class PendingJob:
         """Whether the job starts with those who are here."""
         if self.held:
             return False
-        return (self.is_full and self.expected <= self.attendees.keys()) or self.has_settled(now)
+        return (self.is_full and self.expected <= self.waiting_ranks.keys()) or self.has_settled(now)
 
     def take(self) -> list[tuple[Hashable, Hello]]:
         """Take out the workers with which the job starts, in rank order, with the ranks that they get. If there are too
         many, survivors go first. Workers that stay were not in this generation, so to its ranks they are newcomers."""
-        order = sorted(self.attendees, key=lambda rank: (-self.attendees[rank].standing, rank))
-        taken = [self.attendees.pop(rank) for rank in sorted(order[: self.spec.world_size])]
+        order = sorted(self.waiting_ranks, key=lambda rank: (-self.waiting_ranks[rank].claim, rank))
+        taken = [self.waiting_ranks.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._make_newcomers()
         self.untold.clear()
         return [
-            (attendee.key, msgspec.structs.replace(attendee.hello, rank=rank, world_size=len(taken)))
-            for rank, attendee in enumerate(taken)
+            (waiting_rank.key, msgspec.structs.replace(waiting_rank.hello, rank=rank, world_size=len(taken)))
+            for rank, waiting_rank in enumerate(taken)
         ]
 
     def missing(self) -> list[int]:
         """The first ranks that are not here, at most LISTED: a peer may have given any world size."""
         found: list[int] = []
-        while self._from in self.attendees:
+        while self._from in self.waiting_ranks:
             self._from += 1
         for rank in range(self._from, self.spec.world_size):
-            if rank not in self.attendees:
+            if rank not in self.waiting_ranks:
                 found.append(rank)
                 if len(found) == LISTED:
                     break
@@ -229,7 +229,7 @@ class PendingJob:
             generation=0,
             launch=self.spec.launch,
             world_size=self.spec.world_size,
-            joined=len(self.attendees),
+            joined=len(self.waiting_ranks),
             missing=self.missing(),
             age_s=now - self.since,
         )

@@ -44,7 +44,7 @@ class MakeReduction(Protocol):
     """`Reduction`, or what makes one that is observed."""
 
     def __call__(
-        self, senders: int, divisor: int, arena: Array, results: Array, lengths: MessageSizing, budget: Budget, /
+        self, senders: int, divisor: int, arena: Array, results: Array, sizing: MessageSizing, budget: Budget, /
     ) -> Reduction: ...
 
 
@@ -57,17 +57,17 @@ class Reduction:
     """
 
     def __init__(
-        self, senders: int, divisor: int, arena: Array, results: Array, lengths: MessageSizing, budget: Budget
+        self, senders: int, divisor: int, arena: Array, results: Array, sizing: MessageSizing, budget: Budget
     ) -> None:
-        self._senders, self._results, self._lengths = senders, results, lengths
-        self._lengths_vary = lengths.shortest < lengths.longest
+        self._senders, self._results, self._sizing = senders, results, sizing
+        self._lengths_vary = sizing.shortest < sizing.longest
         self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
         self._lister = Lister(self._numbers.size)
         self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
         self.union = Union(senders, arena, budget.window)
         self._combiner = Combiner(
             senders, arena, results,
-            divisor=divisor, lengths=lengths, most_blocks=self._numbers.size,
+            divisor=divisor, sizing=sizing, most_blocks=self._numbers.size,
             piece_bytes=budget.piece_bytes,
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ class Reduction:
 
     def _make_room(self) -> None:
         """Decide how many blocks the next result takes."""
-        wanted = self._lengths.blocks(self._format.block_bytes, self.sent_blocks, self.sealed, self.union.shape.blocks)
+        wanted = self._sizing.blocks(self._format.block_bytes, self.sent_blocks, self.sealed, self.union.shape.blocks)
         self._room = min(self._format.capacity, wanted)
 
     @property

@@ -17,40 +17,40 @@ class Room:
     """The room for jobs of a membership: jobs that gather and run, and `held`, whose memory is not given back."""
 
     def __init__(
-        self, limits: Limits, gathering: Mapping[FormationKey, PendingJob], running: Mapping[int, RunningJob],
+        self, limits: Limits, pending_job: Mapping[FormationKey, PendingJob], running: Mapping[int, RunningJob],
         held: Mapping[int, Hello],
     ) -> None:  # fmt: skip
-        self._limits, self._gathering, self._running, self._held = limits, gathering, running, held
+        self._limits, self._pending_jobs, self._running, self._held = limits, pending_job, running, held
 
-    def lacks(self, gathering: PendingJob) -> bool:
+    def lacks(self, pending_job: PendingJob) -> bool:
         """Whether the job has to wait until the generation that it replaces has given back its memory.
 
         It need not wait where there is room for both. Room that is promised to others does not count: a job that
         gathers, and replaces no other one, will want room of its own.
         """
-        if gathering.replaces not in self._held:
+        if pending_job.replaces not in self._held:
             return False
-        others = [each for each in self._gathering.values() if each is not gathering]
+        others = [each for each in self._pending_jobs.values() if each is not pending_job]
         jobs = [each.spec for each in self._running.values()]
         jobs += [each.spec for each in others if each.replaces not in self._running]
         held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
-        return bool(self._too_much(gathering.spec, gathering.terms, jobs, held))
+        return bool(self._too_much(pending_job.spec, pending_job.terms, jobs, held))
 
     def why_none(self, hello: Hello, terms: Terms, going: PendingJob | None) -> str:
         """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
         leaving = self.replaced_by(hello, going)
-        gather = [each.spec for each in self._gathering.values() if each is not going]
+        gather = [each.spec for each in self._pending_jobs.values() if each is not going]
         jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
         held = gather + [each for number, each in self._held.items() if number != leaving]
         return self._too_much(hello, terms, jobs, held)
 
     def replaced_by(self, hello: Hello, going: PendingJob | None = None) -> int | None:
-        """The generation whose room an elastic job takes: its last one, unless a gathering other than `going` does."""
+        """The generation whose room an elastic job takes: its last, unless a pending job other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None
         mine = [number for number, each in self._held.items() if kin(each) == kin(hello)]
         last = max(mine, default=None)
-        return None if any(each.replaces == last for each in self._gathering.values() if each is not going) else last
+        return None if any(each.replaces == last for each in self._pending_jobs.values() if each is not going) else last
 
     def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
         """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""

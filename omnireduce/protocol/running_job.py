@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from omnireduce.protocol.hello_checks import ADVICE, SHAPE, difference, taken
-from omnireduce.protocol.pending_job import FormationKey, MembershipClaim
+from omnireduce.protocol.pending_job import Claim, FormationKey
 from omnireduce.wire.control import Hello
 
 
@@ -26,10 +26,10 @@ class RunningJob(NamedTuple):
         is_named = hello.job.startswith(f"{spec.job}+") and (hello.team, hello.launch) == (spec.team, spec.launch)
         return is_named and mine is not None and (mine.host, mine.pid) == (hello.host, hello.pid)
 
-    def objection(self, hello: Hello, standing: MembershipClaim) -> str:
+    def objection(self, hello: Hello, claim: Claim) -> str:
         """What is wrong with a hello to this job while it runs."""
         if not hello.smallest:
             if self.spec.smallest:
                 return f"job '{hello.job}' runs, and is elastic: {ADVICE['smallest']}"
             return taken(self.ranks[hello.rank]) if hello.rank in self.ranks else ""
-        return "" if standing else difference(self.spec, hello, SHAPE)
+        return "" if claim else difference(self.spec, hello, SHAPE)

@@ -23,7 +23,7 @@ class Senders:
         self,
         ranks: int,
         delegates: Sequence[int],
-        dealing: Sharding,
+        sharding: Sharding,
         shard: int,
         make: Callable[[int], Reduction],
         *,
@@ -32,8 +32,8 @@ class Senders:
     ) -> None:
         self._everybody, self.delegates = tuple(range(ranks)), tuple(delegates)
         self._readers, self._marks = tuple(readers or self._everybody), readers is None
-        self._dealing, self._shard = dealing, shard
-        self.has_hosts = dealing.slot_bytes > 0
+        self._dealing, self._shard = sharding, shard
+        self.has_hosts = sharding.slot_bytes > 0
         self.states = states
         self.running: ProgramRun | None = None
         self._of_ranks = make(ranks)

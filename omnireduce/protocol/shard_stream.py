@@ -23,9 +23,9 @@ class ShardStream:
     """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
     def __init__(
-        self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, lengths: MessageSizing
+        self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, sizing: MessageSizing
     ) -> None:
-        self.shard, self._lengths = shard, lengths
+        self.shard, self._sizing = shard, sizing
         self._send_slots, self._receive_slots = send_slots, receive_slots
         self._free = list(range(len(send_slots)))
         self._span = scan_span
@@ -85,7 +85,7 @@ class ShardStream:
         operand, host_sum = collective.sent, collective.host_sum
         blocks, coder = operand.layout.blocks, None if collective.codec is None else self._coder_of(collective)
         block_bytes = operand.block_bytes if coder is None else coder.block_bytes
-        most = self._lengths.blocks(block_bytes, self._sent_blocks, self._sent_frontier, blocks)
+        most = self._sizing.blocks(block_bytes, self._sent_blocks, self._sent_frontier, blocks)
         if host_sum is not None:
             cursor = max(self._cursor, host_sum.start(self.shard))
             if not host_sum.is_worth_packing(cursor, self._span, most):

@@ -45,12 +45,12 @@ class WorkerMachine:
         rank: int,
         scan_span: int,
         timeout_s: float,
-        lengths: Sequence[MessageSizing] = (),
+        sizing: Sequence[MessageSizing] = (),
         host: HostExchange | None = None,
         neighbours: LocalRanks | None = None,
         threads: ThreadPool | None = None,
     ) -> None:  # fmt: skip
-        long = lengths or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
+        long = sizing or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
         self._streams = [ShardStream(i, *both, scan_span, long[i]) for i, both in enumerate(slots)]
         self.rank, self.host = rank, host
         self._neighbours = neighbours or LocalRanks((rank,))
@@ -274,7 +274,7 @@ class WorkerMachine:
         self._retired[shard] = cause
         yield from self._end_if_retired()
         if self.ended is None and self.host is not None:
-            self.host.heeded = [BY_ITSELF, RETIRED]
+            self.host.fatal_reasons = [BY_ITSELF, RETIRED]
             if self.host.is_busy:
                 yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
 

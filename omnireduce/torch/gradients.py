@@ -158,10 +158,10 @@ class Gradients(StepGradients):
     a step."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: ParameterNames, way: ReductionSettings, passes: int
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames, settings: ReductionSettings, passes: int
     ) -> None:
-        self._names, self._way, self._passes = names, way, passes
-        self._is_plain = way.compression is NoneCompressor
+        self._names, self._way, self._passes = names, settings, passes
+        self._is_plain = settings.compression is NoneCompressor
         self._entries: dict[Tensor, Entry] = {}  # of parameters that have a hook
         self.watch(optimizer)
 
@@ -260,14 +260,14 @@ class Gradients(StepGradients):
     def _start_dense(self, entries: Sequence[Entry], name: str) -> None:
         if not entries:
             return
-        way = self._way
-        small = [way.compression.compress(each.dense_gradient()) for each in entries]
+        settings = self._way
+        small = [settings.compression.compress(each.dense_gradient()) for each in entries]
         tensors = [tensor for tensor, _ in small]
-        handle = start_reduction(tensors, tensors, way.scaling, name, way.process_set)
+        handle = start_reduction(tensors, tensors, settings.scaling, name, settings.process_set)
 
         def put_back(_: Any) -> None:
             for each, (tensor, ctx) in zip(entries, small, strict=True):
-                each.take(way.compression.decompress(tensor, ctx))
+                each.take(settings.compression.decompress(tensor, ctx))
 
         handle = handle.then(put_back)
         for each in entries:

@@ -1,4 +1,4 @@
-"""The exchange of descriptors among the ranks of one host: of their memory, and of eventfds ("bells") that wake them.
+"""The exchange of descriptors among the ranks of one host: of their memory, and of eventfds that wake them.
 
 The first rank listens on an abstract Unix socket, whose name the aggregator has told all of them. Each other rank
 connects and sends two descriptors: its region, and an eventfd that wakes it. When all are there, the first rank sends
@@ -37,15 +37,15 @@ class HostGroup:
     """What the ranks of a host share: `regions`, uint8 (ranks, bytes), an eventfd of each rank, and their processes."""
 
     regions: Array
-    bells: list[int]
+    eventfds: list[int]
     pids: list[int]
 
     def close(self) -> None:
-        """Close the bells, and let go of the memory."""
+        """Close the eventfds, and let go of the memory."""
         self.regions = NO_SLOTS
-        for bell in self.bells:
-            os.close(bell)
-        self.bells.clear()
+        for eventfd in self.eventfds:
+            os.close(eventfd)
+        self.eventfds.clear()
 
 
 class RankGoneError(TransportError):
@@ -61,7 +61,7 @@ class HostMeeting:
     def __init__(self, token: bytes, ranks: int, me: int, region_bytes: int) -> None:
         self._name, self._ranks, self._me = f"\0omnireduce-host/{token.hex()}", ranks, me
         self.group: HostGroup | None = None
-        self._bells: list[int] = [-1] * ranks
+        self._eventfds: list[int] = [-1] * ranks
         self._memories: list[int] = [-1] * ranks
         self._pids = [0] * ranks
         self._open = ExitStack()
@@ -72,7 +72,7 @@ class HostMeeting:
             self._regions = Regions(ranks, me, region_bytes)
             self._open.callback(self._regions.close)
             self._selector = self._open.enter_context(selectors.EpollSelector())
-            self._bells[me] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._eventfds[me] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._memories[me], self._pids[me] = os.dup(self._regions.fd), os.getpid()
             if me == 0:
                 self._watch(self._new_socket()).bind(self._name)
@@ -150,7 +150,7 @@ class HostMeeting:
             member.close()
             return
         self._members[rank] = member
-        self._memories[rank], self._bells[rank], self._pids[rank] = *descriptors, pid
+        self._memories[rank], self._eventfds[rank], self._pids[rank] = *descriptors, pid
         self._gather()
 
     def _gather(self) -> None:
@@ -168,7 +168,7 @@ class HostMeeting:
             part = slice(first, min(first + BATCH_RANKS, self._ranks))
             pids = self._pids[part]
             body = _BATCH.pack(first, len(pids)) + PIDS.pack(*pids, *[0] * (BATCH_RANKS - len(pids)))
-            socket.send_fds(member, [body], [*self._memories[part], *self._bells[part]])
+            socket.send_fds(member, [body], [*self._memories[part], *self._eventfds[part]])
         self._watch(member)
 
     def _serve(self, member: socket.socket) -> None:
@@ -196,7 +196,7 @@ class HostMeeting:
             return
         if _is_foreign(sock):
             raise TransportError(f"a process of another user than {os.geteuid()} is where the ranks of this host meet")
-        socket.send_fds(sock, [_CARD.pack(self._me, os.getpid())], [self._memories[self._me], self._bells[self._me]])
+        socket.send_fds(sock, [_CARD.pack(self._me, os.getpid())], [self._memories[self._me], self._eventfds[self._me]])
         self._watch(sock)
 
     def _take_batch(self, sock: socket.socket) -> None:
@@ -210,25 +210,25 @@ class HostMeeting:
             raise TransportError(f"the first rank of this host sent {len(descriptors)} descriptors for {count} ranks")
         pids = PIDS.unpack_from(data, _BATCH.size)
         for k in range(count):
-            memory, bell, rank = descriptors[k], descriptors[count + k], first + k
-            if self._bells[rank] >= 0:  # this rank's own
+            memory, eventfd, rank = descriptors[k], descriptors[count + k], first + k
+            if self._eventfds[rank] >= 0:  # this rank's own
                 os.close(memory)
-                os.close(bell)
+                os.close(eventfd)
             else:
-                self._memories[rank], self._bells[rank], self._pids[rank] = memory, bell, pids[k]
-        if min(self._bells) >= 0:
+                self._memories[rank], self._eventfds[rank], self._pids[rank] = memory, eventfd, pids[k]
+        if min(self._eventfds) >= 0:
             sock.send(DONE)
             self._complete()
 
     # both
 
     def _complete(self) -> None:
-        for rank, bell in enumerate(self._bells):
-            if os.readlink(f"/proc/self/fd/{bell}") != "anon_inode:[eventfd]" or os.get_blocking(bell):
+        for rank, eventfd in enumerate(self._eventfds):
+            if os.readlink(f"/proc/self/fd/{eventfd}") != "anon_inode:[eventfd]" or os.get_blocking(eventfd):
                 raise TransportError(f"local rank {rank} sent something else than an eventfd that never blocks")
         self._regions.add(self._memories)
-        self.group = HostGroup(self._regions.array, self._bells, self._pids)
-        self._bells = []
+        self.group = HostGroup(self._regions.array, self._eventfds, self._pids)
+        self._eventfds = []
         self.close()
 
     def _new_socket(self) -> socket.socket:
@@ -243,10 +243,10 @@ class HostMeeting:
 
     def close(self) -> None:
         """Let go of everything but the group."""
-        for fd in (*self._bells, *self._memories):
+        for fd in (*self._eventfds, *self._memories):
             if fd >= 0:
                 os.close(fd)
-        self._bells, self._memories = [], []
+        self._eventfds, self._memories = [], []
         for sock in self._sockets:
             sock.close()
         self._open.close()

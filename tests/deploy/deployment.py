@@ -17,7 +17,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually
 
 from omnireduce import RefusedError
 from omnireduce.config import Aggregator
-from omnireduce.runtime.shard.admission import MAX_STRANGERS
+from omnireduce.runtime.shard.admission import MAX_UNIDENTIFIED
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
 DEPLOY = ROOT / "deploy"
@@ -44,7 +44,7 @@ def memory_bytes(allowed: Aggregator) -> int:
     """
     jobs = 2 * allowed.max_bytes + allowed.max_jobs * JOB_BYTES
     ranks = allowed.max_ranks * (RANK_BYTES + READ_BYTES + TLS_BYTES + SMALL_LIMIT)
-    strangers = MAX_STRANGERS * (READ_BYTES + TLS_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
+    strangers = MAX_UNIDENTIFIED * (READ_BYTES + TLS_BYTES + CONTROL_LIMIT)  # each with an answer that it does not read
     return allowed.shards * (jobs + ranks + strangers) + PROGRAM_BYTES
 
 

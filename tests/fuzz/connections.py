@@ -150,11 +150,11 @@ def _connection(data: bytes, teams: Teams | None) -> str:
     server._selector.close()
     kept: list[Sized] = [
         server._connections,
-        server._connections.strangers,
-        server._connections.leavers,
+        server._connections.unidentified,
+        server._connections.closing,
         server._status_requests,
     ]
-    kept += [server._jobs, server._teardown._members, membership._gathering, membership._running, membership._held]
+    kept += [server._jobs, server._teardown._members, membership._pending_jobs, membership._running, membership._held]
     kept += [membership._compilers._all, membership._compilers._waited_for]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason

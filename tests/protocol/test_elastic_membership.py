@@ -278,7 +278,7 @@ def test_a_formation_starts_as_soon_as_there_is_room(max_jobs: int, events: list
             membership.released(over.pop(number % len(over)))
         if membership.deadline == 0.0:
             running += admitted(membership.expire(0.0), waiting)
-        assert not any(membership._may_start(each, 0.0) for each in membership._gathering.values())
+        assert not any(membership._may_start(each, 0.0) for each in membership._pending_jobs.values())
 
 
 @settings(max_examples=200)
@@ -328,5 +328,5 @@ def test_a_random_life(data: st.DataObject) -> None:
                 announced = effect.workers
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
-        known = {key for each in membership._gathering.values() for key, *_ in each.attendees.values()}
+        known = {key for each in membership._pending_jobs.values() for key, *_ in each.waiting_ranks.values()}
         assert known == waiting.keys()

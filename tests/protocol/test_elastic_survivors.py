@@ -98,7 +98,7 @@ def test_claims_and_tickets_do_not_pass_the_size_of_a_job() -> None:
         membership.finished(1, 0.0)
         answers = [list(membership.hello(rank, hello(rank, survived=1, **claims), 0.0))[-1] for rank in range(10, 20)]
         assert sum(isinstance(each.message, Pending) for each in answers) == most
-        assert len(membership._gathering) == 1
+        assert len(membership._pending_jobs) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"version": 99}, {"world_size": 41}, {"slots": 1}, {"settle_s": 31.0}])
@@ -107,7 +107,7 @@ def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> N
     come(membership, 0, 1)
     answers = list(membership.hello("unfit", replace(hello(1, survived=1), **wrong), 0.0))
     assert [each.key for each in answers] == ["unfit"]
-    assert len(membership._gathering) == 1
+    assert len(membership._pending_jobs) == 1
 
 
 def test_a_survivor_that_disagrees_with_another_one_puts_nobody_out() -> None:

@@ -204,8 +204,8 @@ def test_a_team_that_does_not_exist_is_refused_like_a_wrong_secret() -> None:
     assert said[0] == said[1]
     work = {name: len(SEVERAL.of(name).secrets) for name in ("", "one", "two", "none", "four")}
     assert len(set(work.values())) == 1
-    lengths = {len(secret.team) > 0 for secret in SEVERAL.of("none").secrets}
-    assert lengths == {True}  # and what is hashed is as long as for a team that exists
+    sizing = {len(secret.team) > 0 for secret in SEVERAL.of("none").secrets}
+    assert sizing == {True}  # and what is hashed is as long as for a team that exists
 
 
 def test_the_secret_of_all_is_no_teams_and_the_other_way_round() -> None:

@@ -56,7 +56,7 @@ def written(slot: Array, count: int, runs: Runs, extra: bytes) -> int:
 def summed(count: int, runs: Runs) -> tuple[End | None, Array | None]:
     """How a job ends in which a rank sends such a message, beside one of zeros; the first result if it goes on."""
     arena, results = Guarded((4, SLOT_BYTES)), Guarded((2, SLOT_BYTES))
-    machine = AggregatorMachine(["rank 0", "rank 1"], arena.array, results.array, dealing=Sharding(2, STRIPE))
+    machine = AggregatorMachine(["rank 0", "rank 1"], arena.array, results.array, sharding=Sharding(2, STRIPE))
     for rank, (blocks, listed) in enumerate([(0, ()), (count, runs)]):
         nbytes = written(arena.array[2 * rank], blocks, listed, DESCRIPTOR.encoded)
         list(machine.received(rank, 0, nbytes, 0.0))

@@ -469,7 +469,7 @@ class Life(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 15.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        due = any(self.now - each.since >= LIMITS.join_timeout_s for each in self.membership._gathering.values())
+        due = any(self.now - each.since >= LIMITS.join_timeout_s for each in self.membership._pending_jobs.values())
         before = len(self.waiting)
         self.read(self.membership.expire(self.now))
         assert (len(self.waiting) < before) == due

@@ -26,7 +26,7 @@ RANKS, ELEMENTS = 4, 300
 def refuse(cluster: InprocCluster, rank: int, why: str) -> None:
     empty = np.zeros(0, BYTES)
     called = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
-    cluster.submit(rank, called, DenseTensor(empty, empty, cluster.dealing.layout(called), called.element.zero_mask))
+    cluster.submit(rank, called, DenseTensor(empty, empty, cluster.sharding.layout(called), called.element.zero_mask))
 
 
 def of_shape(shape: str, shards: int) -> InprocCluster:
@@ -101,7 +101,7 @@ def unpacked(rows: Array) -> Packets:
     cluster = InprocCluster(2)
     called = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=most)
     own = packed(np.arange(9, dtype=np.uint8))
-    layout = cluster.dealing.layout(called)
+    layout = cluster.sharding.layout(called)
     found = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), most=most)
     numbers = np.concatenate((np.arange(len(own)), most + np.arange(len(rows))))
     found.put(np.concatenate((own, rows)), numbers, np.zeros(len(numbers), np.bool_), False)

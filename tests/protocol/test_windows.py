@@ -41,9 +41,9 @@ def fed(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = Fa
 def merging(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = False) -> Iterator[Reduction]:
     """The reduction after each step, as long as there is something to do."""
     reduction = fed(indices, window, runs, in_steps=in_steps)
-    while reduction.merge(0, 1 << 20) or reduction.union.hungry:
+    while reduction.merge(0, 1 << 20) or reduction.union.exhausted:
         yield reduction
-        for rank in sorted(reduction.union.hungry):
+        for rank in sorted(reduction.union.exhausted):
             reduction.union.feed(rank)
     yield reduction
 
@@ -89,7 +89,7 @@ def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
         arena,
         results,
         divisor=RANKS,
-        lengths=MessageSizing(SLOT_BYTES, SLOT_BYTES),
+        sizing=MessageSizing(SLOT_BYTES, SLOT_BYTES),
         most_blocks=100,
         piece_bytes=1 << 20,
     )

@@ -18,7 +18,7 @@ from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.reserve import PAUSE_S
 from omnireduce.runtime.shard.connections import LINGER_S
-from omnireduce.runtime.shard.listening import ListeningSocket
+from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.status_requests import STATUSES
 from omnireduce.status import Status, StatusRequest
@@ -45,11 +45,11 @@ HELLO = Hello(PROTOCOL_VERSION, "job", 0, 2, 0, 1, 2, 65536, "host", 7, 64)
 class Crowd:
     """A server, without listeners unless it gets some, at a time of the test's choice, and those connected to it."""
 
-    def __init__(self, budget: Budget = BUDGET, doors: Sequence[ListeningSocket] = ()) -> None:
+    def __init__(self, budget: Budget = BUDGET, listeners: Sequence[Listener] = ()) -> None:
         self.now, self.step = 100.0, 0.0  # how much later each reading of the clock is than the last
         self.processor_s = 0.0  # that the shard has used
         self.server = ShardServer(
-            "a:1", doors, LIMITS, finish_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock,
+            "a:1", listeners, LIMITS, finish_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock,
             processor_s=lambda: self.processor_s,
         )  # fmt: skip
         self.peers: list[socket.socket] = []
@@ -146,7 +146,7 @@ def test_who_asks_waits_for_the_answer(crowd: Crowd, second: ControlMessage) -> 
 def test_who_does_not_read_answers_gets_no_more_of_them(crowd: Crowd) -> None:
     peer, most = crowd.connect(), 1 << 14
     for _ in range(most):
-        if crowd.server._connections.leavers:
+        if crowd.server._connections.closing:
             break
         say(peer, REQUEST)
         crowd.turn()
@@ -186,9 +186,7 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
 
 def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
-        server = ShardServer(
-            "a:1", [ListeningSocket(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0
-        )
+        server = ShardServer("a:1", [Listener(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
             free = os.dup(0)
@@ -206,7 +204,7 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
     """Instead of being told again and again that somebody waits."""
     now = 100.0
     with listen_tcp("127.0.0.1", 0) as one, listen_tcp("127.0.0.1", 0) as other:
-        listeners = [ListeningSocket(each, lambda sock: ShmLink(sock, "peer")) for each in (one, other)]
+        listeners = [Listener(each, lambda sock: ShmLink(sock, "peer")) for each in (one, other)]
         server = ShardServer("a:1", listeners, LIMITS, finish_s=0.0, clock=lambda: now)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(each.getsockname())) for each in (one, other)]
@@ -228,7 +226,7 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
 def test_ranks_that_compile_take_no_connection_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8, 8))  # three of four are for connections
     with listen_tcp("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
-        crowd = Crowd(doors=[ListeningSocket(listener, lambda sock: TcpLink(sock, "peer", 10.0))])
+        crowd = Crowd(listeners=[Listener(listener, lambda sock: TcpLink(sock, "peer", 10.0))])
         stack.callback(crowd.close)
 
         def come(hello: Hello) -> socket.socket:

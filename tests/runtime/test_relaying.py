@@ -123,7 +123,7 @@ class Bench:
 
     def is_empty(self) -> bool:
         relaying = self.relaying
-        return not (self.watched.get_map() or relaying._uplinks or relaying._gathering or relaying._welcome)
+        return not (self.watched.get_map() or relaying._uplinks or relaying._pending_jobs or relaying._welcome)
 
 
 def heard(link: InprocLink) -> list[ControlMessage | Lost]:
@@ -159,7 +159,7 @@ def test_who_refuses_a_group_goes_up_and_is_no_job_that_gathers() -> None:
     """It opens no way around the limits, or into a relay that drains."""
     bench = Bench(limits=dataclasses.replace(LIMITS, max_jobs=0))
     bench.come(1, job="job+g.1", parent_rank=1, refuses="because")
-    assert (bench.relaying.gathers, bench.relaying.gathering(0.0)) == (0, [])
+    assert (bench.relaying.gathers, bench.relaying.pending_jobs(0.0)) == (0, [])
     bench.come(2, job="job+g.1", parent_rank=2)
     assert "aggregator.max_jobs" in bench.refusal(2).reason
     uplink = bench.connect()
@@ -429,7 +429,7 @@ def test_a_relay_passes_on_that_kernels_compile() -> None:
     assert isinstance(message, Hello)
     assert (message.compiling, message.relays) == (True, (NAME,))
     assert bench.relaying.rival(hello(1)) is None
-    assert [(each.joined, each.missing) for each in bench.relaying.gathering(0.0)] == [(0, [])]
+    assert [(each.joined, each.missing) for each in bench.relaying.pending_jobs(0.0)] == [(0, [])]
     bench._take(bench.relaying.hello("itself", hello(1), bench.now))
     assert bench.relaying.rival(hello(1)) == "itself"
     bench.say(bench.connect(), Pending([0], 1, compiling=[2]))

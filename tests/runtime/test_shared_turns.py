@@ -11,7 +11,7 @@ import pytest
 from local_cluster import WAIT_S
 from samples import Array
 from test_crowds import HELLO, Crowd, say
-from test_turns import BLOCK, SoleRank
+from test_scheduler import BLOCK, SoleRank
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.reduction import Budget

@@ -277,7 +277,7 @@ def test_threads_end_when_the_rank_cannot_begin(daemon: Daemon, monkeypatch: pyt
         raise OSError(24, "Too many open files")
 
     before = threading.active_count()
-    monkeypatch.setattr(engine, "Lookout", full)
+    monkeypatch.setattr(engine, "Poller", full)
     with pytest.raises(OmniReduceError, match="could not begin"):
         Communicator(configured(daemon.addresses, *over("tcp"), "transport.threads=3"), rank=0, size=1)
     assert threading.active_count() == before

@@ -26,7 +26,7 @@ from omnireduce.protocol.limits import Limits
 from omnireduce.protocol.reduction import Reduction
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.traced import TracedEngine
-from omnireduce.runtime.shard.listening import ListeningSocket
+from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces, TracedReduction, TracedSelector
 from omnireduce.runtime.tracing.lanes import Lane, missing, read_lanes
@@ -180,7 +180,7 @@ def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Confi
     listeners = open_listeners("127.0.0.1", 0, "shm")
     assert listeners.shm is not None
     reader, writer = os.pipe()
-    made = [ListeningSocket(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
+    made = [Listener(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
     server = ShardServer("here", made, Limits(4, 4, 1 << 30, 60.0), finish_s=10.0, traces=traces)
 
     def stop() -> None:

@@ -26,17 +26,19 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     if isinstance(membership, Relaying):
         yield from _audit_relaying(server, membership, limits)
         return
-    replacing = sum(each.replaces in membership._running for each in membership._gathering.values())
-    if len(membership._gathering) + len(membership._running) - replacing > limits.max_jobs:
-        yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
+    replacing = sum(each.replaces in membership._running for each in membership._pending_jobs.values())
+    if len(membership._pending_jobs) + len(membership._running) - replacing > limits.max_jobs:
+        yield f"{len(membership._pending_jobs)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
     ranks = [(each.meeting, rank) for each in membership._running.values() for rank in each.ranks]
     if len(set(ranks)) < len(ranks):
         yield f"a rank is in two generations of its job: {sorted(ranks)}"
-    if any(not gathering.attendees for gathering in membership._gathering.values()):
+    if any(not pending_job.waiting_ranks for pending_job in membership._pending_jobs.values()):
         yield "a job gathers of which nobody is there"
-    waiting = {key for gathering in membership._gathering.values() for key, *_ in gathering.attendees.values()}
+    waiting = {
+        key for pending_job in membership._pending_jobs.values() for key, *_ in pending_job.waiting_ranks.values()
+    }
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in waiting)
     yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
@@ -45,11 +47,11 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
 
 
 def _audit_relaying(server: ShardServer, membership: Relaying, limits: Limits) -> Iterator[str]:
-    if len(membership._gathering) + len(membership._running) > limits.max_jobs + len(server._jobs):
-        yield f"{len(membership._gathering)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
+    if len(membership._pending_jobs) + len(membership._running) > limits.max_jobs + len(server._jobs):
+        yield f"{len(membership._pending_jobs)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    gathered = {key for uplinks in membership._gathering.values() for key in uplinks}
+    gathered = {key for uplinks in membership._pending_jobs.values() for key in uplinks}
     yield from ["who waits is known wrongly"] * (gathered != membership._uplinks.keys())
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in gathered)
@@ -75,9 +77,9 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
     if (hello is not None and not connection.leaving and job is None) != awaited:
         yield f"{peer} waits for a job that does not wait for it, or the other way round"
     stranger = hello is None and not connection.leaving
-    strangers, leavers = server._connections.strangers, server._connections.leavers
-    leaves = connection in leavers or connection in server._connections.staying
-    if (stranger, connection.leaving) != (connection in strangers, leaves):
+    unidentified, closing = server._connections.unidentified, server._connections.closing
+    leaves = connection in closing or connection in server._connections.staying
+    if (stranger, connection.leaving) != (connection in unidentified, leaves):
         yield f"the time limit of {peer}"
     is_whole = job is not None and job._above is None
     if job is not None and is_whole and hello and not hello.smallest and hello.world_size != len(job.links):

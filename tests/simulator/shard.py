@@ -204,13 +204,13 @@ class Shard(Process):
         membership = server._membership
         kept: dict[str, Sized] = {
             "connections": server._connections,
-            "strangers": server._connections.strangers,
-            "leavers": server._connections.leavers,
+            "unidentified": server._connections.unidentified,
+            "closing": server._connections.closing,
             "staying": server._connections.staying,
             "questions": server._status_requests,
             "jobs": server._jobs,
             "links of jobs": server._teardown._members,
-            "gathering": membership._gathering,
+            "gathering": membership._pending_jobs,
             "running": membership._running,
             "names": membership._welcome if isinstance(membership, Relaying) else membership._of_name,
             "held": membership._held,

@@ -39,7 +39,7 @@ def run_rank(token: bytes, ranks: int, me: int, parent: Connection) -> None:
     group.regions[me, 0] = me + 1
     parent.send(group.pids)
     parent.recv()  # until all have written
-    os.eventfd_write(group.bells[0], 1)
+    os.eventfd_write(group.eventfds[0], 1)
     parent.send(group.regions[:, 0].tolist())
     parent.recv()
 
@@ -64,7 +64,7 @@ def test_every_rank_reads_the_memory_of_all(ranks: int) -> None:
         assert pipe.recv() == [rank + 1 for rank in range(ranks)]
         pipe.send("end")
     assert group.regions[:, 0].tolist() == [rank + 1 for rank in range(ranks)]
-    assert ranks == 1 or os.eventfd_read(group.bells[0]) == ranks - 1
+    assert ranks == 1 or os.eventfd_read(group.eventfds[0]) == ranks - 1
     assert group.pids == [os.getpid(), *(child.pid for child in reversed(children))]
     for child in children:
         child.join(WAIT_S)
@@ -123,12 +123,12 @@ def test_who_sends_nonsense_is_left_out() -> None:
     second.group.close()
 
 
-@pytest.mark.parametrize("what", ["a pipe", "a bell that blocks"])
+@pytest.mark.parametrize("what", ["a pipe", "an eventfd that blocks"])
 def test_a_bell_that_could_keep_others_waiting_is_refused(what: str) -> None:
     token = secrets.token_bytes(16)
     first, second = HostMeeting(token, 2, 0, BYTES), HostMeeting(token, 2, 1, BYTES)
-    os.close(second._bells[1])
-    second._bells[1] = os.eventfd(0) if what == "a bell that blocks" else os.pipe2(os.O_NONBLOCK)[1]
+    os.close(second._eventfds[1])
+    second._eventfds[1] = os.eventfd(0) if what == "an eventfd that blocks" else os.pipe2(os.O_NONBLOCK)[1]
 
     def go_on() -> None:
         for _ in range(8):

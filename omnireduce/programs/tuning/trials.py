@@ -44,13 +44,13 @@ def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[s
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
     variables = {each: sizes[each.name] for each in sizes_in(pipeline.nodes)}
-    seat = RankPlacement(rank, ranks, variables)
+    placement = RankPlacement(rank, ranks, variables)
     found: dict[str, Any] = {each.name: sizes[each.name] for each in _sizes_of_group(pipeline, group)}
     for each in pipeline.inputs:
         if isinstance(each, Tensor) and each.type.group == group:
             is_local = each.type.layout is Layout.LOCAL
             rng = np.random.default_rng([*each.name.encode(), rank if is_local else 0])
-            drawn = rng.integers(-4 if is_local else 0, 5, seat.own_shape(each.type), np.int8)
+            drawn = rng.integers(-4 if is_local else 0, 5, placement.own_shape(each.type), np.int8)
             found[each.name] = drawn.astype(each.type.dtype)
         elif isinstance(each, Variable) and each not in variables:
             dtype = each.type.dtype

@@ -81,23 +81,23 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         rank=joined.rank,
         scan_span=config.protocol.scan_span,
         timeout_s=config.cluster.timeout_s,
-        lengths=[_lengths(config.protocol, link) for link in links],
+        sizing=[_sizing(config.protocol, link) for link in links],
         host=host,
         neighbours=joined.neighbours,
         threads=threads,
     )
     machine.newcomers = arrival.newcomers
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
-    bells = () if arrival.group is None else arrival.group.bells
+    eventfds = () if arrival.group is None else arrival.group.eventfds
     try:
-        return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, bells))
+        return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, eventfds))
     except BaseException:
         if threads is not None:
             threads.close()
         raise
 
 
-def _lengths(protocol: Protocol, link: Link) -> MessageSizing:
+def _sizing(protocol: Protocol, link: Link) -> MessageSizing:
     if link.kind == "tcp":
         return MessageSizing.up_to(protocol.tcp_message_bytes)
     return MessageSizing(protocol.slot_bytes, protocol.slot_bytes)

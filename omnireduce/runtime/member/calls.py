@@ -86,7 +86,7 @@ class CallContext(NamedTuple):
     size: int
     owner: threading.Thread
     block_size: int
-    dealing: Sharding
+    sharding: Sharding
     part_bytes: int
     with_pool: WithPool
     codec: str = NONE
@@ -95,7 +95,7 @@ class CallContext(NamedTuple):
     tell_idle: Callable[[str], None] | None = None
 
     def layout(self, descriptor: Descriptor) -> Layout:
-        return self.dealing.layout(descriptor)
+        return self.sharding.layout(descriptor)
 
 
 def reduction(

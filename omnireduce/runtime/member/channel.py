@@ -122,7 +122,7 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
     protocol = config.protocol
     return CallContext(
         rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
-        dealing=Sharding.among(
+        sharding=Sharding.among(
             joined.neighbours.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         ),
         part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),

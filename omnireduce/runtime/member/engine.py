@@ -36,20 +36,20 @@ GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and a
 
 
 class Engine(Interruptible):
-    """Drives the worker machine over `links` (one per shard); its warnings go to `log`. `bells`: an eventfd of each
+    """Drives the worker machine over `links` (one per shard); its warnings go to `log`. `eventfds`: one of each
     rank that shares this host's memory; the engine closes them."""
 
     def __init__(
-        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int] = ()
+        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int] = ()
     ) -> None:
-        self._poller = Poller(links, machine.host, bells)  # first: it may fail
+        self._poller = Poller(links, machine.host, eventfds)  # first: it may fail
         self._machine, self._links = machine, links
         self._longest_spin_s, self._spin_s, self._read_at = spin_s, spin_s, 0.0
         self._driver = ParallelDriver(
             machine, links, time.monotonic,
             on_finish=self._on_finish, on_end=self._on_end,
             on_warn=lambda warning: log.warning(warning.text, extra=tagged("waiting")),
-            on_wake=self._poller.ring,
+            on_wake=self._poller.wake_rank,
         )  # fmt: skip
         self._driver.read_all_s = machine.timeout_s / READS
         self._handles: dict[int, Started[Any]] = {}

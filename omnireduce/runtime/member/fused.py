@@ -25,13 +25,13 @@ class FusedCollectives(Collectives):
     def state_bytes(self, tensors: Iterable[tuple[int, int]], columns: int, cells: int = 0) -> int:
         """How much the shard with the most of it keeps of states with so many columns and cells. `tensors`: of each
         tensor the number of elements, and of those in a block. For `create_group`."""
-        dealing = self._member.ordinary.place.dealing._replace(slot_bytes=0)  # no host sends sums there
+        sharding = self._member.ordinary.place.sharding._replace(slot_bytes=0)  # no host sends sums there
         total = 0
         for elements, block_size in tensors:
             layout = Layout(elements, block_size).dealt(
-                dealing.shards, dealing.stripe_blocks, dealing.whole_bytes, block_size * NUMBER_BYTES
+                sharding.shards, sharding.stripe_blocks, sharding.whole_bytes, block_size * NUMBER_BYTES
             )
-            blocks = max(layout.stripes(shard).count(layout.blocks) for shard in range(min(2, dealing.shards)))
+            blocks = max(layout.stripes(shard).count(layout.blocks) for shard in range(min(2, sharding.shards)))
             total += blocks * row_numbers(columns, cells, block_size) * NUMBER_BYTES
         return total
 

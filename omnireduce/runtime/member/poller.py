@@ -19,21 +19,21 @@ Ready = list[tuple[int, int]]  # descriptors, and what for
 
 
 class Poller:
-    """Polls `links`, one per shard, and `host`, whose ranks wake each other by `bells`, an eventfd each. It closes the
-    bells. Raises OSError."""
+    """Polls `links`, one per shard, and `host`, whose ranks wake each other by `eventfds`, one each. It closes
+    them. Raises OSError."""
 
-    def __init__(self, links: Sequence[Link], host: HostExchange | None, bells: Sequence[int]) -> None:
+    def __init__(self, links: Sequence[Link], host: HostExchange | None, eventfds: Sequence[int]) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.RLock()  # of many entries: a signal handler may close on top of a thread that wakes
-        self._links, self._host, self._bells = links, host, list(bells)
-        self._bell = -1 if host is None else self._bells[host.me]
+        self._links, self._host, self._eventfds = links, host, list(eventfds)
+        self._own_eventfd = -1 if host is None else self._eventfds[host.me]
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
         self._poll = select.poll()
         self._shards: dict[int, int] = {}  # by descriptor, those that are watched
         self._news: list[int] = []
         # links of which a descriptor does not tell all
         self._peeking = [shard for shard, link in enumerate(links) if type(link).peek is not Link.peek]
-        for descriptor in (self._wake, self._bell):
+        for descriptor in (self._wake, self._own_eventfd):
             if descriptor >= 0:
                 self._poll.register(descriptor, select.POLLIN)
 
@@ -43,10 +43,10 @@ class Poller:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def ring(self, rank: int) -> None:
+    def wake_rank(self, rank: int) -> None:
         """Wake another rank of this host."""
         try:
-            os.eventfd_write(self._bells[rank], 1)
+            os.eventfd_write(self._eventfds[rank], 1)
         except BlockingIOError as error:  # somebody has filled it: then it wakes anyway
             if from_a_handler(error):
                 raise
@@ -100,7 +100,7 @@ class Poller:
         for descriptor, _ in self._poll.poll(0) if ready is PEEKED else ready:
             if descriptor in self._shards:
                 news.append(self._shards[descriptor])
-            elif descriptor in (self._wake, self._bell):
+            elif descriptor in (self._wake, self._own_eventfd):
                 self._drain(descriptor)
 
     def news(self) -> list[int]:
@@ -147,7 +147,7 @@ class Poller:
     def close(self) -> None:
         """Close what this side looks at, but no link."""
         with self._waking:  # first let go, then close: an interrupt may come after each line
-            descriptors = [each for each in (self._wake, *self._bells) if each >= 0]
-            self._wake, self._bell, self._bells, self._host = -1, -1, [], None
+            descriptors = [each for each in (self._wake, *self._eventfds) if each >= 0]
+            self._wake, self._own_eventfd, self._eventfds, self._host = -1, -1, [], None
         for descriptor in descriptors:
             os.close(descriptor)

@@ -85,10 +85,10 @@ def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[
     end of that time, AbortedError when another rank failed meanwhile, ClosedError when the caller gave up.
     """
     try:
-        visitor = _Visitor(config, hello, secret)
+        pending = _PendingRank(config, hello, secret)
     except OSError as error:
         raise TransportError(f"cannot join job '{hello.job}': {shortage(error)}") from error
-    return visitor.run(gave_up)
+    return pending.run(gave_up)
 
 
 class First(Protocol):
@@ -123,7 +123,7 @@ def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> I
     return machine.told(shard, message, now)
 
 
-class _Visitor:
+class _PendingRank:
     """Carries out the effects of the join protocol: connections, messages, slots."""
 
     def __init__(self, config: Config, hello: Hello, secret: Secret | None) -> None:

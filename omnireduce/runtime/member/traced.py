@@ -31,7 +31,7 @@ class MakeEngine(Protocol):
     """`Engine`, or a function that makes an engine that records."""
 
     def __call__(
-        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, bells: Sequence[int], /
+        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int], /
     ) -> Engine: ...
 
 

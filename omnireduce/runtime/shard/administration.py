@@ -70,7 +70,7 @@ class Administration:
         names = {(job.name.removesuffix(URGENT), job.team) for job in meant}
         names |= {
             (each.name.removesuffix(URGENT), each.team)
-            for each in self._membership.gathering(self._clock())
+            for each in self._membership.pending_jobs(self._clock())
             if order.means(each.name, each.team)
         }
         reason = f"{order.by} {order.reason}"

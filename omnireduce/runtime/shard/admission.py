@@ -16,7 +16,7 @@ from omnireduce.runtime.shard.administration import Administration
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.job import why_broken_off
-from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listening, ListeningSocket
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, Listening
 from omnireduce.runtime.shard.relaying import Relaying
 from omnireduce.runtime.shard.status_pages import StatusPages
 from omnireduce.runtime.shard.status_requests import StatusRequests
@@ -27,7 +27,7 @@ from omnireduce.wire.control import Aborted, Hello, Leave, Refused, decode_contr
 from omnireduce.wire.words import shown
 
 log = logging.getLogger("omnireduce.aggregator")
-MAX_STRANGERS = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
+MAX_UNIDENTIFIED = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
 
 
 class Admission:
@@ -50,20 +50,20 @@ class Admission:
         self._membership, self._connections, self._teardown = membership, connections, teardown
         self._status_requests, self._pages, self._clock, self._change = status_requests, pages, clock, change
 
-    def open(self, door: ListeningSocket, listening: Listening, *, busy: bool) -> None:
-        """Accept some of the connections that wait at a door, fewer when jobs are `busy`."""
-        strangers, leavers = self._connections.strangers, self._connections.leavers
+    def open(self, listener: Listener, listening: Listening, *, busy: bool) -> None:
+        """Accept some of the connections that wait at a listener, fewer when jobs are `busy`."""
+        unidentified, closing = self._connections.unidentified, self._connections.closing
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one
-        room = min(MAX_STRANGERS, descriptors // 2)
+        room = min(MAX_UNIDENTIFIED, descriptors // 2)
         most = BESIDE_JOBS if busy else room
-        for link in listening.accept(door, most=max(1, min(most, room // 4))):
+        for link in listening.accept(listener, most=max(1, min(most, room // 4))):
             try:
-                if len(strangers) + len(leavers) >= room:
-                    self._teardown.forget(max(strangers, leavers, key=len).oldest)
+                if len(unidentified) + len(closing) >= room:
+                    self._teardown.forget(max(unidentified, closing, key=len).oldest)
                 if len(self._connections) >= descriptors * 3 // 4 and self._connections.compilers:
                     self._teardown.forget(next(iter(self._connections.compilers)))  # it comes again when it is ready
                 if len(self._connections) < descriptors * 3 // 4:
-                    self.adopt(link, of_monitor=door.of_monitor)
+                    self.adopt(link, of_monitor=listener.of_monitor)
                 else:
                     listening.turn_away(link)
             except Exception as error:  # no memory, or a bug: it may cost this client its connection
@@ -112,7 +112,7 @@ class Admission:
             return False
         connection.hello = hello = connection.gate.signed(message)
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
-        self._connections.strangers.discard(connection)
+        self._connections.unidentified.discard(connection)
         if hello.compiling:
             self._connections.compilers[connection] = None
         self._look_at(self._membership.rival(hello))
@@ -157,6 +157,6 @@ class Admission:
 
     def expire(self, now: float) -> None:
         """Refuse those who have not said Hello in time."""
-        strangers = self._connections.strangers
-        for connection in strangers.over(now):
-            self.refuse(connection, f"no Hello within {strangers.limit_s:g} s", temporary=True)
+        unidentified = self._connections.unidentified
+        for connection in unidentified.over(now):
+            self.refuse(connection, f"no Hello within {unidentified.limit_s:g} s", temporary=True)

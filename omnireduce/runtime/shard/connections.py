@@ -18,15 +18,15 @@ INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.
 
 
 class Connections:
-    """All connections; each is in `selector`. `strangers` have not said hello yet. `compilers` have said that their
-    ranks compile, the oldest first: nothing is lost when one ends. `leavers` are still sent our last words; leavers in
+    """All connections; each is in `selector`. `unidentified` ones have not said hello yet. `compilers` have said that their
+    ranks compile, the oldest first: nothing is lost when one ends. `closing` ones are still sent our last words; those in
     `staying` have asked for more time."""
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
         self._selector, self._clock = selector, clock
         self._all: set[Connection] = set()
         self._numbers = itertools.count()
-        self.strangers, self.leavers = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
+        self.unidentified, self.closing = TimeLimit(hello_timeout_s), TimeLimit(LINGER_S)
         self.compilers: dict[Connection, None] = {}
         self.staying: set[Connection] = set()
 
@@ -44,7 +44,7 @@ class Connections:
         connection.link.bound_control(HELLO_LIMIT)
         connection.number = next(self._numbers)
         self._all.add(connection)
-        self.strangers.add(connection, self._clock())
+        self.unidentified.add(connection, self._clock())
         self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
     def add_uplink(self, link: Link, member: Connection) -> Connection:
@@ -87,23 +87,23 @@ class Connections:
     def let_leave(self, connection: Connection) -> None:
         """Give the connection a moment to read our last words."""
         connection.leaving = True
-        self.strangers.discard(connection)
+        self.unidentified.discard(connection)
         self.compilers.pop(connection, None)
         self.staying.discard(connection)
-        self.leavers.add(connection, self._clock())
+        self.closing.add(connection, self._clock())
         self.update_interest(connection)
 
     def let_stay(self, connection: Connection) -> None:
         """Give a connection that leaves more than a moment."""
-        self.leavers.discard(connection)
+        self.closing.discard(connection)
         self.staying.add(connection)
 
     def drop(self, connection: Connection) -> None:
         """Close the connection. If it had to read our last words, it has had the time."""
         self.pause(connection)
         self._all.discard(connection)
-        self.strangers.discard(connection)
+        self.unidentified.discard(connection)
         self.compilers.pop(connection, None)
-        self.leavers.discard(connection)
+        self.closing.discard(connection)
         self.staying.discard(connection)
         connection.link.drop()

@@ -21,8 +21,8 @@ class HandshakeThread:
     The thread exists from the first task on.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, connections: Connections, turns: Scheduler) -> None:
-        self._selector, self._connections, self._scheduler = selector, connections, turns
+    def __init__(self, selector: selectors.BaseSelector, connections: Connections, scheduler: Scheduler) -> None:
+        self._selector, self._connections, self._scheduler = selector, connections, scheduler
         self._executor: ThreadPoolExecutor | None = None
         self._done: deque[Connection] = deque()
         self._wake = -1

@@ -124,7 +124,7 @@ class Job:
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
-        self.most_work = budget.work  # of its next turn: see `Turns`
+        self.most_work = budget.work  # of its next turn: see `Scheduler`
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
         relays = Counter(hello.relays[0] for hello in hellos if hello.relays)
@@ -168,9 +168,9 @@ class Job:
             [member_name(hello) for hello in hellos], self._arena.slots, self._results.slots,
         )  # fmt: skip
         return make(
-            lengths=MessageSizing.up_to(min(over_tcp)) if over_tcp else None,
+            sizing=MessageSizing.up_to(min(over_tcp)) if over_tcp else None,
             shard=spec.shard,
-            dealing=Sharding.among(hosts, spec.shards, spec.stripe_blocks, welcomes[0].whole_bytes, spec.slot_bytes),
+            sharding=Sharding.among(hosts, spec.shards, spec.stripe_blocks, welcomes[0].whole_bytes, spec.slot_bytes),
             delegates=delegates_of(members, spec.shard),
             readers=readers_of(members) if has_relays else None,
             inline=[] if has_relays else [rank for rank, link in enumerate(self.links) if link.inline],

@@ -1,4 +1,4 @@
-"""The listening sockets of a shard: each connection that comes becomes a link."""
+"""The listeners of a shard, its listening sockets: each connection that comes becomes a link."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from omnireduce.wire.control import Refused, encode_control
 log = logging.getLogger("omnireduce.aggregator")
 
 FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
-ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one door in one turn, the second while jobs run
+ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one listener in one turn, the second while jobs run
 
 
-class ListeningSocket(NamedTuple):
+class Listener(NamedTuple):
     """A listening socket; `make_link` makes a link of an accepted socket. `of_monitor`: only for the daemon's own
     monitor."""
 
-    listener: socket.socket
+    sock: socket.socket
     make_link: Callable[[socket.socket], Link]
     of_monitor: bool = False
 
 
 class Listening:
-    """Keeps `doors` in `selector`, and accepts connections there.
+    """Keeps `listeners` in `selector`, and accepts connections there.
 
     If the system has no room for one more connection, the first that waits would keep a socket readable. A descriptor
     is kept back to accept this one and to tell it so (`turn_away`). If that fails, no connection is accepted until
@@ -39,19 +39,19 @@ class Listening:
 
     def __init__(
         self,
-        doors: Sequence[ListeningSocket],
+        listeners: Sequence[Listener],
         selector: selectors.BaseSelector,
         clock: Clock,
         connected: Callable[[], int],
     ) -> None:
-        self._doors, self._selector, self._clock, self._connected = doors, selector, clock, connected
-        self._reserve = Reserve() if doors else None
+        self._listeners, self._selector, self._clock, self._connected = listeners, selector, clock, connected
+        self._reserve = Reserve() if listeners else None
         self.deadline: float | None = None
         self._begin()
 
     def _begin(self) -> None:
-        for door in self._doors:
-            self._selector.register(door.listener, selectors.EVENT_READ, door)
+        for listener in self._listeners:
+            self._selector.register(listener.sock, selectors.EVENT_READ, listener)
 
     def resume(self, now: float) -> None:
         """Listen again, if it is time."""
@@ -59,33 +59,33 @@ class Listening:
             self.deadline = None
             self._begin()
 
-    def accept(self, door: ListeningSocket, most: int) -> Iterator[Link]:
-        """Accept connections at a door that was readable, at most `most`, and yield their links."""
+    def accept(self, listener: Listener, most: int) -> Iterator[Link]:
+        """Accept connections at a listener that was readable, at most `most`, and yield their links."""
         for _ in range(min(most, ACCEPTED)):
             if self.deadline is not None:  # set by an earlier event of the same turn
                 return
             try:
-                sock, _ = door.listener.accept()
+                sock, _ = listener.sock.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
-                if error.errno in NO_ROOM and not self._answer(door):
+                if error.errno in NO_ROOM and not self._answer(listener):
                     self._pause()
                 continue
             try:
-                yield door.make_link(sock)
+                yield listener.make_link(sock)
             except OSError as error:  # the peer has reset the connection already
                 log.info("lost a connection at once: %s", error, extra=tagged("newcomer_lost"))
                 sock.close()
 
-    def _answer(self, door: ListeningSocket) -> bool:
+    def _answer(self, listener: Listener) -> bool:
         """Tell the connection that waits that there is no room; return False if the descriptor kept back is not
         enough."""
         assert self._reserve is not None
         with self._reserve.spent():
             try:
-                self.turn_away(door.make_link(door.listener.accept()[0]))
+                self.turn_away(listener.make_link(listener.sock.accept()[0]))
             except OSError:
                 return False
         return True
@@ -104,5 +104,5 @@ class Listening:
 
     def _pause(self) -> None:
         self.deadline = self._clock() + PAUSE_S
-        for door in self._doors:
-            self._selector.unregister(door.listener)
+        for listener in self._listeners:
+            self._selector.unregister(listener.sock)

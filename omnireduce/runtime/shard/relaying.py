@@ -84,7 +84,7 @@ class Relaying:
         self._key = secrets.token_bytes(TOKEN_BYTES)  # hosts may have the same name
         self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
         self._uplinks: dict[Hashable, PendingUplink] = {}
-        self._gathering: dict[FormationKey, dict[Hashable, PendingUplink]] = {}  # those that want to join, by job
+        self._pending_jobs: dict[FormationKey, dict[Hashable, PendingUplink]] = {}  # those that want to join, by job
         self._welcome = Counter[tuple[FormationKey, int]]()  # how many of a generation are
         self._running: dict[int, Hello] = {}
         self._held: dict[int, Hello] = {}  # by generation until its memory is released
@@ -102,13 +102,13 @@ class Relaying:
         """A worker asks to join. `terms` are those of its team."""
         wrong, temporary = self._objection(hello, terms)
         if not wrong and not hello.refuses:
-            wrong, temporary = self.intake.objection(hello, now, gathers=FormationKey.of(hello) in self._gathering)
+            wrong, temporary = self.intake.objection(hello, now, gathers=FormationKey.of(hello) in self._pending_jobs)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
             return
         uplink = self._uplinks[key] = PendingUplink(key, hello, self._upstream.addresses[hello.shard], now)
         if not hello.refuses:
-            self._gathering.setdefault(uplink.meeting, {})[key] = uplink
+            self._pending_jobs.setdefault(uplink.meeting, {})[key] = uplink
         self._call(uplink)
 
     def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
@@ -124,7 +124,7 @@ class Relaying:
             wrong = f"more than {MOST_RELAYS} relays one above the other: does aggregator.upstream lead in a circle?"
         if wrong:
             return wrong, False
-        if FormationKey.of(hello) in self._gathering or hello.refuses:
+        if FormationKey.of(hello) in self._pending_jobs or hello.refuses:
             return "", False
         jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
@@ -135,13 +135,13 @@ class Relaying:
         mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
         last = max(mine, default=0) if hello.smallest or hello.formation else 0
         gather = [
-            next(iter(each.values())).hello for at, each in self._gathering.items() if at != FormationKey.of(hello)
+            next(iter(each.values())).hello for at, each in self._pending_jobs.items() if at != FormationKey.of(hello)
         ]
         return [*gather, *(each for number, each in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits with the same rank for the same job; None when there is none."""
-        waiting = self._gathering.get(FormationKey.of(hello), {}).values()
+        waiting = self._pending_jobs.get(FormationKey.of(hello), {}).values()
         mine = hello.rank, hello.compiling
         return next((each.key for each in waiting if (each.hello.rank, each.hello.compiling) == mine), None)
 
@@ -154,10 +154,10 @@ class Relaying:
     def _take_out(self, key: Hashable) -> PendingUplink:
         """This worker waits no more."""
         uplink = self._uplinks.pop(key)
-        waiting = self._gathering.get(uplink.meeting, {})
+        waiting = self._pending_jobs.get(uplink.meeting, {})
         waiting.pop(key, None)  # one that refuses a group does not wait
         if not waiting:
-            self._gathering.pop(uplink.meeting, None)
+            self._pending_jobs.pop(uplink.meeting, None)
         if uplink.welcome is not None:
             place = uplink.meeting, uplink.welcome.generation
             self._welcome[place] -= 1
@@ -187,11 +187,11 @@ class Relaying:
     @property
     def gathers(self) -> int:
         """How many jobs wait for ranks."""
-        return len(self._gathering)
+        return len(self._pending_jobs)
 
-    def gathering(self, now: float) -> list[JobStatus]:
+    def pending_jobs(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
-        return [status_of(list(uplinks.values()), now) for uplinks in self._gathering.values()]
+        return [status_of(list(uplinks.values()), now) for uplinks in self._pending_jobs.values()]
 
     @property
     def here(self) -> list[Hello]:
@@ -362,7 +362,7 @@ class Relaying:
             return
         members = [
             (each, own, each.link)
-            for each in self._gathering[uplink.meeting].values()
+            for each in self._pending_jobs[uplink.meeting].values()
             if (own := each.welcome) is not None and each.link is not None and own.generation == welcome.generation
         ]
         members.sort(key=lambda each: rank_of(each[0].hello, each[1]))

@@ -31,7 +31,7 @@ from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
 from omnireduce.runtime.shard.job import WARN_AFTER_S, Above, Job, JobFactory, why_broken_off, why_not_started
-from omnireduce.runtime.shard.listening import Listening, ListeningSocket
+from omnireduce.runtime.shard.listening import Listener, Listening
 from omnireduce.runtime.shard.relaying import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
 from omnireduce.runtime.shard.status_pages import StatusPages
@@ -57,7 +57,7 @@ class ShardServer:
     def __init__(
         self,
         name: str,
-        doors: Sequence[ListeningSocket],
+        listeners: Sequence[Listener],
         limits: Limits,
         *,
         finish_s: float,
@@ -111,7 +111,7 @@ class ShardServer:
         self._settled_until = UNSETTLED  # until then nothing is to be done but for jobs
         self._stop_by: float | None = None
         self._stops_after_jobs = False
-        self._listening = Listening(doors, self._selector, clock, lambda: len(self._connections))
+        self._listening = Listening(listeners, self._selector, clock, lambda: len(self._connections))
 
     @property
     def access(self) -> Access:
@@ -175,7 +175,7 @@ class ShardServer:
                 self._scheduler.ready(key.data, mask)
                 continue
             self._settled_until = UNSETTLED
-            if isinstance(key.data, ListeningSocket):
+            if isinstance(key.data, Listener):
                 self._admission.open(key.data, self._listening, busy=bool(self._jobs))
             elif isinstance(key.data, Connection):
                 self._serve(key.data, mask)
@@ -263,16 +263,16 @@ class ShardServer:
     def _others_deadline(self) -> float:
         """When something is to be done for others than jobs, if nothing happens before."""
         stopped_at = self._stop_by if self._jobs or self._connections.staying else None
-        others = self._connections.strangers, self._connections.leavers, self._status_requests, self._listening
+        others = self._connections.unidentified, self._connections.closing, self._status_requests, self._listening
         deadlines = [self._membership.deadline, stopped_at, *(each.deadline for each in others)]
         return min([at for at in deadlines if at is not None], default=math.inf)
 
     def _tell_status(self) -> None:
         for connection, request in self._status_requests.take():
             try:
-                gathering, team = self._membership.gathering(self._clock()), connection.gate.team.name
+                pending_jobs, team = self._membership.pending_jobs(self._clock()), connection.gate.team.name
                 page = self._pages.page(
-                    request, self._jobs.values(), gathering,
+                    request, self._jobs.values(), pending_jobs,
                     connections=len(self._connections), team=team, draining=self.administration.draining,
                     wants_secret=self.access.teams is not None,
                 )  # fmt: skip
@@ -360,7 +360,7 @@ class ShardServer:
         self._admission.answer(self._membership.expire(now))
         self._tell_status()
         self._admission.expire(now)
-        for connection in self._connections.leavers.over(now):
+        for connection in self._connections.closing.over(now):
             self._teardown.drop(connection)
         self._listening.resume(now)
         if self._stops_after_jobs and not self._jobs:

@@ -47,7 +47,7 @@ class StatusPages:
         self,
         request: StatusRequest,
         running: Collection[Job],
-        gathering: Collection[JobStatus],
+        pending_jobs: Collection[JobStatus],
         *,
         connections: int,
         team: str = "",
@@ -61,7 +61,7 @@ class StatusPages:
         makers: dict[JobKey, Callable[[], JobStatus]] = {
             job.key: partial(job.status, now) for job in running if team in ("", job.team)
         }
-        makers |= {job.key: partial(_same, job) for job in gathering if team in ("", job.team)}
+        makers |= {job.key: partial(_same, job) for job in pending_jobs if team in ("", job.team)}
         jobs, more = _fill(makers, request.after)
         return Status(
             shard=self._name,
@@ -70,7 +70,7 @@ class StatusPages:
             uptime_s=now - self._since,
             connections=connections,
             running=len(running),
-            gathering=len(gathering),
+            gathering=len(pending_jobs),
             traffic=traffic,
             jobs_started=self.jobs_started,
             jobs_ended=self.jobs_ended,

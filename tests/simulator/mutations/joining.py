@@ -103,8 +103,8 @@ MUTATIONS = (
         "a shard that stood still is not waited for",
         "omnireduce.runtime.shard.admission",
         "a survivor gives up because an aggregator stood still, though it has time left",
-        'no Hello within {strangers.limit_s:g} s", temporary=True)',
-        'no Hello within {strangers.limit_s:g} s")',
+        'no Hello within {unidentified.limit_s:g} s", temporary=True)',
+        'no Hello within {unidentified.limit_s:g} s")',
         test="tests/simulator/test_scenarios.py::test_who_says_no_hello_in_time_may_come_again",
     ),
     Mutation(

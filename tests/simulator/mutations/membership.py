@@ -21,10 +21,10 @@ MUTATIONS = (
         '            return ""\n',
     ),
     Mutation(
-        "a rank joins a gathering job twice",
+        "a rank joins a pending_job job twice",
         _MEMBERSHIP,
         "the second process takes the place of the first, which waits for ever",
-        "        if hello.rank in gathering.attendees and hello.rank not in going:\n",
+        "        if hello.rank in pending_job.waiting_ranks and hello.rank not in going:\n",
         "        if hello.rank < 0:\n",
     ),
     Mutation(
@@ -66,42 +66,42 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
-        "gathering takes for ever",
+        "pending_job takes for ever",
         _MEMBERSHIP,
         "those whose peers never come are kept",
-        "not gathering.held and now >= self._ends_at(gathering):\n",
-        "not gathering.held and now >= self._ends_at(gathering) + 1e9:\n",
+        "not pending_job.held and now >= self._ends_at(pending_job):\n",
+        "not pending_job.held and now >= self._ends_at(pending_job) + 1e9:\n",
     ),
     Mutation(
         "a launch that cannot start is waited for",
         _MEMBERSHIP,
         "ranks wait their whole time for one that was refused for good",
-        "        if fails_launch(gathering, hello, wrong, self._limits.over(hello)):\n",
+        "        if fails_launch(pending_job, hello, wrong, self._limits.over(hello)):\n",
         "        if False:\n",
         test="tests/simulator/test_scenarios.py::"
         "test_nobody_waits_for_a_rank_of_the_same_launch_that_was_refused_for_good",
     ),
     Mutation(
-        "anybody ends a gathering",
+        "anybody ends a pending_job",
         _DOOMED,
         "a rank of another job of this name, or one that is started again by hand, ends the job",
         "    if is_elastic or not (hello.launch or is_group) or not is_missing:\n",
         "    if is_elastic or not is_missing:\n",
-        test="tests/protocol/test_doomed.py::test_without_a_launch_a_rank_may_come_again_with_other_settings",
+        test="tests/protocol/test_failed_launches.py::test_without_a_launch_a_rank_may_come_again_with_other_settings",
     ),
     Mutation(
         "a rank that went still counts",
         _GATHERING,
         "a job begins with a rank that is gone",
-        "        attendee = self.attendees.pop(rank)\n",
-        "        attendee = self.attendees[rank]\n",
+        "        waiting_rank = self.waiting_ranks.pop(rank)\n",
+        "        waiting_rank = self.waiting_ranks[rank]\n",
     ),
     Mutation(
         "a job of nobody is kept",
         _MEMBERSHIP,
         "what the first rank said binds those who come after it went",
-        "            if not gathering.attendees:\n                self._close(meeting)\n",
-        "            if not gathering.attendees:\n                pass\n",
+        "            if not pending_job.waiting_ranks:\n                self._close(meeting)\n",
+        "            if not pending_job.waiting_ranks:\n                pass\n",
         within=2000,
     ),
     Mutation(
@@ -145,14 +145,14 @@ MUTATIONS = (
         _GATHERING,
         "a rank is taken for another",
         "for rank in sorted(order[: self.spec.world_size])]",
-        "for rank in list(self.attendees)[: self.spec.world_size]]",
+        "for rank in list(self.waiting_ranks)[: self.spec.world_size]]",
     ),
     Mutation(
         "one that waits is left out",
         _GATHERING,
         "a survivor that came in time waits until it has no time left",
-        "key=lambda rank: (-self.attendees[rank].standing, rank))\n",
-        "key=lambda rank: (-self.attendees[rank].standing, rank))\n"
+        "key=lambda rank: (-self.waiting_ranks[rank].claim, rank))\n",
+        "key=lambda rank: (-self.waiting_ranks[rank].claim, rank))\n"
         "        order = order[: len(order) - (len(order) > self.spec.smallest > 0)]\n",
         fault="crash",
     ),
@@ -241,10 +241,10 @@ MUTATIONS = (
         "survivors come before the checks",
         _MEMBERSHIP,
         "a survivor that cannot join puts others out",
-        "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
-        "            yield from self._make_way(hello, meeting, standing, going, now)\n"
+        "            wrong, temporary = self._objection(hello, meeting, claim, terms, going)\n",
+        "            yield from self._make_way(hello, meeting, claim, going, now)\n"
         "            going = {}\n"
-        "            wrong, temporary = self._objection(hello, meeting, standing, terms, going)\n",
+        "            wrong, temporary = self._objection(hello, meeting, claim, terms, going)\n",
         test="tests/protocol/test_elastic_survivors.py::"
         "test_a_survivor_that_disagrees_with_another_one_puts_nobody_out",
     ),

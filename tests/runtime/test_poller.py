@@ -55,7 +55,7 @@ def test_those_who_said_something_are_named(poller: Poller, ends: tuple[list[Shm
 
 
 class Host:
-    """What a lookout asks the exchange inside a host; its steps can always go on."""
+    """What a poller asks the exchange inside a host; its steps can always go on."""
 
     me, can_go_on = 0, True
 

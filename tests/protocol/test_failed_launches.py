@@ -39,7 +39,7 @@ def test_all_who_wait_are_refused_at_once_with_the_reason(changes: dict[str, Any
     assert not reason.startswith(WHY)
     assert told["job", 0] == told["job", 2] == Refused(WHY + reason)
     assert membership.deadline is None
-    assert membership.gathering(1.0) == []
+    assert membership.pending_jobs(1.0) == []
 
 
 def test_a_rank_with_another_world_size_or_beyond_the_limits_dooms_them_too() -> None:
@@ -143,11 +143,11 @@ def test_a_refusal_that_passes_ends_no_gathering() -> None:
     join(membership, 0, world_size=5, job="large", launch=LAUNCH)
     join(membership, 0, launch=LAUNCH)
     assert list(refusals(join(membership, 1, world_size=5, job="third", launch=LAUNCH))) == [("third", 1)]
-    assert len(membership.gathering(0.0)) == 1
+    assert len(membership.pending_jobs(0.0)) == 1
 
 
 @pytest.mark.parametrize("changes", [{"smallest": 1}, {"shard": 1, "shards": 2, "formation": 7}])
 def test_an_elastic_job_waits_for_others(changes: dict[str, Any]) -> None:
     membership = gathered(0, **changes)
     assert list(refusals(join(membership, 1, world_size=4, launch=LAUNCH, slots=5, **changes))) == [("job", 1)]
-    assert len(membership.gathering(0.0)) == 1
+    assert len(membership.pending_jobs(0.0)) == 1

@@ -20,7 +20,7 @@ from omnireduce.protocol.combine import BLOCK_WORK, HALF_WORK
 from omnireduce.protocol.reduction import Budget
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.listening import BESIDE_JOBS, ListeningSocket
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener
 from omnireduce.runtime.shard.scheduler import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.status_requests import MOST, SHARE
@@ -262,9 +262,7 @@ def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypa
 
 def test_a_turn_accepts_all_who_wait() -> None:
     with listen_tcp("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
-        server = ShardServer(
-            "a:1", [ListeningSocket(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0
-        )
+        server = ShardServer("a:1", [Listener(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
         for _ in range(20):
             stack.enter_context(socket.create_connection(listener.getsockname()))
         server.turn(5.0)
@@ -275,8 +273,8 @@ def test_a_turn_accepts_all_who_wait() -> None:
 
 def test_beside_a_job_a_turn_accepts_few() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
-        doors = [ListeningSocket(listener, lambda sock: ShmLink(sock, "peer"))]
-        with closing(Crowd(doors=doors)) as crowd:
+        listeners = [Listener(listener, lambda sock: ShmLink(sock, "peer"))]
+        with closing(Crowd(listeners=listeners)) as crowd:
             SoleRank(crowd, "job")
             for _ in range(3 * BESIDE_JOBS):
                 crowd.peers.append(socket.create_connection(listener.getsockname()))

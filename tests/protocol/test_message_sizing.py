@@ -36,9 +36,9 @@ def test_every_message_has_room_for_a_block_and_keeps_its_limit(
     end = data.draw(st.integers(0, 1 << 40))
     at = data.draw(st.integers(0, end))
     sent = data.draw(st.integers(0, at))
-    lengths = MessageSizing.up_to(longest)
-    assert lengths.longest // LONGER == lengths.shortest
-    for each in (lengths, MessageSizing(longest, longest)):
+    sizing = MessageSizing.up_to(longest)
+    assert sizing.longest // LONGER == sizing.shortest
+    for each in (sizing, MessageSizing(longest, longest)):
         blocks = each.blocks(block_bytes, sent, at, end)
         assert 1 <= blocks <= each.most(block_bytes)
         assert blocks == 1 or blocks * block_bytes <= longest

@@ -15,7 +15,7 @@ from omnireduce.protocol.rows import RowSum
 _NO_NOTES = np.zeros(0, np.uint8)
 
 
-class Pass(NamedTuple):
+class MemoryPass(NamedTuple):
     """One pass of `blocks` through memory. `notes`: for a sum, what is known of each block, as in `HostSum`. `owed`:
     the ranks, counted within the host, that have to wait for a shard before they begin."""
 
@@ -26,18 +26,18 @@ class Pass(NamedTuple):
     owed: frozenset[int] = frozenset()
 
 
-def legs_of(collective: Collective, ranks: int, hosts: int) -> list[Pass]:
+def passes_of(collective: Collective, ranks: int, hosts: int) -> list[MemoryPass]:
     """The legs of a collective among the `ranks` of one host, in a job on so many `hosts`."""
     blocks, host_sum = collective.operand.blocks, collective.host_sum
     if isinstance(host_sum, RowSum):
         layout, nothing_yet = host_sum.layout, host_sum.returned()
         owed = frozenset(shard % ranks for shard in range(layout.shards) if layout.takes_part(shard))
         return [
-            Pass(collective, host_sum.blocks, "sums of rows"),
-            Pass(collective, nothing_yet, "returned rows", owed=owed),
+            MemoryPass(collective, host_sum.blocks, "sums of rows"),
+            MemoryPass(collective, nothing_yet, "returned rows", owed=owed),
         ]
     if host_sum is not None:
-        return [Pass(collective, blocks, "sum", host_sum.notes)]
+        return [MemoryPass(collective, blocks, "sum", host_sum.notes)]
     if hosts > 1:
-        return [Pass(collective, AGREEMENT, "agreement")]
-    return [Pass(collective, blocks, "rows" if isinstance(blocks, RowBlocks) else "tensor")]
+        return [MemoryPass(collective, AGREEMENT, "agreement")]
+    return [MemoryPass(collective, blocks, "rows" if isinstance(blocks, RowBlocks) else "tensor")]

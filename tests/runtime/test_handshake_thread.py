@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from local_cluster import WAIT_S
 from test_crowds import REQUEST, Crowd, heard, say
-from test_turns import BLOCK, SoleRank
+from test_scheduler import BLOCK, SoleRank
 
 from omnireduce.status import Status
 from omnireduce.transport.base import Event
