@@ -242,10 +242,10 @@ class AggregatorMachine:
         moved, senders = False, self._senders
         for rank, state in self._in_turn:
             union = senders.reduction.union
-            is_exhausted = union.exhausted and senders.places.get(rank) in union.exhausted
-            if (state.messages and state.open_row < 0) or is_exhausted:
+            awaits_window = union.awaiting_window and senders.places.get(rank) in union.awaiting_window
+            if (state.messages and state.open_row < 0) or awaits_window:
                 try:
-                    if is_exhausted:
+                    if awaits_window:
                         self.spent += union.feed(senders.places[rank])
                         moved = True
                     else:

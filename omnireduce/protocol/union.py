@@ -34,7 +34,8 @@ class Union:
 
     `slots`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks, with their messages.
 
-    The indices of a message are copied, checked and used window by window. `exhausted`: ranks whose window is used up.
+    The indices of a message are copied, checked and used window by window. `awaiting_window`: ranks whose window is used
+    up.
     """
 
     def __init__(self, ranks: int, slots: Array, window: int) -> None:
@@ -48,7 +49,7 @@ class Union:
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
         self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
         self._next = [START] * ranks  # in a list of runs or steps: the place behind the window
-        self.exhausted: set[int] = set()
+        self.awaiting_window: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
 
     @property
@@ -87,7 +88,7 @@ class Union:
 
     def feed(self, rank: int) -> int:
         """Go on with the message of a rank whose window is used up; return the work done. Raises ProtocolError."""
-        self.exhausted.remove(rank)
+        self.awaiting_window.remove(rank)
         return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
 
     def _admit(self, rank: int, low: int) -> int:
@@ -171,7 +172,7 @@ class Union:
         self._unused = (self._count - self._position).tolist()
         for rank in self._ahead:
             if not self._unused[rank]:
-                self.exhausted.add(rank)
+                self.awaiting_window.add(rank)
             self._unused[rank] += self._ahead[rank]
 
     def skip(self, rank: int) -> None:

@@ -41,9 +41,9 @@ def fed(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = Fa
 def merging(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = False) -> Iterator[Reduction]:
     """The reduction after each step, as long as there is something to do."""
     reduction = fed(indices, window, runs, in_steps=in_steps)
-    while reduction.merge(0, 1 << 20) or reduction.union.exhausted:
+    while reduction.merge(0, 1 << 20) or reduction.union.awaiting_window:
         yield reduction
-        for rank in sorted(reduction.union.exhausted):
+        for rank in sorted(reduction.union.awaiting_window):
             reduction.union.feed(rank)
     yield reduction
 

@@ -18,9 +18,12 @@ INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.
 
 
 class Connections:
-    """All connections; each is in `selector`. `unidentified` ones have not said hello yet. `compilers` have said that their
-    ranks compile, the oldest first: nothing is lost when one ends. `closing` ones are still sent our last words; those in
-    `staying` have asked for more time."""
+    """All connections; each is in `selector`.
+
+    `unidentified` ones have not said hello yet. `compilers` have said that their ranks compile, the oldest first:
+    nothing is lost when one ends. `closing` ones are still sent our last words; those in `staying` have asked for more
+    time.
+    """
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
         self._selector, self._clock = selector, clock
