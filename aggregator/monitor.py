@@ -45,7 +45,7 @@ from omnireduce.runtime.asking.observe import MONITOR, ask_all
 from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
 from omnireduce.status import Status
 from omnireduce.transport.tcp import listen_tcp
-from omnireduce.wire.words import SHOWN, shown
+from omnireduce.wire.safe_text import SHOWN, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from omnireduce.kernels.codecs.base import Codec
-    from omnireduce.launching.calls import run
+    from omnireduce.launching.functions import run
     from omnireduce.optimizers.sharded import ShardedOptimizer
     from omnireduce.runtime.member.calls import Rows
     from omnireduce.runtime.member.communicator import Communicator
@@ -110,7 +110,7 @@ else:
             "UsageError",
         ),
         "omnireduce.kernels.codecs.base": ("Codec",),
-        "omnireduce.launching.calls": ("run",),
+        "omnireduce.launching.functions": ("run",),
         "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
         "omnireduce.runtime.member.calls": ("Rows",),
         "omnireduce.runtime.member.communicator": ("Communicator",),

@@ -18,7 +18,7 @@ from omnireduce.dtypes import BOOL, BYTES, ELEMENT_TYPES, ElementType, element_t
 from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.layout import Layout
 from omnireduce.wire.blocks import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS
-from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
+from omnireduce.wire.safe_text import SHOWN, UNDECODABLE, shown
 
 Kind = Literal[
     "allreduce", "allreduce_rows", "reduce_scatter", "reduce",
@@ -257,7 +257,7 @@ def decode_descriptor(data: bytes) -> Descriptor:
         raise ProtocolError(f"malformed descriptor: {shown(str(error)[:SHOWN])}") from None
 
 
-def told_apart(one: Descriptor, other: Descriptor) -> tuple[str, str]:
+def distinguish(one: Descriptor, other: Descriptor) -> tuple[str, str]:
     """Both descriptors in words. If the words are equal, a difference that they do not show is added."""
     if str(one) != str(other) or one == other:
         return str(one), str(other)

@@ -21,8 +21,8 @@ from omnireduce.descriptor import (
     Descriptor,
     decode_descriptor,
     describe,
+    distinguish,
     dtype_text,
-    told_apart,
 )
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ProtocolError, UsageError
@@ -113,19 +113,19 @@ def test_a_difference_that_the_words_do_not_show_is_named(changes: dict[str, Any
     fields: dict[str, Any] = {"shape": LONG, "item_bytes": 8, "parts": 4}
     one, other = (Descriptor("allgather", "", "int64", **each) for each in (fields, fields | changes))
     assert str(one) == str(other)
-    assert told_apart(one, other) == (f"{one}, {what[0]}", f"{other}, {what[1]}")
+    assert distinguish(one, other) == (f"{one}, {what[0]}", f"{other}, {what[1]}")
 
 
 def test_two_that_look_alike_are_told_apart() -> None:
     one, other = (Descriptor("allreduce", "w", "int8", (9,), block_size=size) for size in (64, 256))
-    assert told_apart(one, other) == (f"{one}, block_size 64", f"{other}, block_size 256")
-    assert told_apart(one, one) == (str(one), str(one))
+    assert distinguish(one, other) == (f"{one}, block_size 64", f"{other}, block_size 256")
+    assert distinguish(one, one) == (str(one), str(one))
     small, large = (
         Descriptor("allgather_object", "", "pickles", (), item_bytes=1, packets=packets) for packets in (2, 3)
     )
-    assert told_apart(small, large)[0] == "allgather_object of pickles, protocol.max_part_bytes in KiB, rounded up, 2"
+    assert distinguish(small, large)[0] == "allgather_object of pickles, protocol.max_part_bytes in KiB, rounded up, 2"
     shaped = Descriptor("allreduce", "w", "int8", (3, 3))
-    assert told_apart(one, shaped) == (str(one), str(shaped))
+    assert distinguish(one, shaped) == (str(one), str(shaped))
 
 
 @pytest.mark.parametrize(

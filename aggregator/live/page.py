@@ -19,7 +19,7 @@ from omnireduce.console.summary import Answers, summed_jobs
 from omnireduce.printing import density_text, short_count
 from omnireduce.status import Status
 from omnireduce.version import __version__
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 WIDTH, HEIGHT = 600, 60  # of a timeline, in units of its own
 MOST_JOBS, MOST_LINES = 100, 32  # in the table, by name; with a timeline, those of them with the most traffic

@@ -18,7 +18,7 @@ from omnireduce.runtime.asking.observe import AT_ONCE, ask_all, request
 from omnireduce.secret import load_secret
 from omnireduce.status import Status
 from omnireduce.wire.control import PROTOCOL_VERSION
-from omnireduce.wire.words import listed, shown
+from omnireduce.wire.safe_text import listed, shown
 
 ANSWER_S = 5.0  # for one aggregator
 LOOK_S = 0.5  # between two looks at aggregators that drain

@@ -24,7 +24,7 @@ from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink
 from omnireduce.version import __version__
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.devices import Port

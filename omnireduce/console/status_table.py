@@ -12,7 +12,7 @@ from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.errors import RefusedError
 from omnireduce.printing import density_text, short_count
 from omnireduce.status import Status, Stragglers, Traffic
-from omnireduce.wire.words import listed, shown
+from omnireduce.wire.safe_text import listed, shown
 
 # columns of jobs that a narrow terminal does without, the least important first
 _SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")

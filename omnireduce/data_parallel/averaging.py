@@ -22,7 +22,7 @@ from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.gradients import Part
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
-from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.agreement import check_agreement
 from omnireduce.runtime.member.arguments import two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 
@@ -56,7 +56,7 @@ class Averaging:
             return found
         has = [each is not None for each in own]
         if comm.formation is not self._formation:
-            check_alike(comm, [*self._terms(), *self._own_parts], PARAMETERS)
+            check_agreement(comm, [*self._terms(), *self._own_parts], PARAMETERS)
             self._agree(comm, has)
             self._formation = comm.formation
             self._travelling.exchange(comm, found)

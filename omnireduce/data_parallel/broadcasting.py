@@ -14,7 +14,7 @@ from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.states import State
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.agreement import check_agreement
 from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
@@ -51,7 +51,7 @@ def broadcast_parameters(
         for (name, _), each in zip(named + buffers, arrays, strict=True)
     ]  # fmt: skip
     kind = "none" if optimizer is None else type(optimizer).__name__
-    check_alike(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
+    check_agreement(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
     if not named:
         raise UsageError(f"the model, {a_type(model)}, has no parameters: expected one or more")
     root = check_root(root_rank, comm.size, "root_rank")

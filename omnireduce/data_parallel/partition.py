@@ -17,7 +17,7 @@ from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.agreement import check_agreement
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
@@ -108,7 +108,7 @@ def partition_dataset(
     with told_to_others(comm):
         samples = samples_of(dataset)
     own = {"samples of the dataset": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    check_alike(comm, [(name, str(value)) for name, value in own.items()], "partition_dataset")
+    check_agreement(comm, [(name, str(value)) for name, value in own.items()], "partition_dataset")
     loader = Loader(
         dataset, batch_size, rank=comm.rank, size=comm.size, seed=seed, shuffle=shuffle, to_tensor=to_tensor
     )

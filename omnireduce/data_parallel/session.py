@@ -18,7 +18,7 @@ from omnireduce.data_parallel.queue import Queue
 from omnireduce.data_parallel.tasks import Task
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.member import ending, world
-from omnireduce.runtime.member.alike import agreed
+from omnireduce.runtime.member.agreement import run_agreed_by
 from omnireduce.runtime.member.communicator import Communicator
 
 T = TypeVar("T")
@@ -251,7 +251,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         differs = "process set {}; this rank has {}".format
         return [why or (differs(theirs, ranks) if theirs != ranks else "") for theirs, why in said]
 
-    made = agreed(lambda: _checked(process_set, session), exchange)
+    made = run_agreed_by(lambda: _checked(process_set, session), exchange)
     made.process_set_id, session.sets[number] = number, made
     if made.included():
         session.queues[number] = Queue(session.comm, made.members(), name=f"set-{number}")

@@ -21,7 +21,7 @@ from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.rounding import scaled
-from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.agreement import check_agreement
 from omnireduce.runtime.member.arguments import check_root
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
@@ -94,7 +94,7 @@ def broadcast(tree: Any, root: int = 0) -> Any:
 
     def of_root(comm: Communicator, arrays: list[Array]) -> list[Array]:
         own = [(name, f"{each.dtype}{list(each.shape)}") for name, each in zip(names, arrays, strict=True)]
-        check_alike(comm, [("root", str(root)), *own], "")
+        check_agreement(comm, [("root", str(root)), *own], "")
         return moved(comm, check_root(root, comm.size), arrays, "")
 
     return _through_host(of_root, tree)

@@ -25,6 +25,7 @@ from omnireduce.data_parallel.built import (
     nccl_built,
     rocm_built,
 )
+from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Sum
 from omnireduce.data_parallel.session import (
     ProcessSet,
     add_process_set,
@@ -43,7 +44,6 @@ from omnireduce.data_parallel.session import (
     start_timeline,
     stop_timeline,
 )
-from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Sum
 from omnireduce.keras import callbacks, elastic
 from omnireduce.keras.collectives import (
     allgather,

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from omnireduce.data_parallel.scaling import Adasum, Average, Sum, scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set
-from omnireduce.data_parallel.words import Adasum, Average, Sum, scaling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.keras.collectives import Combining

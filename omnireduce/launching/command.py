@@ -120,7 +120,7 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
         sys.exit(launch_elastic(wanted))
     if wanted.launcher in STARTED_BY_US:
         sys.exit(launch(wanted))
-    from omnireduce.launching.others import start_other
+    from omnireduce.launching.other_launchers import start_other
 
     sys.exit(launch(wanted, start_other))
 

@@ -34,7 +34,7 @@ from omnireduce.optimizers.saved import (
     write_part,
 )
 from omnireduce.runtime.member import world
-from omnireduce.runtime.member.alike import check_alike, together
+from omnireduce.runtime.member.agreement import check_agreement, run_agreed
 from omnireduce.runtime.member.arguments import check_root, two_that_share
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
@@ -133,7 +133,7 @@ class ShardedOptimizer:
     def _open(self, root: int) -> Communicator:
         self._formation = self.comm.formation
         number = _number_of(self._name, self.comm)
-        check_alike(self.comm, [("root", str(root)), *self._terms()], f"{self._name}.alike")
+        check_agreement(self.comm, [("root", str(root)), *self._terms()], f"{self._name}.alike")
         found = self.comm.create_group(name=f"{self._name}.{number}", state_bytes=self.state_bytes)
         found.drives_in_background = False  # the thread that ends a step drives it
         return found
@@ -283,7 +283,7 @@ class ShardedOptimizer:
         """
         with told_to_others(self.comm):
             is_root = self.comm.rank == check_root(root, self.comm.size)
-        kept = together(
+        kept = run_agreed(
             self.comm,
             f"{self._name}.state",
             lambda: check_state(state, self._shapes) if is_root and state else {},
@@ -321,18 +321,18 @@ class ShardedOptimizer:
             shares[key_of(name, what)] = share_of(values, self.comm.rank, self.comm.size)
         save = Save(number, self.steps, self.comm.rank, self.comm.size)
         try:
-            together(self.comm, f"{self._name}.written", lambda: write_part(folder, save, shares))
+            run_agreed(self.comm, f"{self._name}.written", lambda: write_part(folder, save, shares))
         except BaseException:
             discard_part(folder, save.rank)
             raise
-        together(self.comm, f"{self._name}.saved", lambda: publish_part(folder, save))
+        run_agreed(self.comm, f"{self._name}.saved", lambda: publish_part(folder, save))
 
     def load(self, folder: str | Path, root: int = 0) -> None:
         """Go on from a `folder` that `save` has written, with any number of ranks, and from the weights of rank `root`.
 
         Raises UsageError on all ranks for a folder that has no whole state of these parameters.
         """
-        parts = together(self.comm, f"{self._name}.load", lambda: SavedParts(folder, self._shapes))
+        parts = run_agreed(self.comm, f"{self._name}.load", lambda: SavedParts(folder, self._shapes))
         self._restart(root, parts.steps, lambda name, what: parts.read(name, what, self.comm.rank, self.comm.size))
 
     def commit(self) -> None:

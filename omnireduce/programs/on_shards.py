@@ -26,7 +26,7 @@ from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.phases import Phase
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
-from omnireduce.runtime.member.alike import check_alike, together
+from omnireduce.runtime.member.agreement import check_agreement, run_agreed
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others
 
@@ -71,9 +71,9 @@ class OnShards:
         self._tensors = [each for each in self._lowered.columns if isinstance(each, Tensor)]
         self._given = given_in_runs(pipeline, self._lowered)
         name = name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name)
-        arrays = together(comm, f"{name}.values", lambda: self._placed(comm, values))
+        arrays = run_agreed(comm, f"{name}.values", lambda: self._placed(comm, values))
         alike = given_alike(pipeline, self._seat.sizes, arrays.items())
-        check_alike(comm, [("lazy", str(lazy)), *alike], f"{name}.inputs")
+        check_agreement(comm, [("lazy", str(lazy)), *alike], f"{name}.inputs")
         self._group = comm.create_group(
             name=name,
             state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),

@@ -27,7 +27,7 @@ from omnireduce.protocol.shard_states import ShardStates
 from omnireduce.protocol.stall_detector import BUSY, STOOD_STILL, StallDetector
 from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
-from omnireduce.wire.words import listed, shown
+from omnireduce.wire.safe_text import listed, shown
 
 BUDGET = Budget()
 ONE_SHARD = Sharding()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.wire.control import Cause, Waiting
-from omnireduce.wire.words import listed
+from omnireduce.wire.safe_text import listed
 
 LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
 

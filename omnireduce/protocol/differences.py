@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from omnireduce.descriptor import Descriptor, told_apart
+from omnireduce.descriptor import Descriptor, distinguish
 from omnireduce.errors import ProtocolError
 from omnireduce.wire.control import Cause
 
@@ -38,7 +38,7 @@ def check_refusals(one: Begun, other: Begun) -> None:
     for refusing, calling in ((first, second), (second, first)):
         if refusing.descriptor.refused and refusing.number <= calling.number:
             raise MismatchError(_refused(refusing, calling))
-    words = told_apart(first.descriptor, second.descriptor)
+    words = distinguish(first.descriptor, second.descriptor)
     place = "" if first.number == second.number else " as number {}"
     said = "; ".join(
         f"rank {each.rank} called {what}{place.format(each.number)}"

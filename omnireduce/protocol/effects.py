@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError
 from omnireduce.wire.control import Cause, ControlMessage
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 ALL = -1
 AbortKind = Literal[

@@ -23,7 +23,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.secret import Secret
 from omnireduce.teams import ANYBODY, Teams
 from omnireduce.wire.control import PROTOCOL_VERSION, Challenge, ControlMessage, Greeting, Hello, Proof, other_version
-from omnireduce.wire.words import SHOWN, listed
+from omnireduce.wire.safe_text import SHOWN, listed
 
 GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 WANTS_PROOF = f"the aggregator wants proof of a shared secret: give the client the same {GIVE}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.protocol.pending_job import Claim, PendingJob, member_name
 from omnireduce.wire.control import Hello
-from omnireduce.wire.words import SHOWN
+from omnireduce.wire.safe_text import SHOWN
 
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64

@@ -43,7 +43,7 @@ from omnireduce.wire.control import (
     Waiting,
     Welcome,
 )
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
 LONGEST_PAUSE_S = 2.0

@@ -34,7 +34,7 @@ from omnireduce.protocol.running_job import RunningJob
 from omnireduce.status import JobStatus
 from omnireduce.teams import FREE
 from omnireduce.wire.control import Cause, Hello, Pending, Refused, other_version
-from omnireduce.wire.words import listed
+from omnireduce.wire.safe_text import listed
 
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 

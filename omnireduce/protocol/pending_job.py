@@ -13,7 +13,7 @@ import msgspec
 from omnireduce.config.security import Terms
 from omnireduce.status import LISTED, JobStatus
 from omnireduce.wire.control import Hello, Pending
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.wire.control import ITSELF, Waiting
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # for whom ranks wait, if for no rank
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report

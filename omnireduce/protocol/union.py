@@ -34,8 +34,8 @@ class Union:
 
     `slots`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks, with their messages.
 
-    The indices of a message are copied, checked and used window by window. `awaiting_window`: ranks whose window is used
-    up.
+    The indices of a message are copied, checked and used window by window. `awaiting_window`: ranks that have used up
+    theirs.
     """
 
     def __init__(self, ranks: int, slots: Array, window: int) -> None:

@@ -23,7 +23,7 @@ from omnireduce.protocol.shard_stream import ShardStream
 from omnireduce.protocol.stall_detector import in_words
 from omnireduce.wire.blocks import largest_block
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
-from omnireduce.wire.words import listed
+from omnireduce.wire.safe_text import listed
 
 WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
 REPORT_S = 1.0  # between two reports to the first shard, while there is something to report

@@ -26,6 +26,7 @@ from omnireduce.data_parallel.built import (
     nccl_built,
     rocm_built,
 )
+from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Sum
 from omnireduce.data_parallel.session import (
     ProcessSet,
     add_process_set,
@@ -44,7 +45,6 @@ from omnireduce.data_parallel.session import (
     start_timeline,
     stop_timeline,
 )
-from omnireduce.data_parallel.words import Adasum, Average, Max, Min, Product, Sum
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm

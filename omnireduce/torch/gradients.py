@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from omnireduce.data_parallel.scaling import Average, Scaling, Sum
 from omnireduce.data_parallel.session import ProcessSet, queue
-from omnireduce.data_parallel.words import Average, Scaling, Sum
 from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.torch.compression import NoneCompressor
 from omnireduce.torch.handles import Handle, handle_of, synchronize

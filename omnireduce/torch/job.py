@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omnireduce.config import Config, load_config, override_config
 from omnireduce.descriptor import REFUSED_BYTES
 from omnireduce.errors import ClosedError, OmniReduceError
-from omnireduce.runtime.member.alike import agreed
+from omnireduce.runtime.member.agreement import run_agreed_by
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.world import connect
 from omnireduce.torch.work import told_to_torch
@@ -84,7 +84,7 @@ class Job:
             texts.extend(self._told_by_all((drawn + reason.encode()).ljust(DRAWN_BYTES + REFUSED_BYTES, b"\0")))
             return [text[DRAWN_BYTES:].rstrip(b"\0").decode() for text in texts]
 
-        config = agreed(lambda: load_config(overrides=[f"cluster.timeout_s={self._timeout_s}"]), exchange)
+        config = run_agreed_by(lambda: load_config(overrides=[f"cluster.timeout_s={self._timeout_s}"]), exchange)
         return texts[0][:DRAWN_BYTES].hex(), config
 
     def _told_by_all(self, own: bytes) -> list[bytes]:

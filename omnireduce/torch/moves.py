@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from omnireduce.data_parallel.scaling import Average, Scaling, root_of
 from omnireduce.data_parallel.session import (
     ProcessSet,
     begun_by_name,
@@ -23,7 +24,6 @@ from omnireduce.data_parallel.session import (
     told_by_name,
 )
 from omnireduce.data_parallel.tasks import Task
-from omnireduce.data_parallel.words import Average, Scaling, root_of
 from omnireduce.dtypes import Array
 from omnireduce.torch.differentiable import differentiable
 from omnireduce.torch.handles import Handle, first, handle_of, joined, on_device_of, synchronize

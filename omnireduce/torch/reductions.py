@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.queue import QueueOp
+from omnireduce.data_parallel.scaling import Average, Max, Min, Product, Scaling, Sum, scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
-from omnireduce.data_parallel.words import Average, Max, Min, Product, Scaling, Sum, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.differentiable import differentiable

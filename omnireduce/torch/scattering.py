@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from omnireduce.data_parallel.queue import QueueOp
+from omnireduce.data_parallel.scaling import Adasum, Average, Scaling, Sum, scaling
 from omnireduce.data_parallel.session import (
     ProcessSet,
     begun_by_name,
@@ -23,7 +24,6 @@ from omnireduce.data_parallel.session import (
     told_by_name,
 )
 from omnireduce.data_parallel.tasks import Task
-from omnireduce.data_parallel.words import Adasum, Average, Scaling, Sum, scaling
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.differentiable import differentiable

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omnireduce.data_parallel.scaling import root_of
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
-from omnireduce.data_parallel.words import root_of
 from omnireduce.errors import UsageError
 from omnireduce.torch.gradients import Named
 from omnireduce.torch.handles import synchronize

@@ -11,7 +11,7 @@ from omnireduce.config.security import TEAM_PATTERN
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest
-from omnireduce.wire.words import SHOWN, UNDECODABLE, shown
+from omnireduce.wire.safe_text import SHOWN, UNDECODABLE, shown
 
 PROTOCOL_VERSION = 21
 TOKEN_BYTES = 16

@@ -26,7 +26,7 @@ from omnireduce.runtime.member.objects import from_bytes, to_bytes
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.wire.blocks import MAX_BLOCKS, read_header
 from omnireduce.wire.control import decode_control, encode_control
-from omnireduce.wire.words import UNDECODABLE
+from omnireduce.wire.safe_text import UNDECODABLE
 
 from .oracles import (
     control_is_proper,

@@ -16,10 +16,10 @@ from local_cluster import MPIRUN, READY_S, WAIT_S
 
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
-from omnireduce.launching import others
+from omnireduce.launching import other_launchers
 from omnireduce.launching.host_lists import Host
 from omnireduce.launching.job import InterruptedLaunchError, Job
-from omnireduce.launching.others import _is_open_mpi, words_of, wrapped
+from omnireduce.launching.other_launchers import _is_open_mpi, words_of, wrapped
 from omnireduce.launching.output import Plain
 from omnireduce.launching.plan import LaunchRequest
 from omnireduce.runtime.member.launcher import detect_launch, launch_id
@@ -117,7 +117,7 @@ def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
     """Also where a child of it keeps its output."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
     (tmp_path / "mpirun").chmod(0o700)
-    monkeypatch.setattr(others, "_LOOK_S", 1000.0 if is_interrupted else 0.1)
+    monkeypatch.setattr(other_launchers, "_LOOK_S", 1000.0 if is_interrupted else 0.1)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     if is_interrupted:
         os.write(idle._wakes.fileno(), bytes([signal.SIGINT]))

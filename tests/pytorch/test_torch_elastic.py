@@ -19,8 +19,8 @@ from local_cluster import ROOT, WAIT_S, Daemon
 import omnireduce.torch as hvd
 from omnireduce import AbortedError
 from omnireduce.data_parallel.sampling import Sampling
+from omnireduce.data_parallel.scaling import Scaling
 from omnireduce.data_parallel.session import ProcessSet
-from omnireduce.data_parallel.words import Scaling
 from omnireduce.torch.compression import Compression
 from omnireduce.torch.gradients import ReductionSettings
 

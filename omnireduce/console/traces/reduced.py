@@ -12,7 +12,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.lanes import Lane, apart, missing, read_lanes
 from omnireduce.runtime.tracing.trace import OF_TENSOR, What
-from omnireduce.wire.words import listed
+from omnireduce.wire.safe_text import listed
 
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
 MOST_BLOCK_BYTES = 1 << 30

@@ -15,7 +15,7 @@ from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.stream import StreamLink
 from omnireduce.wire.control import ControlMessage, Refused, decode_control, encode_control
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 
 def prove(link: StreamLink, secret: Secret, deadline: float) -> None:

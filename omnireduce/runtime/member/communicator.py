@@ -21,16 +21,16 @@ from omnireduce.kernels.warm import Progress
 from omnireduce.logs import BoundLog
 from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.member import ending
-from omnireduce.runtime.member.alike import check_alike
+from omnireduce.runtime.member.agreement import check_agreement
 from omnireduce.runtime.member.calls import check_codec_of
 from omnireduce.runtime.member.channel import Channel, join_urgent
 from omnireduce.runtime.member.compiling import make_kernels_ready, progress_of, say_trouble, tell_aggregators
 from omnireduce.runtime.member.embedded import Embedded, embed
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.fused import FusedCollectives
+from omnireduce.runtime.member.group_configuration import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.member.launcher import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.member.numbers import whole
-from omnireduce.runtime.member.parts_of_job import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.runtime.member.profiler import Profiler
 from omnireduce.runtime.member.rank_channels import RankChannels
@@ -210,7 +210,7 @@ class Communicator(FusedCollectives):
         self._groups.add(found)
         found._profiler.follow(self._profiler)
         try:
-            check_alike(found, [("ranks of the group", str(list(ranks)))], "")
+            check_agreement(found, [("ranks of the group", str(list(ranks)))], "")
         except BaseException:
             found.shutdown()
             raise

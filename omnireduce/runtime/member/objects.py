@@ -23,7 +23,7 @@ from msgspec.msgpack import Decoder, Ext, encode
 
 from omnireduce.errors import UsageError, a_type
 from omnireduce.wire.blocks import MAX_ELEMENTS
-from omnireduce.wire.words import SHOWN, shown
+from omnireduce.wire.safe_text import SHOWN, shown
 
 SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
 ADVICE = "pass trust=True on every rank if all that take part may run code in this process"

@@ -33,7 +33,7 @@ from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls_files import worker_context
 from omnireduce.transport.verbs import import_rdma
 from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Welcome, decode_control, encode_control
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 if TYPE_CHECKING:  # importing it needs pyverbs
     from omnireduce.transport.verbs.connect import Offer

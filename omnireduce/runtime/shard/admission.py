@@ -24,7 +24,7 @@ from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
 from omnireduce.wire.control import Aborted, Hello, Leave, Refused, decode_control
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 log = logging.getLogger("omnireduce.aggregator")
 MAX_UNIDENTIFIED = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short

@@ -10,7 +10,7 @@ from omnireduce.protocol.handshake import Gate
 from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello
-from omnireduce.wire.words import SHOWN
+from omnireduce.wire.safe_text import SHOWN
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,7 @@ from omnireduce.wire.control import (
     Welcome,
     encode_control,
 )
-from omnireduce.wire.words import shown
+from omnireduce.wire.safe_text import shown
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.link import VerbsLink

@@ -25,7 +25,7 @@ from omnireduce.launching.job import Job
 from omnireduce.launching.messages import CHUNK
 from omnireduce.launching.plan import LaunchRequest, Plan
 
-INSIDE = program_of("omnireduce.launching.inside", "1")
+INSIDE = program_of("omnireduce.launching.set_rank", "1")
 OTHERS = ("mpirun", "srun", "torchrun")
 _LOOK_S = 30.0  # for `mpirun --version`
 _KILLED_S = 5.0  # for that to end when it was killed

@@ -21,13 +21,13 @@ T = TypeVar("T")
 DIGEST_BYTES = 8
 
 
-def together(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
+def run_agreed(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` on each rank, and return its result on this one. If it raises on one rank, the others raise
     UsageError."""
-    return agreed(attempt, lambda _, reason: comm.allgather_object(reason, name=name))
+    return run_agreed_by(attempt, lambda _, reason: comm.allgather_object(reason, name=name))
 
 
-def agreed(attempt: Callable[[], T], exchange: Callable[[T | None, str], Sequence[str]]) -> T:
+def run_agreed_by(attempt: Callable[[], T], exchange: Callable[[T | None, str], Sequence[str]]) -> T:
     """As `together`, for ranks that have no communicator of their own here. `exchange` gets the result of this rank, or
     None and the reason of its error. It returns the reason of each rank, empty where there is none."""
     results, errors = list[T](), list[Exception]()
@@ -70,7 +70,7 @@ class Comparison:
                     raise told(UsageError(_difference(mine, other, rank)))
 
 
-def check_alike(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
+def check_agreement(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
     """Raises UsageError on all ranks, with the first difference, unless all have the same values. All ranks call this.
     `own`: names, and this rank's values. `name`: of the collective."""
     Comparison(comm, own, name).settle()

@@ -27,7 +27,7 @@ from omnireduce.launching.rank import Rank
 from omnireduce.loading import search_path
 
 R = TypeVar("R")
-PROGRAM = program_of("omnireduce.launching.called")
+PROGRAM = program_of("omnireduce.launching.function_rank")
 
 
 def run(
