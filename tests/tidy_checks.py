@@ -288,6 +288,20 @@ def modules() -> Iterator[tuple[str, str]]:
             yield ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]), path.read_text("utf-8")
 
 
+OLD_WORDS = frozenset(
+    "Aside Announced Asked Deed Dealing Departures Door Doomed Form Gathering Here Leg Lengths Lookout Meeting Neighbours "
+    "Patience Pictured Pictures Place Questions Quiet Reception Running Seat Standing Taker Turns Visitor Wanted Way".split()
+)
+
+
+def check_standard_words(module: str, source: str) -> list[str]:
+    return [
+        f"{module}:{node.lineno}: {node.name} is an old word; docs/glossary.md has that of the field"
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.ClassDef) and node.name in OLD_WORDS
+    ]
+
+
 def check_no_print(module: str, source: str) -> list[str]:
     if layer_of(module) in ("aggregator", "worker"):  # programs
         return []
@@ -385,6 +399,7 @@ MODULE_CHECKS: tuple[Check, ...] = (
     check_lengths,
     check_positional,
     check_no_print,
+    check_standard_words,
     check_paths,
     check_articles,
     check_addresses,
