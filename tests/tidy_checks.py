@@ -111,7 +111,7 @@ OF_PATHS = ("abspath", "cwd", "expanduser", "expandvars", "getcwd")
 ADDRESSES = "omnireduce.addresses"
 OF_ADDRESSES = ("AF_INET", "AF_INET6", "getaddrinfo", "gethostbyname", "create_connection", "create_server")
 HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "needle")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6
 BARE_ARTICLE = re.compile(r"\ban? \{" r"type\(")
@@ -288,9 +288,10 @@ def modules() -> Iterator[tuple[str, str]]:
             yield ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]), path.read_text("utf-8")
 
 
-OLD_WORDS = frozenset(
-    "Aside Announced Asked Deed Dealing Departures Door Doomed Form Gathering Here Leg Lengths Lookout Meeting Neighbours "
-    "Patience Pictured Pictures Place Questions Quiet Reception Running Seat Standing Taker Turns Visitor Wanted Way".split()
+OLD_WORDS = re.compile(  # names of classes that docs/glossary.md gives anew
+    "Aside|Announced|Asked|Deed|Dealing|Departures|Door|Doomed|Form|Gathering|Here|Leg|Lengths|Lookout|Meeting|"
+    "Neighbours|Patience|Pictured|Pictures|Place|Questions|Quiet|Reception|Running|Seat|Standing|Taker|Turns|Visitor|"
+    "Wanted|Way"
 )
 
 
@@ -298,7 +299,7 @@ def check_standard_words(module: str, source: str) -> list[str]:
     return [
         f"{module}:{node.lineno}: {node.name} is an old word; docs/glossary.md has that of the field"
         for node in ast.walk(tree_of(source))
-        if isinstance(node, ast.ClassDef) and node.name in OLD_WORDS
+        if isinstance(node, ast.ClassDef) and OLD_WORDS.fullmatch(node.name)
     ]
 
 
