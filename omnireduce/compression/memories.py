@@ -67,14 +67,16 @@ class Memory(ABC):
 
     def state_dict(self) -> State:
         """A copy of all that is kept, for `load_state_dict`."""
-        return {sort: {name: each.copy() for name, each in names.items()} for sort, names in self._kept.items()}
+        return {sort: {name: array.copy() for name, array in arrays.items()} for sort, arrays in self._kept.items()}
 
     def load_state_dict(self, saved: State) -> None:
         """Go on with what `state_dict` gave. Raises UsageError for that of another sort of memory."""
         if set(saved) != set(self.sorts):
             there, here = (", ".join(sorted(sorts)) or "nothing" for sorts in (saved, self.sorts))
             raise UsageError(f"a state of {there}; expected one of {here}: it is of another memory")
-        self._kept = {sort: {name: np.array(each, np.float32) for name, each in saved[sort].items()} for sort in saved}
+        self._kept = {
+            sort: {name: np.array(array, np.float32) for name, array in saved[sort].items()} for sort in saved
+        }
 
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing of these gradients any more."""

@@ -68,7 +68,7 @@ def method_of(text: str) -> Method:
 
 def _made(text: str, make: Callable[..., M], numbers: list[str], most: int) -> M:
     try:
-        values = [float(each) if "." in each or "e" in each else int(each) for each in numbers]
+        values = [float(number) if "." in number or "e" in number else int(number) for number in numbers]
     except ValueError:
         values = []
     if len(values) != len(numbers) or len(values) > most:

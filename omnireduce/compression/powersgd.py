@@ -98,7 +98,7 @@ class PowerSgd:
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
         """A copy of all that is kept: that of the memory, and the factors."""
-        return {**self.memory.state_dict(), "factors": {name: each.copy() for name, each in self._factors.items()}}
+        return {**self.memory.state_dict(), "factors": {name: factor.copy() for name, factor in self._factors.items()}}
 
     def load_state_dict(self, saved: dict[str, dict[str, Array]]) -> None:
         """Go on with what `state_dict` gave. Raises UsageError for that of something else."""
@@ -107,4 +107,4 @@ class PowerSgd:
             raise UsageError(f"a state of {', '.join(sorted(saved)) or 'nothing'}; expected one with factors")
         factors = rest.pop("factors")
         self.memory.load_state_dict(rest)
-        self._factors = {name: np.array(each, np.float32) for name, each in factors.items()}
+        self._factors = {name: np.array(factor, np.float32) for name, factor in factors.items()}

@@ -78,15 +78,15 @@ def largest(x: Array, k: int) -> Array:
     count_magnitudes(bits, counts)
     above = np.cumsum(counts.sum(axis=0)[::-1])[::-1]  # how many are in this bin or a higher one
     bin_of_last = int(np.flatnonzero(above >= k)[-1])
-    found = np.empty(int(above[bin_of_last]), np.int64)
-    list_at_least(bits, bin_of_last << SHIFT, found)
-    magnitudes = bits[found] & MAGNITUDE
-    least = np.partition(magnitudes, found.size - k)[found.size - k]
+    candidates = np.empty(int(above[bin_of_last]), np.int64)
+    list_at_least(bits, bin_of_last << SHIFT, candidates)
+    magnitudes = bits[candidates] & MAGNITUDE
+    least = np.partition(magnitudes, candidates.size - k)[candidates.size - k]
     ties = np.flatnonzero(magnitudes == least)
     spare = int(np.count_nonzero(magnitudes >= least)) - k
     chosen = magnitudes >= least
     chosen[ties[len(ties) - spare :]] = False
-    places: Array = found[chosen]
+    places: Array = candidates[chosen]
     return places
 
 
@@ -94,9 +94,9 @@ def at_least(x: Array, magnitude: float, *, beyond: bool = False) -> Array:
     """Places where the magnitude of `x`, float32 (n,), is at least `magnitude`, or `beyond` it: int64, ascending."""
     bits = x.view(np.int32)
     least = _bits_of(magnitude) + beyond
-    found = np.empty(count_at_least(bits, least), np.int64)
-    list_at_least(bits, least, found)
-    return found
+    places = np.empty(count_at_least(bits, least), np.int64)
+    list_at_least(bits, least, places)
+    return places
 
 
 def _bits_of(magnitude: float) -> int:
@@ -243,12 +243,12 @@ class Adaptive(Selector):
         threshold = self._thresholds.get(name, np.nan)
         count = count_at_least(x.view(np.int32), _bits_of(threshold)) if threshold > 0 else 0
         if not aim / self.MOST <= count <= aim * self.MOST or not x.size:
-            found = largest(x, aim)
-            self._thresholds[name] = float(np.abs(x[found]).min()) if found.size else np.nan
-            return found
-        found = at_least(x, threshold)
+            places = largest(x, aim)
+            self._thresholds[name] = float(np.abs(x[places]).min()) if places.size else np.nan
+            return places
+        places = at_least(x, threshold)
         self._thresholds[name] = threshold * (count / aim) ** self.GAIN
-        return found
+        return places
 
 
 def _positive(threshold: object) -> float:

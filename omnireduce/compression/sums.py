@@ -56,6 +56,6 @@ def check_seed(seed: object) -> int:
 def check_values(x: object) -> Array:
     """`x` itself. Raises UsageError unless it is a flat, contiguous array of float32."""
     if not isinstance(x, np.ndarray) or x.dtype != np.float32 or x.ndim != 1 or not x.flags.c_contiguous:
-        found = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else type(x).__name__
-        raise UsageError(f"x is {found}; expected a flat, contiguous array of float32")
+        description = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else type(x).__name__
+        raise UsageError(f"x is {description}; expected a flat, contiguous array of float32")
     return x

@@ -74,7 +74,7 @@ class Compressor(ABC):
 
 def owner_of(kind: type, method: str) -> type:
     """The class that has defined a method of `kind`."""
-    return next(each for each in kind.__mro__ if method in vars(each))
+    return next(base for base in kind.__mro__ if method in vars(base))
 
 
 def is_ours(kind: type) -> bool:
@@ -122,7 +122,7 @@ class Communicator:
                 came = given.__name__ if isinstance(given, type) else f"{a_type(given)}"
                 raise UsageError(f"{what} is {came}; expected an object whose class derives from {class_text(kind)}")
         own = type(self)
-        missing = [each for each in HALVES if owner_of(own, each) is Communicator]
+        missing = [half for half in HALVES if owner_of(own, half) is Communicator]
         if missing and owner_of(own, "send_receive") is Communicator:
             raise UsageError(
                 f"{own.__name__} does not exchange: expected a class that defines send_receive, or both async_send and "
@@ -153,12 +153,12 @@ class Communicator:
             compensated = self.memory.compensate(tensor, check_name(name))
             tensors, ctx = self.compressor.compress(compensated, name)
         try:
-            found = self.send_receive(tensors, self.name_sent(compensated, name), ctx)
+            aggregated = self.send_receive(tensors, self.name_sent(compensated, name), ctx)
         except BaseException:
             self.compressor.take_back(name)
             raise
         self.memory.update(compensated, name, self.compressor, tensors, ctx)
-        return found
+        return aggregated
 
     def name_sent(self, tensor: Any, name: str) -> str:
         """The `name` that `send_receive` gets for `tensor`, which was compressed last."""
@@ -186,8 +186,8 @@ class Communicator:
 
     def combined(self, parts: Sequence[Any]) -> Any:
         """The decompressed gradients of all ranks, aggregated, and averaged if the compressor says so."""
-        found = self.compressor.aggregate(parts)
-        return found / self.world_size if self.compressor.average else found
+        aggregated = self.compressor.aggregate(parts)
+        return aggregated / self.world_size if self.compressor.average else aggregated
 
     def say_called(self) -> None:
         """Write the line that GRACE's tutorial looks for, once."""
@@ -204,7 +204,7 @@ class Communicator:
     @property
     def hook(self) -> Callable[..., Any]:
         """The second one. Raises UsageError unless `omnireduce.torch` was imported, which has it."""
-        found = Communicator.hook_of_torch
-        if found is None:
+        hook = Communicator.hook_of_torch
+        if hook is None:
             raise UsageError("the hook for DistributedDataParallel is part of omnireduce.torch: import it first")
-        return found
+        return hook

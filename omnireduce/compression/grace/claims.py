@@ -66,7 +66,7 @@ class Claim(NamedTuple):
         k = min(can_be, wanted(self.ratio, magnitudes.size) if self.ratio is not None else 0)
         if self.threshold is None:
             return k, k
-        above, near = (np.count_nonzero(magnitudes > self.threshold * (1 + each)) for each in (NEARLY, -NEARLY))
+        above, near = (np.count_nonzero(magnitudes > self.threshold * (1 + margin)) for margin in (NEARLY, -NEARLY))
         return max(k, int(above)), max(k, int(near))
 
 
@@ -94,6 +94,6 @@ def claim_of(compressor: Compressor) -> Claim:
 
 
 def _number(compressor: Compressor, name: str, otherwise: float | None = None) -> float | None:
-    found = getattr(compressor, name, None)
-    is_number = isinstance(found, int | float | np.floating) and not isinstance(found, bool)
-    return float(found) if is_number and found is not None else otherwise
+    number = getattr(compressor, name, None)
+    is_number = isinstance(number, int | float | np.floating) and not isinstance(number, bool)
+    return float(number) if is_number and number is not None else otherwise

@@ -47,8 +47,8 @@ class Allgather(Collective):
     name = "allgather"
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
-        received = self.exchange([payload_of(each) for each in tensors], name)
-        return self.combined([self.compressor.decompress(self._like(each, tensors), ctx) for each in received])
+        received = self.exchange([payload_of(tensor) for tensor in tensors], name)
+        return self.combined([self.compressor.decompress(self._like(payloads, tensors), ctx) for payloads in received])
 
     def exchange(self, own: list[Any], name: str) -> list[list[Any]]:
         """The compressed tensors of each rank."""

@@ -59,7 +59,7 @@ class GradientTemplate:
         """`arrays` of any dtype as what the gradient is: arrays, or tensors on the processor with the same memory."""
         if not is_tensor(self._like):
             return list(arrays)
-        return [sys.modules["torch"].from_numpy(each) for each in arrays]  # there is a tensor, so there is torch
+        return [sys.modules["torch"].from_numpy(array) for array in arrays]  # there is a tensor, so there is torch
 
 
 def payload_of(x: Any) -> Any:

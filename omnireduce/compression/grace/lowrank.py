@@ -38,6 +38,6 @@ class PowerSGDCompressor(BuiltIn):
         if len(arrays) == 1:
             return arrays[0]
         left, right = arrays
-        found = np.empty((len(left), len(right)), np.float32)
-        product(left, right, found)
-        return found.reshape(-1)
+        matrix = np.empty((len(left), len(right)), np.float32)
+        product(left, right, matrix)
+        return matrix.reshape(-1)

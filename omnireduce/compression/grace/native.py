@@ -52,7 +52,7 @@ class BuiltIn(Compressor):
 
     def decompress(self, tensors: Tensors, ctx: Context) -> Any:
         """A gradient like the one that this rank has compressed."""
-        return ctx.form.restore(self.decode([payload_of(each) for each in tensors], ctx))
+        return ctx.form.restore(self.decode([payload_of(tensor) for tensor in tensors], ctx))
 
     def prepare(self, x: Array, name: str) -> Array:
         """The array that is encoded in place of `x`, float32 (elements,): `x` itself, or another one."""
@@ -78,7 +78,7 @@ class BuiltIn(Compressor):
         values = {**(vars(self.selector) if self.selector else {}), **vars(self)}
         del values["tensors_size_are_same"]
         plain = (int, float, np.floating)
-        said = (f"{key}={each}" for key, each in values.items() if key[0] != "_" and isinstance(each, plain))
+        said = (f"{key}={value}" for key, value in values.items() if key[0] != "_" and isinstance(value, plain))
         return f"{type(self).__name__}({', '.join(said)})"
 
     def commit(self, name: str) -> None:

@@ -253,5 +253,5 @@ class QSGDCompressor(BuiltIn):
         norms, levels = arrays
         with overflowing():
             scale = np.repeat(norms / np.float32(self.quantum_num), self.bucket_size)[: levels.size]
-            found: Array = scale * levels.astype(np.float32)
-        return found
+            values: Array = scale * levels.astype(np.float32)
+        return values

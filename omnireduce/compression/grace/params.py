@@ -81,11 +81,11 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
     if others := [key for key in given if key not in takes]:
         what = f"compressor '{said}' with memory '{params.get('memory', 'none')}'"
         _check_others(others, what, takes, is_first=comm.rank == 0)
-    made = [each(**{key: given[key] for key in given.keys() & _parameters(each)}) for each in (compressor, memory)]
+    made = [kind(**{key: given[key] for key in given.keys() & _parameters(kind)}) for kind in (compressor, memory)]
     beside = {"world_size": params.get("world_size", comm.size), "comm": comm}
     takes = _parameters(communicator)  # one of your own may lack some
-    found: Communicator = communicator(*made, **{key: beside[key] for key in beside.keys() & takes})
-    return found
+    instance: Communicator = communicator(*made, **{key: beside[key] for key in beside.keys() & takes})
+    return instance
 
 
 def _parameters(kind: type) -> set[str]:

@@ -34,11 +34,11 @@ class AllToAll(Collective):
         own, rank = len(tensors) // self.world_size, self.comm.rank
         with told_to_others(self.comm):
             columns = [np.stack([tensors[own * piece + i] for piece in range(self.world_size)]) for i in range(own)]
-        received = [self.comm.alltoall(each, name=f"{name} {i}") for i, each in enumerate(columns)]
-        parts = [[each[sender] for each in received] for sender in range(self.world_size)]
+        received = [self.comm.alltoall(column, name=f"{name} {i}") for i, column in enumerate(columns)]
+        parts = [[column[sender] for column in received] for sender in range(self.world_size)]
         compressor = self._pieces.compressor
         with told_to_others(self.comm):
-            mine = np.ascontiguousarray(self.combined([compressor.decompress(each, contexts[rank]) for each in parts]))
+            mine = np.ascontiguousarray(self.combined([compressor.decompress(part, contexts[rank]) for part in parts]))
         whole = self.comm.allgather(mine, name=f"{name} sums")
         return form.restore(whole.reshape(-1)[: form.size])
 
@@ -55,13 +55,15 @@ class InPieces(Compressor):
         pieces = np.zeros((self._comm.size, -(-form.size // self._comm.size)), np.float32)
         pieces.reshape(-1)[: form.size] = form.values
         names = self._pieces_of(name)
-        made = [self.compressor.compress(each, own) for each, own in zip(pieces, names, strict=True)]
-        return [each for tensors, _ in made for each in tensors], (form, [ctx for _, ctx in made])
+        made = [self.compressor.compress(piece, own) for piece, own in zip(pieces, names, strict=True)]
+        return [compressed for tensors, _ in made for compressed in tensors], (form, [ctx for _, ctx in made])
 
     def decompress(self, tensors: Tensors, ctx: tuple[GradientTemplate, list[Any]]) -> Any:
         form, contexts = ctx
         own = len(tensors) // len(contexts)
-        pieces = [self.compressor.decompress(tensors[own * i : own * i + own], each) for i, each in enumerate(contexts)]
+        pieces = [
+            self.compressor.decompress(tensors[own * i : own * i + own], context) for i, context in enumerate(contexts)
+        ]
         return form.restore(np.concatenate(pieces)[: form.size])
 
     def aggregate(self, tensors: Sequence[Any]) -> Any:
@@ -71,8 +73,8 @@ class InPieces(Compressor):
         return self.compressor.agreed(name)
 
     def take_back(self, name: str) -> None:
-        for each in self._pieces_of(name):
-            self.compressor.take_back(each)
+        for piece_name in self._pieces_of(name):
+            self.compressor.take_back(piece_name)
 
     def forget(self, names: Iterable[str]) -> None:
         self.compressor.forget(piece for name in names for piece in self._pieces_of(name))

@@ -33,17 +33,17 @@ class AdaqCompressor(BuiltIn):
         for sign, is_here in enumerate((x < 0, ~(x <= 0))):
             side = np.where(is_here, x, np.float32(0))
             count = int(np.count_nonzero(side))
-            found = largest(side, wanted(self.compress_ratio, count)) if count else np.empty(0, np.int64)
+            chosen = largest(side, wanted(self.compress_ratio, count)) if count else np.empty(0, np.int64)
             with overflowing():
-                means[sign] = np.mean(side[found], dtype=np.float64) if count else 0
-            places.append(found)
+                means[sign] = np.mean(side[chosen], dtype=np.float64) if count else 0
+            places.append(chosen)
         return [means, *map(gaps_of, places)]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        found = np.zeros(ctx.form.size, np.float32)
+        values = np.zeros(ctx.form.size, np.float32)
         for mean, gaps in zip(arrays[0], arrays[1:], strict=True):
-            found[places_of(gaps)] = mean
-        return found
+            values[places_of(gaps)] = mean
+        return values
 
 
 class SketchCompressor(BuiltIn):
@@ -74,17 +74,17 @@ class SketchCompressor(BuiltIn):
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
         means, numbers = arrays
-        found: Array = means[numbers]
-        return found
+        values: Array = means[numbers]
+        return values
 
 
 def _dynamic_magnitudes() -> Array:
     """128 numbers from 0 to 1: each power of ten below has half as many as the one above."""
-    found = [0.0]
+    magnitudes = [0.0]
     for power in range(7):
         edges = np.linspace(0.1, 1, 2 ** (6 - power) + 1)
-        found += [*(10.0**-power * (edges[:-1] + edges[1:]) / 2)]
-    return np.sort(np.array(found, np.float32))
+        magnitudes += [*(10.0**-power * (edges[:-1] + edges[1:]) / 2)]
+    return np.sort(np.array(magnitudes, np.float32))
 
 
 class U8bitCompressor(BuiltIn):
@@ -111,9 +111,9 @@ class U8bitCompressor(BuiltIn):
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
         scale, codes = arrays
-        found: Array = self.MAGNITUDES[codes % self.NEGATIVE] * scale
-        found[codes >= self.NEGATIVE] *= -1
-        return found
+        values: Array = self.MAGNITUDES[codes % self.NEGATIVE] * scale
+        values[codes >= self.NEGATIVE] *= -1
+        return values
 
 
 class InceptionnCompressor(BuiltIn):
@@ -142,7 +142,7 @@ class InceptionnCompressor(BuiltIn):
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
         bits, *numbers = arrays
         pairs = np.unpackbits(bits, count=2 * ctx.form.size).reshape(-1, 2)
-        kinds, found = 2 * pairs[:, 0] + pairs[:, 1], np.zeros(ctx.form.size, np.float32)
+        kinds, values = 2 * pairs[:, 0] + pairs[:, 1], np.zeros(ctx.form.size, np.float32)
         for kind, (own, unit) in enumerate(zip(numbers, (2 * self.error_bound, 2 * self.error_bound, 1), strict=True)):
-            found[kinds == kind + 1] = own * unit
-        return found
+            values[kinds == kind + 1] = own * unit
+        return values

@@ -37,9 +37,9 @@ class Selecting(BuiltIn):
         return [x[places], gaps_of(places)]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        found = np.zeros(ctx.form.size, np.float32)
-        found[places_of(arrays[1])] = arrays[0]
-        return found
+        values = np.zeros(ctx.form.size, np.float32)
+        values[places_of(arrays[1])] = arrays[0]
+        return values
 
 
 class TopKCompressor(Selecting):
@@ -93,6 +93,6 @@ class RandomKCompressor(Selecting):
         return [x[self.selector.select(x, ctx.name, ctx.step)]]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        found = np.zeros(ctx.form.size, np.float32)
-        found[self.selector.select(found, ctx.name, ctx.step)] = arrays[0]
-        return found
+        values = np.zeros(ctx.form.size, np.float32)
+        values[self.selector.select(values, ctx.name, ctx.step)] = arrays[0]
+        return values

@@ -84,10 +84,10 @@ class Allreduce(Aggregator):
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         sums = []
-        for i, each in enumerate(tensors):
-            own = payload_of(each)
-            found = self.comm.allreduce(own, out=np.empty_like(own), name=f"{name} {i}", codec=NONE)
-            sums.append(payload_like(found, each))
+        for i, tensor in enumerate(tensors):
+            own = payload_of(tensor)
+            total = self.comm.allreduce(own, out=np.empty_like(own), name=f"{name} {i}", codec=NONE)
+            sums.append(payload_like(total, tensor))
         return self.combined([self.compressor.decompress(sums, ctx)])
 
 

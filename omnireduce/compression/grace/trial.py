@@ -92,8 +92,8 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
         if kind not in not_taken:
             for gradient in gradients(claim.threshold):
                 tried += 1
-                found = _wrong(make, gradient, convert, claim)
-                failures += [f"{gradient.title}, {kind}: {each}" for each in found]
+                messages = _wrong(make, gradient, convert, claim)
+                failures += [f"{gradient.title}, {kind}: {message}" for message in messages]
     for name, state in known.items():
         if not _same(before[name], state()):
             failures.append(f"all gradients: expected the generator of {name} as it was; it was seeded, or drawn from")
@@ -129,7 +129,7 @@ def _there_and_back(compressor: Compressor, x: Any) -> tuple[bytes, Any]:
     made = compressor.compress(x, NAME)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple)):
         raise UsageError(f"compress: expected (list of tensors, ctx), got {type(made).__name__}")
-    sent = to_bytes([payload_of(each) for each in made[0]], trust=False)
+    sent = to_bytes([payload_of(tensor) for tensor in made[0]], trust=False)
     return sent, compressor.decompress(*made)
 
 
@@ -180,7 +180,7 @@ class OfSelector(Selecting):
     def __init__(self, selector: Selector) -> None:
         super().__init__(selector)
         if selector.unit == "elements":
-            self.ratio, self.threshold = (getattr(selector, each, None) for each in ("ratio", "threshold"))
+            self.ratio, self.threshold = (getattr(selector, attribute, None) for attribute in ("ratio", "threshold"))
 
     def encode(self, x: Array, ctx: Context) -> list[Array]:
         chosen = self.selector.select(x, ctx.name, ctx.step)
