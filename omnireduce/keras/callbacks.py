@@ -59,9 +59,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         queue, names = session.queue(self.process_set), sorted(logs)
         lists = queue.allgather_object_async(names, name="names of metrics").wait()
-        for rank, each in enumerate(lists):
-            if each != lists[0]:
-                first, other = (json.dumps(those) for those in (lists[0], each))
+        for rank, metrics in enumerate(lists):
+            if metrics != lists[0]:
+                first, other = (json.dumps(those) for those in (lists[0], metrics))
                 raise UsageError(f"metrics differ: rank 0 has {first}, rank {rank} has {other}; expected the same")
         values = np.array([float(logs[name]) for name in names])
         means = queue.allreduce_async(values, name="metrics", op="mean").wait()
@@ -147,8 +147,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
         self._set(new)
         if self.momentum_correction and old and new != old:
-            for each in _momentums(self.model.optimizer):
-                each.assign(each * (new / old))
+            for momentum in _momentums(self.model.optimizer):
+                momentum.assign(momentum * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -227,5 +227,5 @@ def _momentums(optimizer: Any) -> list[Any]:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(optimizer, "momentum", 0):
         return []
-    found = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None)
-    return list(found or ())
+    momentums = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None)
+    return list(momentums or ())

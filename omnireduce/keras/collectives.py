@@ -43,17 +43,17 @@ class Combining:
         """The arrays of these named groups, combined. Those of a group are done together. They are overwritten."""
         queue, under_way, (op, before, after) = self.queue, [], self.how
         for name, arrays in groups:
-            sent = [self.compression.compress(each) for each in arrays]
+            sent = [self.compression.compress(array) for array in arrays]
             task = queue.grouped_allreduce_async(
-                [each for each, _ in sent], name=name, op=op, prescale=before, postscale=after
+                [compressed for compressed, _ in sent], name=name, op=op, prescale=before, postscale=after
             )
             under_way.append((task, [context for _, context in sent]))
-        found = []
+        decompressed = []
         for task, contexts in under_way:
             result = task.wait()
             parts = result if isinstance(result, list) else [result]
-            found.append([self.compression.decompress(*each) for each in zip(parts, contexts, strict=True)])
-        return found
+            decompressed.append([self.compression.decompress(*pair) for pair in zip(parts, contexts, strict=True)])
+        return decompressed
 
 
 def allreduce(
@@ -136,8 +136,8 @@ def broadcast_object(
 def allgather_object(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The objects of all ranks, by rank: plain data."""
     name = session.name_of("allgather_object", name, process_set)
-    found: list[Any] = session.queue(process_set).allgather_object_async(value, name=name).wait()
-    return found
+    objects: list[Any] = session.queue(process_set).allgather_object_async(value, name=name).wait()
+    return objects
 
 
 def broadcast_variables(

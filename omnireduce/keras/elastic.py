@@ -53,10 +53,10 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
         try:
             return train(state, *args, **kwargs)
         except Exception as error:
-            found = raised_by_host(error)
-            if found is None:
+            raised = raised_by_host(error)
+            if raised is None:
                 raise
-            raise found from error
+            raise raised from error
 
     return elastic.run(with_errors_of_host)
 
@@ -88,13 +88,13 @@ class KerasState(State):
     def save(self) -> None:
         """Keep everything as it is now, on this rank."""
         super().save()
-        self._kept_arrays = [array_of(each).copy() for each in self._variables()]
+        self._kept_arrays = [array_of(variable).copy() for variable in self._variables()]
 
     def restore(self) -> None:
         """Go back to what was kept."""
         super().restore()
-        for each, kept in zip(self._variables(), self._kept_arrays, strict=True):
-            each.assign(kept)
+        for variable, kept in zip(self._variables(), self._kept_arrays, strict=True):
+            variable.assign(kept)
 
     def on_reset(self) -> None:
         """The job was formed anew: steps were compiled for as many ranks as there were."""

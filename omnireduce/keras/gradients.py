@@ -69,13 +69,13 @@ class Settings:
         size = self.process_set.size()
         if size == 1 or not self.process_set.included():
             return list(gradients)
-        found = [
-            keras.ops.zeros(variable.shape, variable.dtype) if each is None else dense(each)
-            for each, variable in zip(gradients, variables, strict=True)
+        grads = [
+            keras.ops.zeros(variable.shape, variable.dtype) if gradient is None else dense(gradient)
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
-        shared = [at for at, each in enumerate(variables) if id(each) not in self.local]
+        shared = [at for at, variable in enumerate(variables) if id(variable) not in self.local]
         if self.scale_local_gradients:
-            found = [each if at in shared else each / size for at, each in enumerate(found)]
+            grads = [gradient if at in shared else gradient / size for at, gradient in enumerate(grads)]
         groups = self._groups([variables[at] for at in shared])
         how = self._scaled(size)
 
@@ -86,24 +86,24 @@ class Settings:
             results = dict(zip((at for group in groups for at in group), _flat(how.combined(named)), strict=True))
             return [results[at] for at in range(len(arrays))]
 
-        for at, each in zip(shared, through_arrays(host, [found[at] for at in shared]), strict=True):
-            found[at] = each
-        return found
+        for at, gradient in zip(shared, through_arrays(host, [grads[at] for at in shared]), strict=True):
+            grads[at] = gradient
+        return grads
 
     def _groups(self, variables: Sequence[Any]) -> list[list[int]]:
         """The places of these variables, by group; those of no group are alone."""
         many = len(variables)
         if self.many_groups:
-            each = -(-many // self.many_groups)
-            return [list(range(start, min(start + each, many))) for start in range(0, many, each)]
+            group_size = -(-many // self.many_groups)
+            return [list(range(start, min(start + group_size, many))) for start in range(0, many, group_size)]
         if not self.groups:
             return [[at] for at in range(many)]
-        place = {id(each): at for at, each in enumerate(variables)}
-        found = [[place[id(each)] for each in group if id(each) in place] for group in self.groups]  # type: ignore[union-attr]
-        taken = [at for group in found for at in group]
+        place = {id(variable): at for at, variable in enumerate(variables)}
+        groups = [[place[id(variable)] for variable in group if id(variable) in place] for group in self.groups]  # type: ignore[union-attr]
+        taken = [at for group in groups for at in group]
         if len(set(taken)) < len(taken):
             raise UsageError("groups: expected each variable in one group; some are there twice")
-        return [group for group in found if group] + [[at] for at in range(many) if at not in taken]
+        return [group for group in groups if group] + [[at] for at in range(many) if at not in taken]
 
 
 def dense(gradient: Any) -> Any:
@@ -116,4 +116,4 @@ def dense(gradient: Any) -> Any:
 
 
 def _flat(found: Sequence[Sequence[Array]]) -> list[Array]:
-    return [each for group in found for each in group]
+    return [array for group in found for array in group]

@@ -63,20 +63,20 @@ class CombinesItself(Combines):
                 "mixed_float16: ranks would skip different steps; expected "
                 "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), or mixed_bfloat16"
             )
-        found = [
-            keras.ops.zeros(variable.shape, variable.dtype) if each is None else each
-            for each, variable in zip(grads, variables, strict=True)
+        gradients = [
+            keras.ops.zeros(variable.shape, variable.dtype) if gradient is None else gradient
+            for gradient, variable in zip(grads, variables, strict=True)
         ]
-        super().apply(found, trainable_variables)  # type: ignore[misc]
+        super().apply(gradients, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
         passes, settings = self.gradient_accumulation_steps, self._settings  # type: ignore[attr-defined]
 
         def combined() -> list[Any]:
-            found = settings.combined(self._prefix(), grads, self._applied)
+            gradients = settings.combined(self._prefix(), grads, self._applied)
             if settings.backward_passes_per_step == 1 or settings.average_aggregated_gradients:
-                return found
-            return [each * passes for each in found]  # Keras has divided them
+                return gradients
+            return [gradient * passes for gradient in gradients]  # Keras has divided them
 
         if passes:  # with JAX it clips after each pass, and takes what comes of the last one
             is_last = (self._iterations + 1) % passes == 0  # type: ignore[attr-defined]
@@ -103,8 +103,8 @@ class CombinesBeforeScale(CombinesFirst):
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Combine gradients and apply them: see `keras.optimizers.Optimizer.stateless_apply`."""
-        found = self._combined(grads, self._trainable_variables)  # type: ignore[attr-defined]
-        return super().stateless_apply(optimizer_variables, found, trainable_variables)  # type: ignore[misc]
+        combined = self._combined(grads, self._trainable_variables)  # type: ignore[attr-defined]
+        return super().stateless_apply(optimizer_variables, combined, trainable_variables)  # type: ignore[misc]
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name
@@ -146,19 +146,19 @@ def PartialDistributedOptimizer(  # noqa: N802  Horovod's name
     already: build the model first. Raises UsageError for a layer without weights.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)
-    for each in layers:
-        if not isinstance(each, keras.layers.Layer) or not each.trainable_weights:
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer) or not layer.trainable_weights:
             raise UsageError(
-                f"local_layers has {each!r}: expected layers that have their weights; build the model first"
+                f"local_layers has {layer!r}: expected layers that have their weights; build the model first"
             )
-    local = frozenset(id(weight) for each in layers for weight in each.trainable_weights)
+    local = frozenset(id(weight) for layer in layers for weight in layer.trainable_weights)
     settings = Settings(name=name, local=local, scale_local_gradients=scale_local_gradients, **checked(more))
     return wrapped(optimizer, settings)
 
 
 def checked(more: Mapping[str, Any]) -> dict[str, Any]:
     """Raises UsageError for settings that there are not."""
-    known = {each for each in Settings.__dataclass_fields__ if each not in ("local", "scale_local_gradients")}
+    known = {name for name in Settings.__dataclass_fields__ if name not in ("local", "scale_local_gradients")}
     strange = sorted(set(more) - known)
     if strange:
         raise UsageError(f"unknown settings {', '.join(strange)}: expected some of {', '.join(sorted(known))}")
@@ -170,7 +170,7 @@ def wrapped(optimizer: Any, settings: Settings) -> Any:
     check_backend()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(f"optimizer is {a_type(optimizer)}: expected one of keras.optimizers")
-    if any(isinstance(each, Combines) for each in (optimizer, *_inner(optimizer))):
+    if any(isinstance(candidate, Combines) for candidate in (optimizer, *_inner(optimizer))):
         raise UsageError("the optimizer combines gradients already: expected one that was not given here before")
     if isinstance(optimizer, NESTED):
         if settings.backward_passes_per_step > 1:
@@ -202,8 +202,8 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 
 
 def _inner(optimizer: Any) -> Collection[Any]:
-    found = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", ())]
-    return [each for each in found if each is not None]
+    inner_optimizers = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", ())]
+    return [inner for inner in inner_optimizers if inner is not None]
 
 
 def _class_of(base: type, part: type[Combines], settings: Settings) -> type:

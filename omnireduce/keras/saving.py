@@ -24,7 +24,7 @@ def load_model(
     without an optimizer stays without. What `DistributedOptimizer` was given is not in the file: `compression` is given
     here, and passes that Keras accumulates are averaged. Raises what `keras.models.load_model` raises.
     """
-    known = {keras.saving.get_registered_name(each): each for each in custom_optimizers or ()}
+    known = {keras.saving.get_registered_name(kind): kind for kind in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:

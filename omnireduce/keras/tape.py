@@ -34,9 +34,9 @@ class Tape:
         that is None counts as zeros. Raises UsageError where ranks differ, and otherwise what has ended the job."""
         many = isinstance(sources, list | tuple)
         own = list(sources) if many else [sources]
-        values = [each.value if isinstance(each, keras.Variable) else each for each in own]
-        found = self._tape.gradient(target, values, output_gradients)
-        combined = self._settings.combined(self._settings.name or "DistributedGradientTape", found, own)
+        values = [source.value if isinstance(source, keras.Variable) else source for source in own]
+        gradients = self._tape.gradient(target, values, output_gradients)
+        combined = self._settings.combined(self._settings.name or "DistributedGradientTape", gradients, own)
         return combined if many else combined[0]
 
 

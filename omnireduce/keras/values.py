@@ -22,18 +22,18 @@ OnArrays = Callable[[list[Array]], list[Array]]
 
 def check_backend() -> str:
     """The backend of Keras. Raises UsageError for one that is not served."""
-    found = str(keras.backend.backend())
-    if found not in BACKENDS:
-        raise UsageError(f"the backend of Keras is {found}: expected {', '.join(BACKENDS)}; set KERAS_BACKEND")
-    return found
+    backend = str(keras.backend.backend())
+    if backend not in BACKENDS:
+        raise UsageError(f"the backend of Keras is {backend}: expected {', '.join(BACKENDS)}; set KERAS_BACKEND")
+    return backend
 
 
 def array_of(value: Any) -> Array:
     """A contiguous copy of a tensor, a variable, an array or a number."""
     if isinstance(value, keras.Variable):
         value = value.value
-    found = keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
-    return np.array(found, order="C")
+    array = keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
+    return np.array(array, order="C")
 
 
 def like(array: Array, value: Any) -> Any:
@@ -65,10 +65,10 @@ def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
     Returns tensors where the values are tensors. Also works in a step that is compiled. Raises what `function` raises;
     from a compiled step an error of the backend, whose text has it.
     """
-    if any(is_symbolic(each) for each in values):
+    if any(is_symbolic(value) for value in values):
         return _when_it_runs(function, values)
-    found = function([array_of(each) for each in values])
-    return [like(array, value) for array, value in zip(found, values, strict=True)]
+    arrays = function([array_of(value) for value in values])
+    return [like(array, value) for array, value in zip(arrays, values, strict=True)]
 
 
 _failures: list[Exception] = []  # of calls of the host, the last one
@@ -77,15 +77,15 @@ _failures: list[Exception] = []  # of calls of the host, the last one
 def raised_by_host(error: BaseException) -> Exception | None:
     """What a call of the host has raised within a compiled step, where `error` is that of the backend, which has only
     its text."""
-    found = _failures.pop() if _failures else None
-    is_shown = found is not None and not isinstance(error, OmniReduceError) and str(found) in str(error)
-    return found if is_shown else None
+    failure = _failures.pop() if _failures else None
+    is_shown = failure is not None and not isinstance(error, OmniReduceError) and str(failure) in str(error)
+    return failure if is_shown else None
 
 
 def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
     def called(*given: Any) -> list[Array]:
         try:
-            return function([np.array(each) for each in given])
+            return function([np.array(array) for array in given])
         except Exception as error:
             _failures[:] = [error]
             raise
@@ -94,11 +94,11 @@ def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
         import jax
         from jax.experimental import io_callback
 
-        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in values]
+        shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
         return list(io_callback(called, shapes, *values, ordered=True))
     import tensorflow as tf
 
-    found = tf.numpy_function(called, list(values), [each.dtype for each in values])
-    for each, value in zip(found, values, strict=True):
-        each.set_shape(value.shape)
-    return list(found)
+    tensors = tf.numpy_function(called, list(values), [value.dtype for value in values])
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.set_shape(value.shape)
+    return list(tensors)

@@ -29,10 +29,10 @@ class Clipping:
             given = getattr(self, name)
             if given is None:
                 continue
-            found = number(f"clip_{name}", given)
-            if not 0 < found < math.inf:
-                raise UsageError(f"clip_{name} is {found:g}; expected more than 0, or None not to clip")
-            object.__setattr__(self, name, found)
+            limit = number(f"clip_{name}", given)
+            if not 0 < limit < math.inf:
+                raise UsageError(f"clip_{name} is {limit:g}; expected more than 0, or None not to clip")
+            object.__setattr__(self, name, limit)
         if self.norm is not None and self.value is not None:
             raise UsageError("clip_norm and clip_value are both given; expected one of them")
 
@@ -40,5 +40,5 @@ class Clipping:
         """What gradients of this norm are multiplied by; NaN if that is NaN, and 1 where no norm is clipped."""
         if self.norm is None or norm is None:
             return 1.0
-        found = self.norm / (norm + LEAST)
-        return 1.0 if found >= 1 else found
+        factor = self.norm / (norm + LEAST)
+        return 1.0 if factor >= 1 else factor

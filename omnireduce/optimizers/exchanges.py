@@ -53,8 +53,8 @@ def start_update(group: Communicator, steps: Steps, rule: Rule, given: Mapping[s
 def _start_update_by_norms(
     group: Communicator, steps: Steps, rule: Lamb, given: Mapping[str, Any]
 ) -> Callable[[], None]:
-    found = _in_turn(lambda one: one[0].start(group, rule.norms(one[1]), given), steps)
-    norms = [[math.sqrt(total) for total in each.totals] for each in found]
+    results = _in_turn(lambda one: one[0].start(group, rule.norms(one[1]), given), steps)
+    norms = [[math.sqrt(total) for total in result.totals] for result in results]
 
     def end() -> None:
         updates = [(part, rule.apply(step, *norm)) for (part, step), norm in zip(steps, norms, strict=True)]
@@ -69,8 +69,8 @@ def _start_update_by_norms(
 def _in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
     """The results of one collective for each item, in order. Up to `AT_ONCE` are under way at once."""
     handles = deque[Handle[Any]]()
-    for each in items:
-        handles.append(start(each))
+    for item in items:
+        handles.append(start(item))
         if len(handles) == AT_ONCE:
             yield handles.popleft().wait()
     while handles:

@@ -62,7 +62,7 @@ class Dense:
 
     def __init__(self, state: int, parameters: Sequence[Parameter], block_size: int) -> None:
         self.state, self.parameters, self.block_size = state, list(parameters), block_size
-        sizes = [each.weights.size for each in parameters]
+        sizes = [parameter.weights.size for parameter in parameters]
         starts = np.cumsum([0, *(-(-size // block_size) * block_size for size in sizes)]).tolist()
         self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._is_alone = len(sizes) == 1
@@ -75,11 +75,13 @@ class Dense:
         return Layout(self._elements, self.block_size)
 
     def checked(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        mine = [each for each in self.parameters if each.name in gradients]
-        return {each.name: dense_gradient(each, gradients[each.name]) for each in mine}
+        mine = [parameter for parameter in self.parameters if parameter.name in gradients]
+        return {parameter.name: dense_gradient(parameter, gradients[parameter.name]) for parameter in mine}
 
     def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
-        given = {each.name: gradients[each.name] for each in self.parameters if each.name in gradients}
+        given = {
+            parameter.name: gradients[parameter.name] for parameter in self.parameters if parameter.name in gradients
+        }
         own = next(iter(given.values()), None)
         if own is not None and not self._is_alone:
             own = self._fill(self._gradients, given)
@@ -87,14 +89,14 @@ class Dense:
 
     def _fill(self, flat: Array, values: Mapping[str, Array]) -> Array:
         """Put arrays at their places in `flat`, and zeros for those that are missing."""
-        for each, place in zip(self.parameters, self._places, strict=True):
-            flat[place] = values[each.name].reshape(-1) if each.name in values else 0
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            flat[place] = values[parameter.name].reshape(-1) if parameter.name in values else 0
         return flat
 
     def done(self) -> None:
         if not self._is_alone:
-            for each, place in zip(self.parameters, self._places, strict=True):
-                each.weights.reshape(-1)[:] = self._weights[place]
+            for parameter, place in zip(self.parameters, self._places, strict=True):
+                parameter.weights.reshape(-1)[:] = self._weights[place]
 
     def send(self, comm: Communicator, program: BlockProgram, values: Mapping[str, Array] | None) -> None:
         own = None if values is None else self._fill(np.zeros(self._elements, np.float32), values)
@@ -102,10 +104,10 @@ class Dense:
         self.done()
 
     def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
-        found = np.zeros(self._elements, np.float32) if wanted else self._weights
-        comm.fused_allreduce(None, program, out=found, block_size=self.block_size, wanted=wanted)
+        values = np.zeros(self._elements, np.float32) if wanted else self._weights
+        comm.fused_allreduce(None, program, out=values, block_size=self.block_size, wanted=wanted)
         places = zip(self.parameters, self._places, strict=True)
-        return {each.name: found[place].reshape(each.weights.shape) for each, place in places if wanted}
+        return {parameter.name: values[place].reshape(parameter.weights.shape) for parameter, place in places if wanted}
 
 
 class Table:
@@ -114,8 +116,8 @@ class Table:
     def __init__(self, state: int, parameter: Parameter) -> None:
         self.state, self.parameters, self._weights = state, [parameter], parameter.weights
         if parameter.weights.ndim != 2 or not 1 <= parameter.weights.shape[1] <= PROGRAM_ELEMENTS:
-            found = list(parameter.weights.shape)
-            raise UsageError(f"{parameter.name} is {found}; expected [rows, row length of up to {PROGRAM_ELEMENTS}]")
+            shape = list(parameter.weights.shape)
+            raise UsageError(f"{parameter.name} is {shape}; expected [rows, row length of up to {PROGRAM_ELEMENTS}]")
 
     @property
     def layout(self) -> Layout:
@@ -146,15 +148,15 @@ class Table:
         comm.fused_allreduce_rows(*rows, program, n_rows=len(self._weights), out=self._weights)
 
     def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
-        found = comm.fused_allreduce_rows(*self._no_rows(), program, n_rows=len(self._weights), wanted=wanted)
-        return {self.parameters[0].name: found.rows.copy()} if wanted else {}
+        received = comm.fused_allreduce_rows(*self._no_rows(), program, n_rows=len(self._weights), wanted=wanted)
+        return {self.parameters[0].name: received.rows.copy()} if wanted else {}
 
 
 class Memory:
     """That of C-contiguous arrays, no two of which overlap."""
 
     def __init__(self, arrays: Iterable[Array]) -> None:
-        ranges = sorted(_range_of(each) for each in arrays)
+        ranges = sorted(_range_of(array) for array in arrays)
         self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
 
     def holds_some_of(self, x: Array) -> bool:
@@ -173,20 +175,22 @@ def parameters_of(params: Mapping[str, Array] | Sequence[Array]) -> list[Paramet
     """The parameters in their order. Raises UsageError for what cannot be some."""
     if not isinstance(params, Mapping | Sequence):
         raise UsageError(f"params is {a_type(params)}; expected a dict or a list of arrays")
-    named = list(params.items()) if isinstance(params, Mapping) else [(str(at), each) for at, each in enumerate(params)]
-    found = {name: parameter_of(name, each) for name, each in named if isinstance(name, str)}
-    if len(found) < len(named):
+    named = (
+        list(params.items()) if isinstance(params, Mapping) else [(str(at), array) for at, array in enumerate(params)]
+    )
+    parameters = {name: parameter_of(name, array) for name, array in named if isinstance(name, str)}
+    if len(parameters) < len(named):
         raise UsageError("the names of parameters: expected texts")
-    if not found:
+    if not parameters:
         raise UsageError("no parameters; expected at least one array")
-    return list(found.values())
+    return list(parameters.values())
 
 
 def check_tables(tables: Any, names: Sequence[str]) -> None:
     """Raises UsageError for what are not some of these names."""
     if isinstance(tables, str) or not isinstance(tables, Collection):
         raise UsageError(f"tables is {tables!r}; expected a list of names of parameters")
-    if wrong := [each for each in tables if not isinstance(each, str)]:
+    if wrong := [table for table in tables if not isinstance(table, str)]:
         raise UsageError(f"tables has {a_type(wrong[0])}; expected names of parameters, which are texts")
     if unknown := sorted(set(tables) - set(names)):
         raise UsageError(f"tables names {', '.join(unknown)}; expected some of {', '.join(names)}")
@@ -215,7 +219,7 @@ def row_gradients(parameter: Parameter, given: Any) -> tuple[Array, Array]:
     """Rows that a user has given, as a gradient. Raises UsageError."""
     n_rows, width = parameter.weights.shape
     is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if not is_pair or not all(isinstance(each, np.ndarray) for each in given):
+    if not is_pair or not all(isinstance(array, np.ndarray) for array in given):
         raise UsageError(f"the gradient of {parameter.name} is {a_type(given)}; expected (indices, rows), arrays")
     indices, values = given
     try:
@@ -238,12 +242,12 @@ def as_weights(values: Array, parameter: Parameter) -> Array:
 
 def parts_of(parameters: Sequence[Parameter], tables: set[str], block_size: int, *, apart: bool) -> list[Part]:
     """The parameters as they travel: `tables` as rows, large ones by themselves, small ones together unless `apart`."""
-    found, small = list[Part](), list[Parameter]()
-    for each in parameters:
-        if each.name in tables:
-            found.append(Table(len(found), each))
-        elif apart or each.weights.nbytes > SMALL_BYTES:
-            found.append(Dense(len(found), [each], block_size))
+    parts, small = list[Part](), list[Parameter]()
+    for parameter in parameters:
+        if parameter.name in tables:
+            parts.append(Table(len(parts), parameter))
+        elif apart or parameter.weights.nbytes > SMALL_BYTES:
+            parts.append(Dense(len(parts), [parameter], block_size))
         else:
-            small.append(each)
-    return [*found, Dense(len(found), small, block_size)] if small else found
+            small.append(parameter)
+    return [*parts, Dense(len(parts), small, block_size)] if small else parts

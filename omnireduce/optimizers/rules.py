@@ -73,11 +73,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name, least, below in self._limits():
-            found = number(name, getattr(self, name))
-            if not least <= found < below:
+            setting = number(name, getattr(self, name))
+            if not least <= setting < below:
                 most = "" if below == math.inf else f" and less than {below:g}"
-                raise UsageError(f"{name} is {found:g}; expected {least:g} or more{most}")
-            object.__setattr__(self, name, found)  # all ranks have the same bits, however it was given
+                raise UsageError(f"{name} is {setting:g}; expected {least:g} or more{most}")
+            object.__setattr__(self, name, setting)  # all ranks have the same bits, however it was given
         check_flag("lazy", self.lazy)
 
     def _limits(self) -> list[tuple[str, float, float]]:
@@ -230,7 +230,7 @@ class Adam(Rule):
     def __post_init__(self) -> None:
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
             raise UsageError(f"betas is {self.betas!r}; expected two numbers")
-        object.__setattr__(self, "betas", tuple(number("betas", each) for each in self.betas))
+        object.__setattr__(self, "betas", tuple(number("betas", beta) for beta in self.betas))
         object.__setattr__(self, "beta1", self.betas[0])
         object.__setattr__(self, "beta2", self.betas[1])
         super().__post_init__()

@@ -36,11 +36,11 @@ def _file(folder: Path, part: int, parts: int) -> Path:
 
 def _present(folder: Path) -> dict[int, set[int]]:
     """The numbers of the parts that are there, by how many there shall be."""
-    found = dict[int, set[int]]()
+    numbers = dict[int, set[int]]()
     for name in os.listdir(folder):
         if match := PART.fullmatch(name):
-            found.setdefault(int(match[2]), set()).add(int(match[1]))
-    return found
+            numbers.setdefault(int(match[2]), set()).add(int(match[1]))
+    return numbers
 
 
 def _starts(size: int, parts: int) -> list[int]:
@@ -63,8 +63,8 @@ def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, di
     for name, kept in shapes.items():
         own = state["state"].get(name)
         for what, shape in kept.items():
-            found = own.get(what) if isinstance(own, Mapping) else None
-            if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
+            array = own.get(what) if isinstance(own, Mapping) else None
+            if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.float32:
                 raise UsageError(f"the state has no {what} of {name}: expected float32{list(shape)}")
     return dict(state["state"])
 
@@ -147,7 +147,7 @@ class SavedParts:
         self._parts = whole[0]
         saves = {self._save_of(part) for part in range(self._parts)}
         if len(saves) > 1:
-            steps = sorted(each for each, _ in saves)
+            steps = sorted(step for step, _ in saves)
             raise UsageError(
                 f"{folder} has parts of {len(saves)} saves, after {steps} steps: the last one has not ended"
             )
@@ -160,8 +160,8 @@ class SavedParts:
             with np.load(file) as arrays:
                 for name, what, size in self._sizes():
                     start, stop = _starts(size, self._parts)[part : part + 2]
-                    found = arrays.get(key_of(name, what))
-                    if found is None or found.shape != (stop - start,) or found.dtype != np.float32:
+                    array = arrays.get(key_of(name, what))
+                    if array is None or array.shape != (stop - start,) or array.dtype != np.float32:
                         raise UsageError(f"it has no {what} of {name} with {stop - start} numbers of float32")
                 return check_steps(arrays[STEP].item()), int(arrays[NUMBER].item())
         except Exception as error:  # any: a file may hold anything
@@ -177,9 +177,9 @@ class SavedParts:
         mine = range(rank, self._parts, size)
         if not mine:
             return None
-        found = np.zeros(self._shapes[name][what], np.float32)
-        places = list(pairwise(_starts(found.size, self._parts)))
+        array = np.zeros(self._shapes[name][what], np.float32)
+        places = list(pairwise(_starts(array.size, self._parts)))
         for part in mine:
             with np.load(_file(self._folder, part, self._parts)) as arrays:
-                found.reshape(-1)[slice(*places[part])] = arrays[key_of(name, what)]
-        return found
+                array.reshape(-1)[slice(*places[part])] = arrays[key_of(name, what)]
+        return array

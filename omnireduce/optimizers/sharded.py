@@ -77,9 +77,9 @@ class ShardedOptimizer:
         self._clipping = Clipping(norm=clip_norm, value=clip_value)
         self.gradient_norm: float | None = None
         parameters = parameters_of(params)
-        names = self._names = [each.name for each in parameters]
+        names = self._names = [parameter.name for parameter in parameters]
         check_tables(tables, names)
-        shared = two_that_share([each.weights for each in parameters])
+        shared = two_that_share([parameter.weights for parameter in parameters])
         if shared:
             first, second = (names[at] for at in sorted(shared))
             raise UsageError(f"{first} and {second} share memory; expected each array once")
@@ -89,7 +89,7 @@ class ShardedOptimizer:
             )
         block_size = min(self.comm.config.protocol.block_size, PROGRAM_ELEMENTS)
         self._parts = parts_of(parameters, set(tables), block_size, apart=isinstance(rule, Lamb))
-        self._memory = Memory(each.weights for each in parameters)
+        self._memory = Memory(parameter.weights for parameter in parameters)
         self._root, self._kept_here = root, dict[str, Any]()
         self._group: Communicator | None = None
         self._formation: object = None  # of `comm`, when the group was made
@@ -134,9 +134,9 @@ class ShardedOptimizer:
         self._formation = self.comm.formation
         number = _number_of(self._name, self.comm)
         check_agreement(self.comm, [("root", str(root)), *self._terms()], f"{self._name}.alike")
-        found = self.comm.create_group(name=f"{self._name}.{number}", state_bytes=self.state_bytes)
-        found.drives_in_background = False  # the thread that ends a step drives it
-        return found
+        group = self.comm.create_group(name=f"{self._name}.{number}", state_bytes=self.state_bytes)
+        group.drives_in_background = False  # the thread that ends a step drives it
+        return group
 
     def _terms(self) -> Iterator[tuple[str, str]]:
         """What all ranks have alike."""
@@ -145,8 +145,8 @@ class ShardedOptimizer:
         yield "clip_value", str(self._clipping.value)
         yield "what the rule keeps", ", ".join((*self._rule.columns, *self._rule.cells)) or "nothing"
         shapes = {
-            each.name: f"float32{list(each.weights.shape)} as {type(part).__name__.lower()}"
-            for part in self._parts for each in part.parameters
+            parameter.name: f"float32{list(parameter.weights.shape)} as {type(part).__name__.lower()}"
+            for part in self._parts for parameter in part.parameters
         }  # fmt: skip
         yield from ((f"parameter {name}", shapes[name]) for name in self._names)
 
@@ -172,7 +172,7 @@ class ShardedOptimizer:
     def checked(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         """Gradients as they travel, by name. Raises UsageError for those that do not fit."""
         named = self._given(gradients)
-        return {name: self._apart(each) for part in self._parts for name, each in part.checked(named).items()}
+        return {name: self._apart(gradient) for part in self._parts for name, gradient in part.checked(named).items()}
 
     def begin_squares(self, given: Mapping[str, Any]) -> Callable[[], float]:
         """Start to add up the squares of the mean of the gradients of all ranks; what this returns waits for the
@@ -197,7 +197,7 @@ class ShardedOptimizer:
             gradients = dict(zip(self._names, gradients, strict=True))
         if unknown := sorted(map(str, set(gradients) - set(self._names))):
             raise UsageError(f"gradients of {', '.join(unknown)}; expected some of {', '.join(self._names)}")
-        return {name: each for name, each in gradients.items() if each is not None}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _apart(self, gradient: Any) -> Any:
         """A gradient, or its rows, as a copy where it lies in weights, which a step writes: that of w² / 2 is w."""
@@ -237,10 +237,10 @@ class ShardedOptimizer:
         """
         with told_to_others(self):
             wanted = root is None or check_root(root, self.comm.size) == self.comm.rank
-        found: dict[str, Any] = {each.name: {} for part in self._parts for each in part.parameters}
+        state: dict[str, Any] = {parameter.name: {} for part in self._parts for parameter in part.parameters}
         for name, what, values in self._fetched(wanted=wanted):
-            found[name][what] = values
-        return {STEP: self.steps, "state": found} if wanted else {}
+            state[name][what] = values
+        return {STEP: self.steps, "state": state} if wanted else {}
 
     def _fetched(self, *, wanted: bool) -> Iterator[tuple[str, str, Array]]:
         """What the shards keep, one array after the other: the parameter, what of it, and the array."""
@@ -262,8 +262,8 @@ class ShardedOptimizer:
     def _shapes(self) -> Shapes:
         """Of what the rule keeps, by parameter: one number for each weight, or for each row."""
         return {
-            each.name: {what: each.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
-            for part in self._parts for each in part.parameters
+            parameter.name: {what: parameter.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
+            for part in self._parts for parameter in part.parameters
         }  # fmt: skip
 
     def initial_state(self, parameter: str) -> dict[str, Array]:
@@ -302,8 +302,12 @@ class ShardedOptimizer:
         self.steps = int(group.broadcast(np.array([steps]), root)[0])
         for part in self._parts if self.steps else ():
             for what, at, is_cell in self._kept:
-                found = {each.name: (each, kept(each.name, what)) for each in part.parameters}
-                own = {name: as_weights(x, each) for name, (each, x) in found.items() if x is not None}
+                pairs = {parameter.name: (parameter, kept(parameter.name, what)) for parameter in part.parameters}
+                own = {
+                    name: as_weights(array, parameter)
+                    for name, (parameter, array) in pairs.items()
+                    if array is not None
+                }
                 code = Assembly()
                 code.store(at, is_cell=is_cell)
                 part.send(group, self._of_all(part, code, returns=False), own or None)
@@ -354,7 +358,9 @@ class ShardedOptimizer:
                 if is_cell:
                     code.add(Operation.STORE_CELL, SCRATCH, third=at)
             code.store(WEIGHTS)
-            own = {each.name: each.weights for each in part.parameters} if self.comm.rank == root else None
+            own = (
+                {parameter.name: parameter.weights for parameter in part.parameters} if self.comm.rank == root else None
+            )
             part.send(group, self._of_all(part, code), own)
 
 
