@@ -39,9 +39,9 @@ else:
         if name not in __all__:
             raise AttributeError(f"module 'omnireduce.data_parallel' has no attribute {name!r}")
         place = f"omnireduce.data_parallel.{_PLACES[name]}" if name in _PLACES else _OTHERS
-        found = getattr(import_module(place), name)
-        globals()[name] = found  # from now on this function is not asked for it
-        return found
+        attribute = getattr(import_module(place), name)
+        globals()[name] = attribute  # from now on this function is not asked for it
+        return attribute
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -55,8 +55,8 @@ class ArrayAdapter:
         """The array itself; None for one that is not contiguous or is read-only."""
         if isinstance(x, np.generic):
             return None
-        found = self.read(x)
-        return found if found.flags.c_contiguous and found.flags.writeable else None
+        array = self.read(x)
+        return array if array.flags.c_contiguous and array.flags.writeable else None
 
     def read(self, x: Any) -> Array:
         """The array itself."""
@@ -77,28 +77,28 @@ class ArrayAdapter:
 
     def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
         """The result of the model's `buffers()`, if it has that method. Its other arrays may be anything."""
-        found = getattr(model, "buffers", None)
-        return [(f"buffers()[{at}]", each) for at, each in enumerate(found())] if callable(found) else []
+        buffers = getattr(model, "buffers", None)
+        return [(f"buffers()[{at}]", buffer) for at, buffer in enumerate(buffers())] if callable(buffers) else []
 
 
 def named_tensors(x: Any, adapter: Adapter, path: str = "") -> list[tuple[str, Any]]:
     """Names and tensors of an array, of a list, tuple or dict of arrays, or of an object with `parameters()`. The order
     is the same on all ranks, and each tensor comes once."""
-    found: dict[int, tuple[str, Any]] = {}
-    for name, each in _walked(x, adapter, path):
-        found.setdefault(id(each), (name, each))
-    return list(found.values())
+    named: dict[int, tuple[str, Any]] = {}
+    for name, tensor in _walked(x, adapter, path):
+        named.setdefault(id(tensor), (name, tensor))
+    return list(named.values())
 
 
 def _walked(x: Any, adapter: Adapter, path: str) -> Iterable[tuple[str, Any]]:
     if adapter.kind(x):
         yield path or "parameter", x
     elif isinstance(x, dict):
-        for key, each in x.items():
-            yield from _walked(each, adapter, f"{path}[{key!r}]")
+        for key, nested in x.items():
+            yield from _walked(nested, adapter, f"{path}[{key!r}]")
     elif isinstance(x, list | tuple):
-        for at, each in enumerate(x):
-            yield from _walked(each, adapter, f"{path}[{at}]")
+        for at, nested in enumerate(x):
+            yield from _walked(nested, adapter, f"{path}[{at}]")
     elif callable(getattr(x, "parameters", None)):
         yield from _walked(list(x.parameters()), adapter, f"{path}parameters()")
     elif x is not None:

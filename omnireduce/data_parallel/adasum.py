@@ -15,15 +15,15 @@ def adasum(gradients: Sequence[Array]) -> Array:
     Two are combined as a(1 - a·b / 2|a|²) + b(1 - a·b / 2|b|²), where an array of zeros adds nothing; in float64, and
     rounded once in the end. After Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
     """
-    found = [each.astype(np.float64) for each in gradients]
-    while len(found) > 1:
-        found = [_pair(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
-    return found[0].astype(gradients[0].dtype)
+    combined = [gradient.astype(np.float64) for gradient in gradients]
+    while len(combined) > 1:
+        combined = [_pair(a, b) for a, b in zip(combined[::2], combined[1::2], strict=True)]
+    return combined[0].astype(gradients[0].dtype)
 
 
 def _pair(a: Array, b: Array) -> Array:
     product, own, other = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
     of_a = 1 - product / (2 * own) if own else 1.0
     of_b = 1 - product / (2 * other) if other else 1.0
-    found: Array = of_a * a + of_b * b
-    return found
+    combined: Array = of_a * a + of_b * b
+    return combined

@@ -113,21 +113,21 @@ class Agreement:
 
     def request(self, name: str) -> Request:
         """The request of all ranks by this name, which was agreed."""
-        found = self._known[name].request
-        assert found is not None
-        return found
+        request = self._known[name].request
+        assert request is not None
+        return request
 
     # with rounds
 
     def bytes_of_round(self) -> Array:
         """The bytes of this rank for the next round: uint8, equally many on all ranks."""
-        found = np.full(NAMES_FROM + len(self._known), self._rank in self.joined, np.uint8)
-        found[NO_NEWS] = not self._news
+        flags = np.full(NAMES_FROM + len(self._known), self._rank in self.joined, np.uint8)
+        flags[NO_NEWS] = not self._news
         if JOIN in self._known:
-            found[self._known[JOIN].place] = 0
+            flags[self._known[JOIN].place] = 0
         for name in self.pending.keys() - self._news.keys():
-            found[self._known[name].place] = 1
-        return found
+            flags[self._known[name].place] = 1
+        return flags
 
     def news(self) -> list[Request]:
         """The requests that this rank must tell the others."""
@@ -156,16 +156,16 @@ class Agreement:
             self.last_joined, self.joined = self.joined[-1], []
             del self._known[JOIN]
             self._number_anew(list(self._known))
-        self._learn([each.name for each in good if each.name != JOIN])
+        self._learn([request.name for request in good if request.name != JOIN])
         return [*fused(good, self._fusion_bytes), *failed], not least[NO_NEWS]
 
     def _terms(self, name: str, known: Known) -> tuple[Request, str]:
         """The request by this name, and why it cannot be done: empty if it can."""
         asked = {rank: known.of(rank) for rank in range(self._size) if name == JOIN or rank not in self.joined}
-        request = next(each for each in asked.values() if each is not None)
-        for rank, each in asked.items():
-            if each is not None and each.kind == REFUSAL:
-                return request, f"rank {rank} refused '{name}': {each.terms}"
+        request = next(candidate for candidate in asked.values() if candidate is not None)
+        for rank, theirs in asked.items():
+            if theirs is not None and theirs.kind == REFUSAL:
+                return request, f"rank {rank} refused '{name}': {theirs.terms}"
         if len(set(asked.values())) > 1:
             return request, _difference(name, asked)
         if name != JOIN and self.joined and request.kind not in WITHOUT_DATA:
@@ -175,25 +175,25 @@ class Agreement:
     def hear(self, news: Sequence[Sequence[Request]]) -> None:
         """Take the news of all ranks, by rank."""
         for rank, requests in enumerate(news):
-            for each in requests:
-                known = self._known.pop(each.name, None)
+            for request in requests:
+                known = self._known.pop(request.name, None)
                 if known is None:
                     known = Known(NAMES_FROM + len(self._names))
-                    self._names.append(each.name)
-                known.changed[rank] = each
-                self._known[each.name] = known
-                if each.name == JOIN and rank not in self.joined:
+                    self._names.append(request.name)
+                known.changed[rank] = request
+                self._known[request.name] = known
+                if request.name == JOIN and rank not in self.joined:
                     self.joined.append(rank)
         self._forget_names()
         own = {name: self._known[name].of(self._rank) if name in self._known else None for name in self.pending}
-        self._news = {name: each for name, each in self.pending.items() if own[name] != each}
+        self._news = {name: request for name, request in self.pending.items() if own[name] != request}
 
     def _forget_names(self) -> None:
         """Forget old names if there are too many. Those agreed in this round stay: they are yet to be done."""
         spare = len(self._known) - MOST_NAMES
         if spare > 0:
             kept = set(list(self._known)[spare + MOST_NAMES // 2 :]) | {JOIN}
-            self._number_anew([name for name, each in self._known.items() if name in kept or each.at == self.rounds])
+            self._number_anew([name for name, known in self._known.items() if name in kept or known.at == self.rounds])
             self._forget_steps()
 
     def _number_anew(self, names: Sequence[str]) -> None:
@@ -270,6 +270,6 @@ class Agreement:
 def _difference(name: str, asked: dict[int, Request | None]) -> str:
     """A message with the different requests of two ranks."""
     (first, mine), *others = asked.items()
-    other, theirs = next((rank, each) for rank, each in others if each != mine)
-    told = (str(each or "nothing") for each in (mine, theirs))
+    other, theirs = next((rank, request) for rank, request in others if request != mine)
+    told = (str(request or "nothing") for request in (mine, theirs))
     return f"'{name}' differs between ranks: rank {first} has {next(told)}, rank {other} has {next(told)}"

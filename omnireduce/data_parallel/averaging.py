@@ -38,7 +38,7 @@ class Averaging:
 
     def __init__(self, names: Sequence[str], parts: Sequence[Part], terms: Terms = tuple) -> None:
         self._parts, self._terms = parts, terms
-        self._own_parts = [(name, str(each)) for name, each in zip(names, parts, strict=True)]
+        self._own_parts = [(name, str(part)) for name, part in zip(names, parts, strict=True)]
         self._formation: object = None  # of the job, in which ranks have agreed
         self._own: list[bool] = []  # which gradients this rank had when they did
         self._travelling = _Bundle(parts, [], 1)  # those that some rank had
@@ -51,21 +51,21 @@ class Averaging:
         means. Raises UsageError on all ranks where their parts or terms differ; otherwise what `Communicator.allreduce`
         raises.
         """
-        found = list(own)
+        gradients = list(own)
         if comm.size == 1:
-            return found
-        has = [each is not None for each in own]
+            return gradients
+        has = [gradient is not None for gradient in own]
         if comm.formation is not self._formation:
             check_agreement(comm, [*self._terms(), *self._own_parts], PARAMETERS)
             self._agree(comm, has)
             self._formation = comm.formation
-            self._travelling.exchange(comm, found)
-            return found
+            self._travelling.exchange(comm, gradients)
+            return gradients
         before = self._travelling
-        if before.exchange(comm, found, marked=has != self._own):
+        if before.exchange(comm, gradients, marked=has != self._own):
             self._agree(comm, has)
-            self._catch_up(comm, found, set(before.places))
-        return found
+            self._catch_up(comm, gradients, set(before.places))
+        return gradients
 
     def _agree(self, comm: Communicator, has: list[bool]) -> None:
         anywhere = comm.allreduce(np.array(has, np.bool_), op="any", name=WHICH)
@@ -130,6 +130,6 @@ class _Bundle:
         while pair := two_that_share(sent):
             sent[pair[1]] = sent[pair[1]].copy()
         comm.allreduce(sent, op=MEAN, name=GRADIENTS)
-        for each, target in zip(sent, own, strict=True):
-            if each is not target:
-                target[:] = each
+        for array, target in zip(sent, own, strict=True):
+            if array is not target:
+                target[:] = array

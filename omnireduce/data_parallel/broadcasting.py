@@ -43,12 +43,12 @@ def broadcast_parameters(
     comm, adapter = communicator(comm), ArrayAdapter() if adapter is None else adapter
     with told_to_others(comm):
         named = named_tensors(list(model) if hasattr(model, "__next__") else model, adapter)
-        known = {id(each) for _, each in named}
-        buffers = [each for each in adapter.buffers(model) if id(each[1]) not in known]
-        arrays = [adapter.read(each) for _, each in named + buffers]
+        known = {id(tensor) for _, tensor in named}
+        buffers = [pair for pair in adapter.buffers(model) if id(pair[1]) not in known]
+        arrays = [adapter.read(tensor) for _, tensor in named + buffers]
     own = [
-        (name, f"{each.dtype}{list(each.shape)}")
-        for (name, _), each in zip(named + buffers, arrays, strict=True)
+        (name, f"{array.dtype}{list(array.shape)}")
+        for (name, _), array in zip(named + buffers, arrays, strict=True)
     ]  # fmt: skip
     kind = "none" if optimizer is None else type(optimizer).__name__
     check_agreement(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
@@ -56,12 +56,12 @@ def broadcast_parameters(
         raise UsageError(f"the model, {a_type(model)}, has no parameters: expected one or more")
     root = check_root(root_rank, comm.size, "root_rank")
     state = None if optimizer is None else _state_of(comm, root, optimizer, named, adapter)
-    found = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
+    received = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
     if comm.rank != root:
-        for (_, tensor), values in zip(named + buffers, found, strict=False):
+        for (_, tensor), values in zip(named + buffers, received, strict=False):
             adapter.write(tensor, values)
         if state:
-            state.restore(found[len(arrays) :])
+            state.restore(received[len(arrays) :])
 
 
 def _state_of(
@@ -69,7 +69,7 @@ def _state_of(
 ) -> State:
     """The state that the optimizer of the root has."""
     inner = optimizer.opt if isinstance(optimizer, DistributedOptimizer) else optimizer
-    state = State(inner, [each for _, each in named], adapter)
+    state = State(inner, [tensor for _, tensor in named], adapter)
     told = state.described() if comm.rank == root else None
     told = comm.broadcast_object(told, root, name=NAME)
     if comm.rank != root:
@@ -82,15 +82,15 @@ def moved(comm: Communicator, root: int, arrays: Sequence[Array], name: str) -> 
     this name. Raises UsageError for arrays of objects."""
     if not arrays:
         return []
-    if any(each.dtype.hasobject for each in arrays):
+    if any(array.dtype.hasobject for array in arrays):
         raise UsageError("an array of objects cannot be broadcast: expected arrays of numbers")
-    ends = np.cumsum([0, *(each.nbytes for each in arrays)]).tolist()
+    ends = np.cumsum([0, *(array.nbytes for array in arrays)]).tolist()
     if comm.rank == root:
-        whole = np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays])
+        whole = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
     else:
         whole = np.empty(ends[-1], np.uint8)
     comm.broadcast(whole, root, name=name)
-    found = [np.empty(each.shape, each.dtype) for each in arrays]
-    for each, (start, end) in zip(found, pairwise(ends), strict=True):
-        each.reshape(-1).view(np.uint8)[:] = whole[start:end]
-    return found
+    copies = [np.empty(array.shape, array.dtype) for array in arrays]
+    for copy, (start, end) in zip(copies, pairwise(ends), strict=True):
+        copy.reshape(-1).view(np.uint8)[:] = whole[start:end]
+    return copies

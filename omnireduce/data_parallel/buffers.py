@@ -26,10 +26,10 @@ class Buffer:
     """
 
     def __init__(self, memory: Array, sizes: Sequence[Sequence[int]], op: str, block_size: int) -> None:
-        ends = np.cumsum([0, *(each for those in sizes for each in those)]).tolist()
+        ends = np.cumsum([0, *(size for part_sizes in sizes for size in part_sizes)]).tolist()
         start = -(-ends[-1] // block_size) * block_size
         slices = (memory[a:b] for a, b in pairwise(ends))
-        self.parts = [list(islice(slices, len(each))) for each in sizes]
+        self.parts = [list(islice(slices, len(part_sizes))) for part_sizes in sizes]
         self.whole, self._filled = memory[: start + block_size], memory[: ends[-1]]
         self._mark, self._spare = self.whole[start:], self.whole[ends[-1] : start]
         self._fair = 0 if op in ONE_SPOILS else 1

@@ -51,7 +51,7 @@ class Dispatcher:
         self._fusion_bytes = int(of_rank_0[0])  # what travels together is the same on all ranks
         self._machine = Agreement(comm.rank, comm.size, self._fusion_bytes)
         self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
-        limits = [each for each in (comm.config.cluster.timeout_s, stall.warn_s, stall.abort_s) if each]
+        limits = [limit for limit in (comm.config.cluster.timeout_s, stall.warn_s, stall.abort_s) if limit]
         self._patience_s = min(limits) / 2  # for a batch without a round; then ranks meet in rounds again
         self._timeline = QueueTimeline(comm)
         self._tasks: dict[str, Task] = {}
@@ -194,7 +194,7 @@ class Dispatcher:
     @property
     def _program_waits(self) -> bool:
         """Some thread waits for what is not done. One that is done may not have woken yet."""
-        return any(not each.is_done for each in self._waited)
+        return any(not task.is_done for task in self._waited)
 
     def _meet(self, pause_s: float) -> bool:
         """A round; return whether it brought anything."""
@@ -214,9 +214,9 @@ class Dispatcher:
         with self._work:
             batches, has_news = machine.agree(least[:-2])
         if has_news:
-            news = self._comm.allgather_object([each.said() for each in told], name=OF_QUEUE + "news")
+            news = self._comm.allgather_object([request.said() for request in told], name=OF_QUEUE + "news")
             with self._work:
-                machine.hear([[Request.told(each) for each in of_rank] for of_rank in news])
+                machine.hear([[Request.told(said) for said in of_rank] for of_rank in news])
         if not least[-1]:
             self._inspect()
         for batch in batches:
@@ -257,7 +257,7 @@ class Dispatcher:
         if is_due and self._is_marked(spoils=spoils):
             self._timeline.spoiled(requests)
             return True
-        own = [self._operation(each) for each in requests]
+        own = [self._operation(request) for request in requests]
         self._timeline.exchanging(requests)
         results: Sequence[Any]
         try:
@@ -271,23 +271,23 @@ class Dispatcher:
     def _fits_a_buffer(self, requests: Sequence[Request]) -> bool:
         if requests[0].kind != "allreduce" or not requests[0].shares:
             return False
-        return sum(each.nbytes for each in requests) <= max(self._fusion_bytes, MARKED_BYTES)
+        return sum(request.nbytes for request in requests) <= max(self._fusion_bytes, MARKED_BYTES)
 
     def _do_in_buffer(self, batch: Batch, requests: tuple[Request, ...], *, is_due: bool, spoils: bool) -> bool:
         """All-reduces of one type and operation."""
-        buffer, own = self._buffer_for(requests), [] if spoils else [self._operation(each) for each in requests]
+        buffer, own = self._buffer_for(requests), [] if spoils else [self._operation(request) for request in requests]
         if spoils:
             buffer.spoil(self._comm.rank)
         else:
             self._timeline.filling(requests)
-            buffer.fill([x for each in own for x in each.brought()])
+            buffer.fill([array for operation in own for array in operation.brought()])
             self._timeline.exchanging(requests, MEMCPY_IN)
         self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=OF_QUEUE + batch.names[0])
         if buffer.is_spoiled:
             self._timeline.spoiled(requests)
             return True
         self._timeline.emptying(requests)
-        results = [self._taken(each, parts) for each, parts in zip(own, buffer.parts, strict=True)]
+        results = [self._taken(operation, parts) for operation, parts in zip(own, buffer.parts, strict=True)]
         self._timeline.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
@@ -301,19 +301,19 @@ class Dispatcher:
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
         """That of the same requests before, if there were some."""
-        found = self._buffers.get(requests)
-        if found is None:
-            sizes = [[part.elements for part in each.parts] for each in requests]
+        buffer = self._buffers.get(requests)
+        if buffer is None:
+            sizes = [[part.elements for part in request.parts] for request in requests]
             block_size, dtype = self._comm.config.protocol.block_size, requests[0].parts[0].dtype
             elements = Buffer.elements(sizes, block_size)
             if dtype not in self._memory or self._memory[dtype].size < elements:
                 self._memory[dtype] = np.empty(elements, dtype)
                 self._buffers.clear()
-            found = Buffer(self._memory[dtype], sizes, requests[0].combined_by, block_size)
+            buffer = Buffer(self._memory[dtype], sizes, requests[0].combined_by, block_size)
             if len(self._buffers) == MOST_BUFFERS:
                 self._buffers.clear()
-            self._buffers[requests] = found
-        return found
+            self._buffers[requests] = buffer
+        return buffer
 
     def _is_marked(self, *, spoils: bool) -> bool:
         """A mark goes before what does not take one along; return whether some rank spoils."""
@@ -355,11 +355,11 @@ class Dispatcher:
 
     def _is_inspection_due(self) -> bool:
         """Whether something waits for too long, and ranks have not told of it for as long."""
-        limits = [each for each in (self._warn_s, self._abort_s) if each]
+        limits = [limit for limit in (self._warn_s, self._abort_s) if limit]
         now = time.monotonic()
         if not limits or not self._awaited or now - self._inspected < min(limits):
             return False
-        return now - min(each.since for each in self._awaited.values()) >= min(limits)
+        return now - min(task.since for task in self._awaited.values()) >= min(limits)
 
     @property
     def _awaited(self) -> dict[str, Task]:
@@ -378,7 +378,7 @@ class Dispatcher:
             oldest = sorted(self._awaited.items(), key=lambda item: item[1].since)[:MOST_TOLD]
         own: list[Ready] = [(name, now - task.since) for name, task in oldest if name != JOIN]
         told = self._comm.allgather_object((self._abort_s, own), name=OF_QUEUE + "what is waited for")
-        abort_s, waiting = told[0][0], [each for _, each in told]
+        abort_s, waiting = told[0][0], [ready for _, ready in told]
         joined = self._machine.joined
         if self._comm.rank == 0 and self._warn_s:
             for who, what in in_words(stalls(waiting, joined, self._warn_s)):

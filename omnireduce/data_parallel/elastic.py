@@ -43,8 +43,8 @@ class State:
 
     def on_reset(self) -> None:
         """The job was formed anew."""
-        for each in self._callbacks:
-            each()
+        for callback in self._callbacks:
+            callback()
 
     def commit(self) -> None:
         """Keep the state as it is now. All ranks call this after the same step.

@@ -34,11 +34,11 @@ def exchangeable(
 ) -> tuple[list[Array | None], set[int]]:
     """The gradients as arrays of these dtypes and shapes that may be overwritten, and the places of those that are
     copies. Raises UsageError for what is no gradient of its parameter."""
-    found: list[Array | None] = []
+    arrays: list[Array | None] = []
     copied: set[int] = set()
     for at, (tensor, (dtype, shape)) in enumerate(zip(tensors, parts, strict=True)):
         if tensor is None:
-            found.append(None)
+            arrays.append(None)
             continue
         if not adapter.kind(tensor):
             raise UsageError(f"the gradient of '{names[at]}' is {a_type(tensor)}: expected a tensor or None")
@@ -48,21 +48,21 @@ def exchangeable(
             copied.add(at)
         if values.shape != shape:
             raise UsageError(f"the gradient of '{names[at]}' is {list(values.shape)}: expected {list(shape)}")
-        found.append(values)
-    return found, copied
+        arrays.append(values)
+    return arrays, copied
 
 
 def scale(arrays: list[Array | None], factor: float, copied: set[int]) -> None:
     """Multiply the gradients by this factor, where they lie. Two that share memory are separated first, and the places
     of copies added to those that are `copied`."""
-    there = [(at, each) for at, each in enumerate(arrays) if each is not None]
-    while pair := two_that_share([each for _, each in there]):
+    there = [(at, array) for at, array in enumerate(arrays) if array is not None]
+    while pair := two_that_share([array for _, array in there]):
         at, shared = there[pair[1]]
         arrays[at] = own = shared.copy()
         there[pair[1]] = at, own
         copied.add(at)
-    for _, each in there:
-        scaled(each, factor, each)
+    for _, array in there:
+        scaled(array, factor, array)
 
 
 def leaves(gradients: Any, parameters: Any, adapter: Adapter, path: str = "") -> Iterator[Any]:
@@ -75,15 +75,15 @@ def leaves(gradients: Any, parameters: Any, adapter: Adapter, path: str = "") ->
         own = {} if gradients is None else gradients
         if not isinstance(own, dict) or not own.keys() <= parameters.keys():
             raise UsageError(f"{where} is {_shown(gradients)}: expected a dict with the keys {list(parameters)}")
-        for key, each in parameters.items():
-            yield from leaves(own.get(key), each, adapter, f"{path}[{key!r}]")
+        for key, part in parameters.items():
+            yield from leaves(own.get(key), part, adapter, f"{path}[{key!r}]")
     else:
         parts = list(parameters) if isinstance(parameters, list | tuple) else list(parameters.parameters())
         own = [None] * len(parts) if gradients is None else gradients
         if not isinstance(own, list | tuple) or len(own) != len(parts):
             raise UsageError(f"{where} is {_shown(gradients)}: expected a list of {len(parts)}, as the parameters are")
-        for at, (mine, each) in enumerate(zip(own, parts, strict=True)):
-            yield from leaves(mine, each, adapter, f"{path}[{at}]")
+        for at, (mine, part) in enumerate(zip(own, parts, strict=True)):
+            yield from leaves(mine, part, adapter, f"{path}[{at}]")
 
 
 def rebuilt(found: Iterator[Any], parameters: Any, adapter: Adapter) -> Any:
@@ -91,12 +91,12 @@ def rebuilt(found: Iterator[Any], parameters: Any, adapter: Adapter) -> Any:
     if adapter.kind(parameters):
         return next(found)
     if isinstance(parameters, dict):
-        return {key: rebuilt(found, each, adapter) for key, each in parameters.items()}
+        return {key: rebuilt(found, part, adapter) for key, part in parameters.items()}
     if isinstance(parameters, tuple):
-        parts = [rebuilt(found, each, adapter) for each in parameters]
+        parts = [rebuilt(found, part, adapter) for part in parameters]
         return type(parameters)(*parts) if hasattr(parameters, "_fields") else tuple(parts)
     own = parameters if isinstance(parameters, list) else parameters.parameters()
-    return [rebuilt(found, each, adapter) for each in own]
+    return [rebuilt(found, part, adapter) for part in own]
 
 
 def _shown(x: Any) -> str:

@@ -59,29 +59,31 @@ class Reduction:
         if two_that_share(outs):
             raise UsageError(f"arrays of '{name}' share memory; expected each array once")
         self._outs = outs
-        self._flat, self._flat_outs = [each.reshape(-1) for each in arrays], [each.reshape(-1) for each in outs]
+        self._flat, self._flat_outs = [array.reshape(-1) for array in arrays], [out.reshape(-1) for out in outs]
         self._prescale, self._postscale = prescale, postscale
         scales = "" if prescale == postscale == 1 else f"scaled by {prescale!r} and {postscale!r}"
-        parts = tuple(TensorType(str(each.dtype), each.shape) for each in arrays)
+        parts = tuple(TensorType(str(array.dtype), array.shape) for array in arrays)
         self.request = Request(name, "allreduce", op, parts, scales)
 
     @classmethod
     def of_nothing(cls, request: Request) -> Reduction:
         """The operation of a rank without more data. It changes no result, except that a mean counts this rank."""
-        found = [np.full(each.shape, _neutral(request.op, np.dtype(each.dtype)), each.dtype) for each in request.parts]
-        return cls(request.name, found, found, request.op, 1, 1)  # type: ignore[arg-type]
+        neutral = [
+            np.full(part.shape, _neutral(request.op, np.dtype(part.dtype)), part.dtype) for part in request.parts
+        ]
+        return cls(request.name, neutral, neutral, request.op, 1, 1)  # type: ignore[arg-type]
 
     @property
     def form(self) -> ReductionTemplate:
         """This reduction without its arrays, for the same reduction of other arrays."""
-        dtypes = tuple(each.dtype for each in self._outs)
+        dtypes = tuple(out.dtype for out in self._outs)
         return ReductionTemplate(self.request, dtypes, self._prescale, self._postscale)
 
     def brought(self) -> list[Array]:
         """The input of this rank: flat arrays."""
         if self._prescale == 1:
             return self._flat
-        return [scaled(each, self._prescale) for each in self._flat]
+        return [scaled(array, self._prescale) for array in self._flat]
 
     def take(self, parts: Sequence[Array], size: int) -> Any:
         """Take the result of `size` ranks out of these flat arrays. Return the output arrays."""
@@ -108,8 +110,8 @@ class Reduction:
             return [(cast(Op, op), list(everything))]
         integers = [at for at in everything if self._flat_outs[at].dtype.kind in "iu"]
         others = [at for at in everything if at not in integers]
-        found: list[tuple[Op, list[int]]] = [("sum", integers), ("mean", others)]
-        return [each for each in found if each[1]]
+        exchanges: list[tuple[Op, list[int]]] = [("sum", integers), ("mean", others)]
+        return [exchange for exchange in exchanges if exchange[1]]
 
     def _exchange(self, comm: Communicator, op: Op, brought: Sequence[Array], outs: Sequence[Array]) -> None:
         name = OF_QUEUE + self.request.name
@@ -183,7 +185,7 @@ Operation = Reduction | RowReduction | Alone
 def together(comm: Communicator, operations: Sequence[RowReduction]) -> list[Rows[Any]]:
     """Reduce rows of several matrices, in one exchange for each dtype and row length."""
     first = operations[0].request
-    tables = [each.table for each in operations]
+    tables = [operation.table for operation in operations]
     return comm.allreduce_tables(tables, op=first.op, name=OF_QUEUE + first.name)  # type: ignore[arg-type]
 
 
@@ -244,7 +246,7 @@ def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: i
     reduction = Reduction(name, arrays, outs, "sum", 1, 1)  # checks them
     if size & (size - 1):
         raise UsageError(f"adasum of {size} ranks: expected a power of two")
-    if any(each.dtype.kind != "f" for each in arrays):
+    if any(array.dtype.kind != "f" for array in arrays):
         raise UsageError(f"adasum of '{name}': expected float16, float32 or float64")
 
     def run(comm: Communicator) -> Any:

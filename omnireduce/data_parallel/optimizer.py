@@ -56,14 +56,14 @@ class DistributedOptimizer:
         communicator(comm)
         self.opt, self._loader, self._comm = opt, loader, comm
         self._adapter = ArrayAdapter() if adapter is None else adapter
-        found = parameters_of(opt) if parameters is None else parameters
-        self._parameters = list(found) if isinstance(found, Iterator) else found
+        trained = parameters_of(opt) if parameters is None else parameters
+        self._parameters = list(trained) if isinstance(trained, Iterator) else trained
         self._named = named_tensors(self._parameters, self._adapter)
         if not self._named:
             raise UsageError("the optimizer has no parameters: expected one or more, in its params or as parameters=")
         self._names = [name for name, _ in self._named]
-        values = [self._adapter.read(each) for _, each in self._named]
-        self._parts = [Part(each.dtype, each.shape) for each in values]
+        values = [self._adapter.read(tensor) for _, tensor in self._named]
+        self._parts = [Part(array.dtype, array.shape) for array in values]
         self._averaging = Averaging(self._names, self._parts, self._terms)
 
     def __getattr__(self, name: str) -> Any:
@@ -105,12 +105,12 @@ class DistributedOptimizer:
         """Replace the gradients of the parameters by their means over all ranks, as `step` does before it: for what
         comes between, such as clipping; the step is `opt.opt.step()` then."""
         with told_to_others(communicator(self._comm)):
-            for name, each in self._named:
-                if isinstance(each, np.ndarray):
+            for name, tensor in self._named:
+                if isinstance(tensor, np.ndarray):
                     raise UsageError(f"'{name}' is an array, which has no gradient: expected step(gradients)")
-        tensors = [getattr(each, "grad", None) for _, each in self._named]
-        found, copied = self._averages(tensors)
-        for at, ((_, parameter), before, after) in enumerate(zip(self._named, tensors, found, strict=True)):
+        tensors = [getattr(tensor, "grad", None) for _, tensor in self._named]
+        averages, copied = self._averages(tensors)
+        for at, ((_, parameter), before, after) in enumerate(zip(self._named, tensors, averages, strict=True)):
             if after is not None and (before is None or at in copied):
                 kind = self._adapter.gradient_kind if before is None else self._adapter.kind(before)
                 parameter.grad = self._adapter.make(kind, after, parameter)
@@ -121,8 +121,8 @@ class DistributedOptimizer:
             tensors = list(leaves(gradients, self._parameters, self._adapter))
             if len(tensors) != len(self._named):
                 raise UsageError("an array comes twice in the parameters: expected each once for step(gradients)")
-        found, _ = self._averages(tensors)
-        return rebuilt(iter(found), self._parameters, self._adapter)
+        averages, _ = self._averages(tensors)
+        return rebuilt(iter(averages), self._parameters, self._adapter)
 
     def _averages(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
         """The average of each gradient, and the places of those that are not in the memory of their tensor."""
@@ -143,7 +143,7 @@ def _shown(value: object) -> str:
 
 def parameters_of(opt: Any) -> Any:
     """What an optimizer trains: its `params`, or `parameters`, which may be a method."""
-    found = getattr(opt, "params", None)
-    if found is None:
-        found = getattr(opt, "parameters", [])
-    return found() if callable(found) else found
+    params = getattr(opt, "params", None)
+    if params is None:
+        params = getattr(opt, "parameters", [])
+    return params() if callable(params) else params

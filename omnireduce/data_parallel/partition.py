@@ -81,7 +81,7 @@ class Loader:
         columns = self._dataset
         if _is_columns(columns):
             return _mapped(lambda column: self._to_tensor(column[numbers]), columns)
-        return _stacked([columns[each] for each in numbers], self._to_tensor)
+        return _stacked([columns[number] for number in numbers], self._to_tensor)
 
 
 def partition_dataset(
@@ -126,13 +126,13 @@ def samples_of(dataset: Any) -> int:
         dataset = (dataset,)
     if _is_columns(dataset):
         columns = list(dataset.values() if isinstance(dataset, dict) else dataset)
-        if others := [type(each).__name__ for each in columns if not isinstance(each, np.ndarray)]:
+        if others := [type(column).__name__ for column in columns if not isinstance(column, np.ndarray)]:
             raise UsageError(
                 f"the dataset is {a_type(dataset)} with a {others[0]}: expected arrays of NumPy in it, of all "
                 "samples; single samples may be in a list"
             )
-        shapes = [each.shape for each in columns]
-        if any(len(each) == 0 or each[0] != shapes[0][0] for each in shapes):
+        shapes = [column.shape for column in columns]
+        if any(len(shape) == 0 or shape[0] != shapes[0][0] for shape in shapes):
             raise UsageError(f"arrays of the dataset are {shapes}: expected one first dimension, which counts samples")
         return int(shapes[0][0]) if shapes else 0
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -157,23 +157,23 @@ def _check(total: int, batch_size: object, size: int) -> None:
 
 def _mapped(function: Callable[[Array], Any], x: Any) -> Any:
     if isinstance(x, dict):
-        return {key: function(each) for key, each in x.items()}
-    return tuple(function(each) for each in x) if isinstance(x, tuple) else function(x)
+        return {key: function(column) for key, column in x.items()}
+    return tuple(function(column) for column in x) if isinstance(x, tuple) else function(x)
 
 
 def _stacked(samples: list[Any], to_tensor: ToTensor) -> Any:
     """Samples as one: arrays with a dimension more, in the tuples, lists or dicts in which the samples have them."""
     first = samples[0]
     parts = _parts_of(first)
-    for each in samples:
-        if (others := _parts_of(each)) != parts:
+    for sample in samples:
+        if (others := _parts_of(sample)) != parts:
             raise UsageError(f"samples cannot be stacked: one has {parts}, another one {others}; expected the same")
     if isinstance(first, dict):
-        return {key: _stacked([each[key] for each in samples], to_tensor) for key in first}
+        return {key: _stacked([sample[key] for sample in samples], to_tensor) for key in first}
     if isinstance(first, list | tuple):
         return tuple(_stacked(list(those), to_tensor) for those in zip(*samples, strict=True))
     try:
-        stacked = np.stack([_array_of(each) for each in samples])
+        stacked = np.stack([_array_of(sample) for sample in samples])
     except ValueError as error:
         raise UsageError(f"samples cannot be stacked: {error}; expected arrays of one shape") from error
     return to_tensor(stacked)

@@ -33,10 +33,10 @@ class QueueTimeline:
     def agreed(self, requests: Sequence[Request]) -> None:
         """All ranks are ready for these requests, which now wait for their turn."""
         timeline = self._comm.timeline
-        for each in requests if timeline.is_on else ():
-            timeline.end(each.name, f"NEGOTIATE_{_activity(each)}")
-            timeline.begin(each.name, _activity(each))
-            timeline.begin(each.name, QUEUE)
+        for request in requests if timeline.is_on else ():
+            timeline.end(request.name, f"NEGOTIATE_{_activity(request)}")
+            timeline.begin(request.name, _activity(request))
+            timeline.begin(request.name, QUEUE)
 
     def filling(self, requests: Sequence[Request]) -> None:
         """The tensors of these requests are copied into a buffer."""
@@ -53,19 +53,19 @@ class QueueTimeline:
     def spoiled(self, requests: Sequence[Request]) -> None:
         """Not all ranks were ready. The requests for which this rank was ready are negotiated again."""
         timeline = self._comm.timeline
-        for each in requests if timeline.is_on else ():
-            timeline.end(each.name, _activity(each))
+        for request in requests if timeline.is_on else ():
+            timeline.end(request.name, _activity(request))
 
     def done(self, requests: Sequence[Request]) -> None:
         """The results of these requests are there."""
         timeline = self._comm.timeline
-        for each in requests if timeline.is_on else ():
-            parts = each.parts[:1]
-            details = {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "bytes": each.nbytes} if parts else {}
-            timeline.end(each.name, _activity(each), **details)
+        for request in requests if timeline.is_on else ():
+            parts = request.parts[:1]
+            details = {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "bytes": request.nbytes} if parts else {}
+            timeline.end(request.name, _activity(request), **details)
 
     def _next(self, requests: Sequence[Request], last: str, activity: str) -> None:
         timeline = self._comm.timeline
-        for each in requests if timeline.is_on else ():
-            timeline.end(each.name, last)
-            timeline.begin(each.name, activity)
+        for request in requests if timeline.is_on else ():
+            timeline.end(request.name, last)
+            timeline.begin(request.name, activity)

@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
     def said(self) -> tuple[Any, ...]:
         """The request as plain data, for other ranks."""
-        return self.name, self.kind, self.op, tuple(tuple(each) for each in self.parts), self.terms
+        return self.name, self.kind, self.op, tuple(tuple(part) for part in self.parts), self.terms
 
     @classmethod
     def told(cls, words: Any) -> Request:
@@ -53,20 +53,20 @@ class Request(NamedTuple):
         return cls(name, kind, op, tuple(TensorType(dtype, tuple(shape)) for dtype, shape in parts), terms)
 
     def __str__(self) -> str:
-        shown = [str(each) for each in self.parts[:6]] + ["…"] * (len(self.parts) > 6)
-        return " ".join(each for each in (self.kind, self.op, ", ".join(shown), self.terms) if each)
+        shown = [str(part) for part in self.parts[:6]] + ["…"] * (len(self.parts) > 6)
+        return " ".join(text for text in (self.kind, self.op, ", ".join(shown), self.terms) if text)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts. A request of rows counts 0, because nobody knows how many rows there are."""
         if self.kind == "rows":
             return 0
-        return sum(each.elements * np.dtype(each.dtype).itemsize for each in self.parts)
+        return sum(part.elements * np.dtype(part.dtype).itemsize for part in self.parts)
 
     @property
     def combined_by(self) -> Op:
         """The operation of the service. It has no mean of integers: they are added, and the sum is divided then."""
-        divides = self.op == "mean" and any(np.dtype(each.dtype).kind in "iu" for each in self.parts)
+        divides = self.op == "mean" and any(np.dtype(part.dtype).kind in "iu" for part in self.parts)
         return "sum" if divides else cast(Op, self.op)
 
     @property
@@ -74,7 +74,7 @@ class Request(NamedTuple):
         """A key: requests with the same key may share an exchange. With an empty key a request shares none."""
         if self.kind == "rows":
             return f"rows {self.op}"
-        dtypes = {each.dtype for each in self.parts}
+        dtypes = {part.dtype for part in self.parts}
         return f"{self.op} {dtypes.pop()}" if self.kind == "allreduce" and len(dtypes) == 1 else ""
 
 
@@ -93,11 +93,11 @@ def fused(requests: Iterable[Request], most_bytes: int) -> list[Batch]:
     If `most_bytes` is 0, each request has a batch of its own."""
     names: list[list[str]] = []
     last: dict[str, tuple[list[str], int]] = {}
-    for each in requests:
-        batch, nbytes = last.get(each.shares, ([], 0)) if each.shares and most_bytes else ([], 0)
-        if not batch or nbytes + each.nbytes > most_bytes:
+    for request in requests:
+        batch, nbytes = last.get(request.shares, ([], 0)) if request.shares and most_bytes else ([], 0)
+        if not batch or nbytes + request.nbytes > most_bytes:
             batch, nbytes = [], 0
             names.append(batch)
-        batch.append(each.name)
-        last[each.shares] = batch, nbytes + each.nbytes
-    return [Batch(tuple(each)) for each in names]
+        batch.append(request.name)
+        last[request.shares] = batch, nbytes + request.nbytes
+    return [Batch(tuple(batch)) for batch in names]

@@ -33,7 +33,7 @@ class Sampling:
         numbers = list(range(self._total))
         if self._shuffle:
             random.Random(f"{self._seed} {self.epoch}").shuffle(numbers)
-        left = [each for each in numbers if each not in self.processed]
+        left = [number for number in numbers if number not in self.processed]
         if self._pads and left:
             short = -len(left) % size
             left += (left * (short // len(left) + 1))[:short]
@@ -51,9 +51,9 @@ class Sampling:
 
     def untold(self) -> Array:
         """The samples that this rank has done and the others do not know of: bool (total,)."""
-        found = np.zeros(self._total, np.bool_)
-        found[list(self._untold)] = True
-        return found
+        mask = np.zeros(self._total, np.bool_)
+        mask[list(self._untold)] = True
+        return mask
 
     def told(self, done: Array) -> None:
         """Take the samples that any rank has done, combined from the `untold` of all: bool (total,)."""

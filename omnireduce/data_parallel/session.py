@@ -90,8 +90,8 @@ class _Session:
 
     def close_queues(self) -> None:
         """End them on all ranks."""
-        for each in self.queues.values():
-            each.close()
+        for open_queue in self.queues.values():
+            open_queue.close()
 
 
 _session: _Session | None = None
@@ -117,8 +117,8 @@ def init(
         return
     joined = world.running() if world.is_initialized() else world.init(**named)
     _session = _Session(joined)
-    for each in () if isinstance(process_sets, str) else process_sets or ():
-        add_process_set(each)
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        add_process_set(process_set)
 
 
 def is_initialized() -> bool:
@@ -153,8 +153,8 @@ def reset() -> None:
     session = session_of()
     session.close_queues()
     session.comm.reform()
-    for each in session.sets.values():
-        each.process_set_id = 0 if each is global_process_set else None
+    for process_set in session.sets.values():
+        process_set.process_set_id = 0 if process_set is global_process_set else None
     session.begin()
 
 
@@ -197,16 +197,16 @@ def told_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[
 def begun_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[int], Task]) -> list[Task]:
     """What `begin` starts at the place of each name. Where it raises at one, that one and those behind it are refused;
     those before it are waited for, so that their names are free again."""
-    found = list[Task]()
+    tasks = list[Task]()
     try:
         for at in range(len(names)):
-            found.append(told_by_name(names[at:], process_set, partial(begin, at)))
+            tasks.append(told_by_name(names[at:], process_set, partial(begin, at)))
     except Exception:
-        for task in found:
+        for task in tasks:
             with suppress(OmniReduceError):
                 task.wait()
         raise
-    return found
+    return tasks
 
 
 def communicator() -> Communicator:
@@ -217,9 +217,9 @@ def communicator() -> Communicator:
 def join() -> int:
     """This rank has no more data: see `omnireduce.Queue.join`. Returns the rank that joined last. Collectives without a
     name are numbered anew after that: ranks may have had more of them than others."""
-    found = queue().join()
+    last_joined = queue().join()
     session_of().unnamed.clear()
-    return found
+    return last_joined
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -264,7 +264,7 @@ def _checked(process_set: ProcessSet | Sequence[int], session: _Session) -> Proc
     ranks = made.members()
     if not ranks or not 0 <= ranks[0] <= ranks[-1] < session.comm.size:
         raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
-    if any(each.members() == ranks for each in session.sets.values()):
+    if any(other.members() == ranks for other in session.sets.values()):
         raise UsageError(f"process set {ranks}: there is one of these ranks")
     return made
 

@@ -27,19 +27,19 @@ def stalls(told: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: f
     for rank, waiting in enumerate(told):
         for name, age_s in waiting:
             ages.setdefault(name, {})[rank] = age_s
-    found = []
+    overdue = []
     for name, ready in ages.items():
         missing = tuple(rank for rank in range(len(told)) if rank not in ready and rank not in joined)
         if missing and max(ready.values()) >= oldest_s:
-            found.append(Stall(name, max(ready.values()), tuple(sorted(ready)), missing))
-    return sorted(found, key=lambda each: -each.age_s)
+            overdue.append(Stall(name, max(ready.values()), tuple(sorted(ready)), missing))
+    return sorted(overdue, key=lambda stall: -stall.age_s)
 
 
 def in_words(found: Sequence[Stall]) -> list[tuple[str, str]]:
     """For each set of missing ranks, two texts: their numbers, and the collectives that wait for them."""
     names: dict[tuple[int, ...], list[Stall]] = {}
-    for each in found:
-        names.setdefault(each.missing, []).append(each)
+    for stall in found:
+        names.setdefault(stall.missing, []).append(stall)
     return [
         (
             _ranks(missing),
@@ -51,7 +51,7 @@ def in_words(found: Sequence[Stall]) -> list[tuple[str, str]]:
 
 
 def _listed(those: Sequence[Stall]) -> str:
-    shown = [f"'{each.name}'" for each in those[:MOST_NAMED]]
+    shown = [f"'{stall.name}'" for stall in those[:MOST_NAMED]]
     return ", ".join(shown) + (f" and {len(those) - MOST_NAMED} more" if len(those) > MOST_NAMED else "")
 
 

@@ -28,7 +28,7 @@ class State:
         if not hasattr(optimizer, "__dict__"):
             raise UsageError(f"optimizer is {a_type(optimizer)}: expected an object that keeps its state")
         self._optimizer, self._parameters, self._adapter = optimizer, parameters, adapter
-        self._places = {id(each): at for at, each in enumerate(parameters)}
+        self._places = {id(parameter): at for at, parameter in enumerate(parameters)}
         self._told: dict[str, Any] = {}
         self.arrays: list[Array] = []
 
@@ -57,9 +57,9 @@ class State:
         if type(x) in PLAIN:
             return {"plain": x}
         if isinstance(x, dict):
-            return {"pairs": [[self._key(key), self._said(each)] for key, each in x.items()]}
+            return {"pairs": [[self._key(key), self._said(value)] for key, value in x.items()]}
         if type(x) in (list, tuple):
-            return {"list": [self._said(each) for each in x], "is_tuple": isinstance(x, tuple)}
+            return {"list": [self._said(value) for value in x], "is_tuple": isinstance(x, tuple)}
         raise _NoStateError
 
     def _key(self, key: Any) -> Any:
@@ -75,14 +75,14 @@ class State:
     def expect(self, told: dict[str, Any]) -> None:
         """Take the root's description."""
         self._told = told
-        for each in told.values():
-            self._expect(each)
+        for description in told.values():
+            self._expect(description)
 
     def _expect(self, said: Any) -> None:
         if "kind" in said:
             self.arrays.append(np.empty(said["shape"], said["dtype"]))
-        for each in (*said.get("list", ()), *(value for _, value in said.get("pairs", ()))):
-            self._expect(each)
+        for nested in (*said.get("list", ()), *(value for _, value in said.get("pairs", ()))):
+            self._expect(nested)
 
     def restore(self, values: Sequence[Array]) -> None:
         """Give the optimizer the state that was described, with these values of its arrays."""
@@ -107,9 +107,9 @@ class State:
         if "plain" in said:
             return said["plain"]
         if "pairs" in said:
-            return {self._made(key, rest): self._made(each, rest) for key, each in said["pairs"]}
-        found = [self._made(each, rest) for each in said["list"]]
-        return tuple(found) if said["is_tuple"] else found
+            return {self._made(key, rest): self._made(value, rest) for key, value in said["pairs"]}
+        values = [self._made(value, rest) for value in said["list"]]
+        return tuple(values) if said["is_tuple"] else values
 
 
 def _has_numbers(x: Any) -> bool:
