@@ -54,7 +54,7 @@ def check_agreement(statements: Array) -> None:
     differ = (digests != digests[0]).any()
     if not differ and not balances.sum(dtype=np.uint64):
         return
-    texts = [bytes(each).rstrip(b"\0").decode("ascii") for each in statements[:, DIGEST_BYTES + BALANCE_BYTES :]]
+    texts = [bytes(row).rstrip(b"\0").decode("ascii") for row in statements[:, DIGEST_BYTES + BALANCE_BYTES :]]
     first_ranks: dict[str, int] = {}
     for rank, text in enumerate(texts):
         first_ranks.setdefault(text, rank)
@@ -65,16 +65,16 @@ def check_agreement(statements: Array) -> None:
 
 def _balance(rank: int, sizes: Sizes) -> int:
     ranks, own = np.arange(len(sizes.sent), dtype=np.uint64), np.full(len(sizes.sent), rank, np.uint64)
-    sent, expected = (np.array(each, np.uint64) for each in sizes)
+    sent, expected = (np.array(byte_counts, np.uint64) for byte_counts in sizes)
     return (_sum_of_mixed(own, ranks, sent) - _sum_of_mixed(ranks, own, expected)) % (1 << 64)
 
 
 def _sum_of_mixed(sender: Array, receiver: Array, size: Array) -> int:
     """The sum, modulo 2**64, of a hash of each sender, receiver and size."""
-    found = np.zeros_like(size)
-    for each in (sender, receiver, size):
-        found = (found ^ each) + _ODD[0]
-        found = (found ^ (found >> np.uint64(30))) * _ODD[1]
-        found = (found ^ (found >> np.uint64(27))) * _ODD[2]
-        found = found ^ (found >> np.uint64(31))
-    return int(found.sum(dtype=np.uint64))
+    hashes = np.zeros_like(size)
+    for part in (sender, receiver, size):
+        hashes = (hashes ^ part) + _ODD[0]
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * _ODD[1]
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * _ODD[2]
+        hashes = hashes ^ (hashes >> np.uint64(31))
+    return int(hashes.sum(dtype=np.uint64))

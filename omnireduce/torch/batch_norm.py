@@ -49,12 +49,12 @@ class SyncBatchNorm(_BatchNorm):
         variance = sum_of(centred.square().sum(axes), f"{self._name}.variance", global_process_set) / many
         if self.training:
             self._remember(mean.detach(), variance.detach() * many / (many - 1))
-        found = centred * (variance + self.eps).rsqrt().view(shape)
+        normalised = centred * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
-            found = found * self.weight.view(shape)
+            normalised = normalised * self.weight.view(shape)
         if self.bias is not None:
-            found = found + self.bias.view(shape)
-        return found.to(input.dtype)
+            normalised = normalised + self.bias.view(shape)
+        return normalised.to(input.dtype)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:

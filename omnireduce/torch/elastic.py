@@ -101,19 +101,19 @@ class TorchState(State):
     """The state of a training: a model, an optimizer, samplers by any name, and values that are plain data."""
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None, **values: Any) -> None:
-        self._samplers = {name: each for name, each in values.items() if isinstance(each, ElasticSampler)}
+        self._samplers = {name: value for name, value in values.items() if isinstance(value, ElasticSampler)}
         self.__dict__.update(self._samplers)
         self.model, self.optimizer = model, optimizer
         self._kept_states: list[Any] = []
-        super().__init__(**{name: each for name, each in values.items() if name not in self._samplers})
+        super().__init__(**{name: value for name, value in values.items() if name not in self._samplers})
 
     def _stateful(self) -> list[Any]:
-        return [each for each in (self.model, self.optimizer, *self._samplers.values()) if each is not None]
+        return [stateful for stateful in (self.model, self.optimizer, *self._samplers.values()) if stateful is not None]
 
     def exchange(self) -> None:
         """Samplers tell each other what is done."""
-        for name, each in self._samplers.items():
-            each.exchange(name)
+        for name, sampler in self._samplers.items():
+            sampler.exchange(name)
 
     def collect(self) -> None:
         """Fetch what an optimizer keeps on the aggregators."""
@@ -122,15 +122,15 @@ class TorchState(State):
 
     def save(self) -> None:
         """Keep everything as it is now, on this rank, or nothing: to fetch the state of an optimizer may fail."""
-        kept = [copy.deepcopy(each.state_dict()) for each in self._stateful()]
+        kept = [copy.deepcopy(stateful.state_dict()) for stateful in self._stateful()]
         super().save()
         self._kept_states = kept
 
     def restore(self) -> None:
         """Go back to what was kept."""
         super().restore()
-        for each, kept in zip(self._stateful(), self._kept_states, strict=True):
-            each.load_state_dict(copy.deepcopy(kept))
+        for stateful, kept in zip(self._stateful(), self._kept_states, strict=True):
+            stateful.load_state_dict(copy.deepcopy(kept))
         if self.model is not None:
             self.model.zero_grad()  # gradients of the step that failed
 
@@ -152,6 +152,6 @@ class TorchState(State):
 
     def on_reset(self) -> None:
         """The job was formed anew: deal out the samples again."""
-        for each in self._samplers.values():
-            each.reset()
+        for sampler in self._samplers.values():
+            sampler.reset()
         super().on_reset()

@@ -26,9 +26,9 @@ def only(given: Sequence[T]) -> T:
 
 def options_of(kind: type, words: Sequence[str], args: Sequence[Any], named: dict[str, Any]) -> Any:
     """The options of this kind among the arguments of a call, or else options made of its arguments `words`."""
-    found = named.get("opts", args[0] if args else None)
-    if isinstance(found, kind):
-        return found
+    given = named.get("opts", args[0] if args else None)
+    if isinstance(given, kind):
+        return given
     options = kind()
     for word, value in {**dict(zip(words, args, strict=False)), **named}.items():
         if value is not None:

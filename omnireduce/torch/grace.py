@@ -35,16 +35,16 @@ class Buckets:
         A new one takes the place of all that had some of them, and of those whose parameters are no more. What `state`
         keeps of these is given up.
         """
-        own = [id(each) for each in parameters]
+        own = [id(parameter) for parameter in parameters]
         for name, known in self._parameters.items():
-            if [id(each()) for each in known] == own:
+            if [id(reference()) for reference in known] == own:
                 return name
         for name, known in list(self._parameters.items()):
-            if any(each() is None or id(each()) in own for each in known):
+            if any(reference() is None or id(reference()) in own for reference in known):
                 del self._parameters[name]
                 state.forget([name, *(_of_gradient(name, i) for i in range(len(known)))])
         name = f"bucket {next(self._numbers)}"
-        self._parameters[name] = [ref(each) for each in parameters]
+        self._parameters[name] = [ref(parameter) for parameter in parameters]
         return name
 
 
@@ -101,12 +101,14 @@ class GraceGradients(StepGradients):
         self.watch(optimizer)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        self._parameters = {name: each for name, each in self._names.of(optimizer).items() if each.requires_grad}
+        self._parameters = {
+            name: parameter for name, parameter in self._names.of(optimizer).items() if parameter.requires_grad
+        }
 
     @torch.no_grad()
     def combine(self) -> None:
         with told_to_others(self._grace.comm):
-            gradients = {name: _dense(name, each) for name, each in self._parameters.items()}
+            gradients = {name: _dense(name, parameter) for name, parameter in self._parameters.items()}
         if self._number is None:
             self._number = next(_numbers.setdefault(self._grace, count()))
         beside = f" of optimizer {self._number}" if self._number else ""

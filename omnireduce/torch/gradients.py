@@ -31,31 +31,31 @@ class ParameterNames:
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The parameters that the optimizer has now by name, in its order. Raises UsageError for one without a name."""
-        own = [each for group in optimizer.param_groups for each in group["params"]]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._given is None:
-            return {f"parameter {i}": each for i, each in enumerate(own)}
-        missing = sum(each not in self._given for each in own)
+            return {f"parameter {i}": parameter for i, parameter in enumerate(own)}
+        missing = sum(parameter not in self._given for parameter in own)
         if missing:
             raise UsageError(
                 f"named_parameters: expected a name for each parameter; {missing} parameters of the optimizer have none"
             )
-        return {self._given[each]: each for each in own}
+        return {self._given[parameter]: parameter for parameter in own}
 
 
 def _checked(named: Named) -> dict[Tensor, str]:
     """The name of each parameter. Raises UsageError where two have the same, and for what is no name and parameter."""
     pairs = list(named.items() if isinstance(named, Mapping) else named)
-    for each in pairs:
-        match each:
+    for pair in pairs:
+        match pair:
             case (str(), Tensor()):
                 continue
         raise UsageError(
-            f"named_parameters has {a_type(each)}; expected a name and a parameter, as "
+            f"named_parameters has {a_type(pair)}; expected a name and a parameter, as "
             "model.named_parameters() gives them"
         )
     if len(dict(pairs)) < len(pairs):
         raise UsageError("named_parameters: expected a name for each parameter; some are there twice")
-    return {each: name for name, each in pairs}
+    return {parameter: name for name, parameter in pairs}
 
 
 class ReductionSettings(NamedTuple):
@@ -169,23 +169,23 @@ class Gradients(StepGradients):
         """Hook on to the parameters that the optimizer has now, unless this rank is outside of the process set. Raises
         UsageError for one without a name."""
         is_member = self._way.process_set.included()
-        for name, each in self._names.of(optimizer).items():
-            if is_member and each.requires_grad and each not in self._entries:
-                entry = self._entries[each] = Entry(each, name, self._passes)
-                hook = each.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), entry))
+        for name, parameter in self._names.of(optimizer).items():
+            if is_member and parameter.requires_grad and parameter not in self._entries:
+                entry = self._entries[parameter] = Entry(parameter, name, self._passes)
+                hook = parameter.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), entry))
                 weakref.finalize(self, hook.remove).atexit = False
 
     def put_in_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Combine those of each group together. Raises UsageError for what is no parameter of the optimizer."""
         for group in groups if self._way.process_set.included() else ():
-            own = [self._entries[each] for each in group if each in self._entries]
+            own = [self._entries[tensor] for tensor in group if tensor in self._entries]
             if len(own) < len(group):
                 raise UsageError(f"groups: {len(group) - len(own)} tensors are no parameters of the optimizer")
-            for each in own:
-                if each.group or own.count(each) > 1:
-                    raise UsageError(f"groups: parameter '{each.name}' is there twice; expected each in one group")
-            for each in own:
-                each.group = own
+            for entry in own:
+                if entry.group or own.count(entry) > 1:
+                    raise UsageError(f"groups: parameter '{entry.name}' is there twice; expected each in one group")
+            for entry in own:
+                entry.group = own
 
     def split_in_groups(self, number: int) -> None:
         """Combine the gradients in so many groups."""
@@ -195,8 +195,8 @@ class Gradients(StepGradients):
     def set_passes(self, passes: int) -> None:
         """From now on backward runs so often before a step."""
         self._passes = passes
-        for each in self._entries.values():
-            each.passes_left = passes
+        for entry in self._entries.values():
+            entry.passes_left = passes
 
     def made(self, entry: Entry) -> None:
         """Backward has made a gradient. Raises UsageError where it was made too often."""
@@ -212,7 +212,7 @@ class Gradients(StepGradients):
     def _begin(self, entry: Entry) -> None:
         if not entry.group:
             self._start([entry], entry.gradient_name)
-        elif not any(each.passes_left for each in entry.group):
+        elif not any(member.passes_left for member in entry.group):
             self._start(entry.group, f"gradients.{entry.group[0].name}")
 
     def _start(self, entries: Sequence[Entry], name: str) -> None:
@@ -220,16 +220,16 @@ class Gradients(StepGradients):
         try:
             self._start_each(entries, name)
         except Exception as error:
-            left = [each.gradient_name for each in entries if each.is_sparse and each.handle is None]
+            left = [entry.gradient_name for entry in entries if entry.is_sparse and entry.handle is None]
             queue(self._way.process_set).refuse(error, name, *left)
-            for each in entries:
-                each.passes_left = self._passes  # backward may run again
+            for entry in entries:
+                entry.passes_left = self._passes  # backward may run again
             raise
 
     def _start_each(self, entries: Sequence[Entry], name: str) -> None:
         gradient, (op, before, after) = entries[0].parameter.grad, self._way.scaling
-        for each in entries:
-            each.version = cast(Tensor, each.parameter.grad)._version
+        for entry in entries:
+            entry.version = cast(Tensor, entry.parameter.grad)._version
         is_alone = self._is_plain and len(entries) == 1 and gradient is not None
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
             array, own = array_of(gradient.detach()), queue(self._way.process_set)
@@ -237,12 +237,12 @@ class Gradients(StepGradients):
             entries[0].handle = handle_of(task, _nothing)
             return
         with torch.no_grad():
-            for each in entries:
-                if each.is_sparse:
-                    each.sparse_dim = cast(Tensor, each.parameter.grad).sparse_dim()
+            for entry in entries:
+                if entry.is_sparse:
+                    entry.sparse_dim = cast(Tensor, entry.parameter.grad).sparse_dim()
                     if not self._way.sparse_as_dense:
-                        each.handle = self._start_sparse(each)
-            self._start_dense([each for each in entries if each.handle is None], name)
+                        entry.handle = self._start_sparse(entry)
+            self._start_dense([entry for entry in entries if entry.handle is None], name)
 
     def _start_sparse(self, entry: Entry) -> Handle:
         (op, before, after), gradient = self._way.scaling, cast(Tensor, entry.parameter.grad)
@@ -261,32 +261,32 @@ class Gradients(StepGradients):
         if not entries:
             return
         settings = self._way
-        small = [settings.compression.compress(each.dense_gradient()) for each in entries]
+        small = [settings.compression.compress(entry.dense_gradient()) for entry in entries]
         tensors = [tensor for tensor, _ in small]
         handle = start_reduction(tensors, tensors, settings.scaling, name, settings.process_set)
 
         def put_back(_: Any) -> None:
-            for each, (tensor, ctx) in zip(entries, small, strict=True):
-                each.take(settings.compression.decompress(tensor, ctx))
+            for entry, (tensor, ctx) in zip(entries, small, strict=True):
+                entry.take(settings.compression.decompress(tensor, ctx))
 
         handle = handle.then(put_back)
-        for each in entries:
-            each.handle = handle
+        for entry in entries:
+            entry.handle = handle
 
     @torch.no_grad()
     def combine(self) -> None:
         """Wait until all gradients are combined. One that this rank has not made counts as zeros. Raises UsageError
         where one was changed meanwhile."""
         entries = list(self._entries.values())
-        changed = [each.name for each in entries if each.has_changed]
-        left = [each for each in entries if each.handle is None]
-        for each in left:
-            each.fill()
-            each.passes_left = 0
-        for each in left:
-            if each.handle is None:  # else it was started with its group
-                self._begin(each)
-        handles = {id(each.handle): each.handle for each in entries}
+        changed = [entry.name for entry in entries if entry.has_changed]
+        left = [entry for entry in entries if entry.handle is None]
+        for entry in left:
+            entry.fill()
+            entry.passes_left = 0
+        for entry in left:
+            if entry.handle is None:  # else it was started with its group
+                self._begin(entry)
+        handles = {id(entry.handle): entry.handle for entry in entries}
         self.give_up()
         for handle in handles.values():
             synchronize(cast(Handle, handle))
@@ -299,9 +299,9 @@ class Gradients(StepGradients):
 
     def settle(self) -> None:
         """Wait for what is under way, whatever becomes of it, and forget it."""
-        for each in self._entries.values():
-            if each.handle is not None:
-                for task in each.handle.tasks:
+        for entry in self._entries.values():
+            if entry.handle is not None:
+                for task in entry.handle.tasks:
                     with suppress(OmniReduceError):
                         task.wait()
         self.give_up()
@@ -309,12 +309,12 @@ class Gradients(StepGradients):
     def give_up(self) -> None:
         """Forget what is under way."""
         self._is_combined = False
-        for each in self._entries.values():
-            each.handle, each.passes_left = None, self._passes
+        for entry in self._entries.values():
+            entry.handle, entry.passes_left = None, self._passes
 
     def check_idle(self) -> None:
         """Raises UsageError while gradients are combined."""
-        if any(each.handle is not None for each in self._entries.values()):
+        if any(entry.handle is not None for entry in self._entries.values()):
             raise UsageError("zero_grad between backward and step, while gradients are combined; call step first")
 
 
@@ -331,5 +331,5 @@ def _nothing(_: object) -> None:
 
 def no_closure(args: Any, kwargs: Any) -> None:
     """Raises UsageError where the arguments of a step have a closure."""
-    if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
+    if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
         raise UsageError("step with a closure: gradients are combined before the step. Compute them first")

@@ -37,13 +37,13 @@ def handle_of(task: Task, finish: Callable[[Any], Any]) -> Handle:
 
 def joined(handles: list[Handle]) -> Handle:
     """All of them in one, whose result is the list of theirs."""
-    ends = [len(each.tasks) for each in handles]
+    ends = [len(handle.tasks) for handle in handles]
 
     def finish(results: list[Any]) -> list[Any]:
         left = iter(results)
-        return [each.finish([next(left) for _ in range(many)]) for each, many in zip(handles, ends, strict=True)]
+        return [handle.finish([next(left) for _ in range(many)]) for handle, many in zip(handles, ends, strict=True)]
 
-    return Handle(tuple(task for each in handles for task in each.tasks), finish)
+    return Handle(tuple(task for handle in handles for task in handle.tasks), finish)
 
 
 def first(results: list[T]) -> T:
@@ -53,19 +53,19 @@ def first(results: list[T]) -> T:
 
 def poll(handle: Handle) -> bool:
     """Whether `synchronize` would return, or raise, at once."""
-    return all(each.done() for each in handle.tasks)
+    return all(task.done() for task in handle.tasks)
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for a collective, and return its result."""
-    return handle.finish([each.wait() for each in handle.tasks])
+    return handle.finish([task.wait() for task in handle.tasks])
 
 
 def on_device_of(like: Tensor, array: Any) -> Tensor:
     """An array of the service as a tensor of the type and on the device of `like`."""
-    found = tensor_of(array, like.dtype).to(like.device)
-    settle([found])
-    return found
+    tensor = tensor_of(array, like.dtype).to(like.device)
+    settle([tensor])
+    return tensor
 
 
 def join(device: int = -1) -> int:

@@ -45,7 +45,7 @@ class State:
             raise UsageError(f"block_size {block_size}: expected at least 1")
         self.density, self.block_size = density, block_size
         plain = model.module if isinstance(model, DistributedDataParallel) else model
-        self.names = {} if plain is None else {each: name for name, each in plain.named_parameters()}
+        self.names = {} if plain is None else {parameter: name for name, parameter in plain.named_parameters()}
         self.residuals: dict[str, Tensor] = {}
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, ProcessGroup):
@@ -55,17 +55,19 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept for later, by the name of the parameter. It differs between ranks: save it on each."""
-        return {"residuals": {name: each.clone() for name, each in self.residuals.items()}}
+        return {"residuals": {name: residual.clone() for name, residual in self.residuals.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned. Raises UsageError if it is of another model."""
-        known = {name: each for each, name in self.names.items()}
-        for name, each in saved["residuals"].items():
-            if name not in known or known[name].shape != each.shape:
+        known = {name: parameter for parameter, name in self.names.items()}
+        for name, residual in saved["residuals"].items():
+            if name not in known or known[name].shape != residual.shape:
                 there = f"has shape {tuple(known[name].shape)}" if name in known else "is not there"
-                raise UsageError(f"parameter '{name}' of shape {tuple(each.shape)} was saved; in this model it {there}")
+                raise UsageError(
+                    f"parameter '{name}' of shape {tuple(residual.shape)} was saved; in this model it {there}"
+                )
         of_file = saved["residuals"].items()  # which may have been read to another device
-        self.residuals = {name: each.to(known[name].device, copy=True) for name, each in of_file}
+        self.residuals = {name: residual.to(known[name].device, copy=True) for name, residual in of_file}
 
     def _residual(self, parameter: Tensor) -> Tensor:
         """What was kept of the gradient of a parameter: a tensor of its shape, to be changed in place."""
@@ -80,7 +82,7 @@ class State:
 def allreduce_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket over all ranks, blocks of zeros left out. A sparse gradient stays sparse."""
     work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, group=state.group, async_op=True)
-    return work.get_future().then(lambda found: found.value()[0])
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def block_topk_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -91,7 +93,7 @@ def block_topk_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """
     if not bucket.buffer().is_sparse:
         with told_to_others(state.group):
-            residuals = [state._residual(each) for each in bucket.parameters()]
+            residuals = [state._residual(parameter) for parameter in bucket.parameters()]
         gradients = bucket.gradients()
         for gradient, residual in zip(gradients, residuals, strict=True):
             gradient.add_(residual.to(gradient.dtype))

@@ -36,7 +36,7 @@ def said_of_host(store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     way = reachable_address([store.host] if isinstance(store, dist.TCPStore) else [])
-    addresses = list(dict.fromkeys(each for each in (way, *own_addresses()) if each))
+    addresses = list(dict.fromkeys(address for address in (way, *own_addresses()) if address))
     return msgspec.json.encode(HostOfRank(this_host(), addresses[:MOST_SAID])).decode()
 
 
@@ -45,7 +45,7 @@ def address_for_gloo(said: Sequence[str]) -> str:
     where the user has chosen interfaces, or where nothing leads to the others: then gloo chooses."""
     if os.environ.get(CHOSEN_BY_USER):
         return ""
-    hosts = [_host_of_rank.decode(each) for each in said]
+    hosts = [_host_of_rank.decode(text) for text in said]
     ways = ways_to_others(hosts, this_host())
     return loopback() if ways is None else reachable_address(ways) if ways else ""
 
@@ -53,7 +53,7 @@ def address_for_gloo(said: Sequence[str]) -> str:
 def ways_to_others(hosts: Sequence[HostOfRank], own: str) -> list[str] | None:
     """An address of each host but `own`, all of one family; None if there is no other host. The family is that of the
     ways to the store or, where some of these are IPv4 and some IPv6, one that all hosts have."""
-    of_host = {each.identity: [text for text in each.addresses[:MOST_SAID] if is_numeric(text)] for each in hosts}
+    of_host = {host.identity: [text for text in host.addresses[:MOST_SAID] if is_numeric(text)] for host in hosts}
     if of_host.keys() <= {own}:
         return None
     families = {is_ipv6(addresses[0]) for addresses in of_host.values() if addresses}

@@ -62,12 +62,12 @@ class Job:
             self._check_not_left()
             if self._communicator is None:
                 try:
-                    found = self._communicator_of(*self._agree())
+                    communicator = self._communicator_of(*self._agree())
                 except OmniReduceError as error:
                     raise told_to_torch(error) from error
-                self._communicator = found
+                self._communicator = communicator
                 if self._has_left:  # by another thread, or a signal handler, that did not see it
-                    found.shutdown()
+                    communicator.shutdown()
                 self._check_not_left()
             return self._communicator
 
@@ -99,9 +99,9 @@ class Job:
     def _communicator_of(self, launch: str, config: Config) -> Communicator:
         config = override_config(config, {"cluster.launch": launch}, source="process group")
         name = "torch" if config.cluster.job == "auto" else config.cluster.job
-        found = connect(config, job=f"{name}-{launch}", rank=self._gloo.rank(), size=self._gloo.size())
-        found.drives_in_background = False  # a thread waits for each collective: see `Completion`
-        return found
+        communicator = connect(config, job=f"{name}-{launch}", rank=self._gloo.rank(), size=self._gloo.size())
+        communicator.drives_in_background = False  # a thread waits for each collective: see `Completion`
+        return communicator
 
     def leave(self) -> None:
         """Leave the job; collectives under way fail on all ranks."""

@@ -54,7 +54,7 @@ def meet(store: dist.Store, rank: int, size: int, said: str, timeout: timedelta)
     store.set(f"rank {rank}", msgspec.json.encode(own))
     waiting = _Waiting(store, rank, size, timeout)
     key = _call_up(waiting, own) if rank == 0 else _answer(waiting, own)
-    return Met(key, [each.said for each in _arrivals.decode(store.get(key))])
+    return Met(key, [arrival.said for arrival in _arrivals.decode(store.get(key))])
 
 
 def _call_up(waiting: _Waiting, own: Arrival) -> str:
@@ -63,9 +63,9 @@ def _call_up(waiting: _Waiting, own: Arrival) -> str:
     known = list[Arrival]()
     while True:
         arrivals = [_arrival.decode(store.get(f"rank {rank}")) for rank in ranks]
-        for each in arrivals[1:]:
-            if each not in known:
-                store.set(each.number, key)
+        for arrival in arrivals[1:]:
+            if arrival not in known:
+                store.set(arrival.number, key)
         known = arrivals
         if waiting.pause([f"{key} {rank}" for rank in ranks[1:]]):
             break

@@ -87,10 +87,10 @@ def _shown(tensor: Tensor, tag: int) -> str:
 
 
 def _in_vain(words: str, error: Exception) -> Exception:
-    found: Exception = dist.DistBackendError(
+    backend_error: Exception = dist.DistBackendError(
         f"omnireduce: waited {words}; one of another element type or size is not taken: {said_by_gloo(error)}"
     )
-    return found
+    return backend_error
 
 
 class _MessageWork(GlooWork):

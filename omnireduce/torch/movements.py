@@ -44,9 +44,9 @@ def all_gather_single(gloo: dist.ProcessGroup, outs: Tensors, tensors: Tensors, 
                 f"a result of {described(out)} came for a tensor of {described(tensor)}; expected {gloo.size()} times "
                 f"as many elements of {type_name(tensor)}"
             )
-    rooms, own = _rooms(outs), _all_bytes([staged(each) for each in tensors])
+    rooms, own = _rooms(outs), _all_bytes([staged(tensor) for tensor in tensors])
     of_ranks = [
-        list(each) for each in zip(*(each.tensor_split(gloo.size()) for each in _all_bytes(rooms)), strict=True)
+        list(parts) for parts in zip(*(room.tensor_split(gloo.size()) for room in _all_bytes(rooms)), strict=True)
     ]
     return Movement(
         f"all_gather into one tensor of {_listed(tensors)}",
@@ -62,8 +62,8 @@ def all_gather_coalesced(gloo: dist.ProcessGroup, outs: Sequence[Tensors], tenso
         raise UsageError(f"{len(outs)} lists of results came; expected one for each of the {gloo.size()} ranks")
     for results in zip(*outs, tensors, strict=True):
         _check_alike(results[:-1], results[-1], gloo.size())
-    flat = [each for of_rank in outs for each in of_rank]
-    rooms, own = _rooms(flat), _all_bytes([staged(each) for each in tensors])
+    flat = [out for of_rank in outs for out in of_rank]
+    rooms, own = _rooms(flat), _all_bytes([staged(tensor) for tensor in tensors])
     starts = range(0, len(flat), len(tensors))
     return Movement(
         f"all_gather of {_listed(tensors)}",
@@ -98,7 +98,7 @@ def scatter(gloo: dist.ProcessGroup, out: Tensor, parts: Sequence[Tensors], opts
         _check_alike(own, out, gloo.size())
     elif own:
         raise UsageError(f"{len(own)} parts came; expected none, for the root is rank {opts.rootRank}")
-    rooms, sent = _rooms([out]), _all_bytes([staged(each) for each in own])
+    rooms, sent = _rooms([out]), _all_bytes([staged(part) for part in own])
     return Movement(
         f"scatter of {described(out)} from rank {opts.rootRank}",
         lambda: gloo.scatter(_all_bytes(rooms), [sent] if sent else [], opts),
@@ -109,14 +109,14 @@ def scatter(gloo: dist.ProcessGroup, out: Tensor, parts: Sequence[Tensors], opts
 
 def all_to_all(gloo: dist.ProcessGroup, outs: Tensors, tensors: Tensors, opts: Any) -> Movement:
     """One tensor from each rank, and one to each. They may be of different sizes."""
-    kinds = sorted({type_name(each) for each in (*outs, *tensors)})
+    kinds = sorted({type_name(tensor) for tensor in (*outs, *tensors)})
     if not len(outs) == len(tensors) == gloo.size() or len(kinds) != 1:
         raise UsageError(
             f"{len(tensors)} tensors and {len(outs)} results of {' and '.join(kinds)} came; expected one of each for "
             f"each of the {gloo.size()} ranks, of one element type"
         )
-    parts = _all_bytes([staged(each) for each in tensors])
-    sizes = Sizes([len(each) for each in parts], [each.nbytes for each in outs])
+    parts = _all_bytes([staged(tensor) for tensor in tensors])
+    sizes = Sizes([len(part) for part in parts], [out.nbytes for out in outs])
     sent, room = torch.cat(parts), torch.empty(sum(sizes.expected), dtype=torch.uint8)
 
     def finish() -> list[Tensor]:
@@ -166,16 +166,16 @@ def combine_bits(gloo: dist.ProcessGroup, copies: Tensors, opts: Any, results: T
 
 
 def _rooms(outs: Tensors) -> list[Tensor]:
-    return [room_of(each) for each in outs]
+    return [room_of(out) for out in outs]
 
 
 def _all_bytes(tensors: Tensors) -> list[Tensor]:
-    return [flat_bytes(each) for each in tensors]
+    return [flat_bytes(tensor) for tensor in tensors]
 
 
 def _listed(tensors: Tensors) -> str:
     """Tensors in words; a long list shows how many there are, and what tells it from others."""
-    texts = [described(each) for each in tensors]
+    texts = [described(tensor) for tensor in tensors]
     if len(texts) <= MOST_LISTED:
         return " and ".join(texts)
     return f"{len(texts)} tensors, checksum {zlib.crc32(' and '.join(texts).encode()):08x}"
@@ -183,9 +183,9 @@ def _listed(tensors: Tensors) -> str:
 
 def _check_alike(outs: Tensors, tensor: Tensor, size: int) -> None:
     """Whether there is a tensor like this one for each rank."""
-    if len(outs) == size and all(each.dtype == tensor.dtype and each.shape == tensor.shape for each in outs):
+    if len(outs) == size and all(out.dtype == tensor.dtype and out.shape == tensor.shape for out in outs):
         return
-    kinds = sorted({described(each) for each in outs})
+    kinds = sorted({described(out) for out in outs})
     came = f"{len(outs)} tensors of {' and '.join(kinds[:MOST_LISTED])}" if outs else "no tensors"
     raise UsageError(f"{came} came beside one of {described(tensor)}; expected such a one for each of the {size} ranks")
 

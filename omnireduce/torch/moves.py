@@ -73,13 +73,13 @@ def gathered(tensors: Sequence[Tensor], names: Sequence[str], process_set: Proce
     def run(own: list[Tensor]) -> list[Tensor]:
         handles = _start_gathering(own, names, process_set)
         lengths[:] = map(len, own)
-        return [synchronize(each) for each in handles]
+        return [synchronize(handle) for handle in handles]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         everyones, of_lengths = reduced(grads, MEAN, f"gradient of {names[0]}", process_set), f"lengths of {names[0]}"
         before = synchronize(first(_start_gathering([torch.tensor([lengths])], [of_lengths], process_set)))
         starts = before[: queue(process_set).rank].sum(0).tolist()
-        return [each[at : at + length] for each, at, length in zip(everyones, starts, lengths, strict=True)]
+        return [grad[at : at + length] for grad, at, length in zip(everyones, starts, lengths, strict=True)]
 
     return differentiable(run, back, tensors)
 
@@ -120,8 +120,8 @@ def broadcast(
         return [synchronize(_start_broadcast(copy, root_rank, name, process_set))]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
-        found = reduced(grads, MEAN, f"gradient of {name}", process_set)
-        return found if is_root else [torch.zeros_like(found[0])]
+        means = reduced(grads, MEAN, f"gradient of {name}", process_set)
+        return means if is_root else [torch.zeros_like(means[0])]
 
     return first(differentiable(run, back, [tensor]))
 
@@ -183,6 +183,6 @@ def _start_exchange(
         if splits is not None:
             lengths = staged(splits if isinstance(splits, Tensor) else torch.tensor(splits)).numpy()
         task = queue(process_set).alltoall_async(array_of(staged(tensor)), lengths, name=name)
-        return handle_of(task, lambda found: (on_device_of(tensor, found[0]), torch.from_numpy(found[1]).to(kind)))
+        return handle_of(task, lambda pair: (on_device_of(tensor, pair[0]), torch.from_numpy(pair[1]).to(kind)))
 
     return told_by_name([name], process_set, begin)

@@ -45,15 +45,15 @@ def _made(x: tuple[str, list[int], bytes, bool]) -> Tensor:
     dtype = DTYPES[name]
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for a tensor of {name} {shape}")
-    found = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype)
-    bytes_of(found)[:] = np.frombuffer(data, np.uint8)
-    found = found.ne(0) if dtype is torch.bool else found  # a byte of a peer may be no bool
-    return found.requires_grad_(requires_grad)
+    tensor = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype)
+    bytes_of(tensor)[:] = np.frombuffer(data, np.uint8)
+    tensor = tensor.ne(0) if dtype is torch.bool else tensor  # a byte of a peer may be no bool
+    return tensor.requires_grad_(requires_grad)
 
 
 def _parameter(x: tuple[str, list[int], bytes, bool]) -> nn.Parameter:
-    found = _made(x)
-    return nn.Parameter(found.detach(), found.requires_grad)
+    tensor = _made(x)
+    return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
 def let_tensors_travel() -> None:

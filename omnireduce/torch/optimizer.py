@@ -74,7 +74,7 @@ def _graces_order(make: Callable[P, Any]) -> Callable[P, Any]:
 
     @wraps(make)
     def call(*args: Any, **named: Any) -> Any:
-        if len(args) > 1 and all(hasattr(args[1], each) for each in ("compressor", "memory")):
+        if len(args) > 1 and all(hasattr(args[1], name) for name in ("compressor", "memory")):
             optimizer, grace, *others = args
             return make(optimizer, *others, grace=grace, **named)
         return make(*args, **named)

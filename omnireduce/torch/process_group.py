@@ -144,7 +144,7 @@ class ProcessGroup(dist.ProcessGroup):
         how = reduction_of(opts.reduceOp, tensors)
         if tensors[0].is_sparse:
             raise UsageError(f"{len(tensors)} sparse tensors came together; expected one at a time")
-        copies = [staged(each) for each in tensors]
+        copies = [staged(tensor) for tensor in tensors]
         return self._combine(copies, how, opts, copies, tensors)
 
     @reduce_forms
@@ -166,13 +166,13 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> dist._Work:
         out, given = only(outs), only(parts)
         if len(given) != self._size or given[self._rank].shape != out.shape:
-            shapes = [list(each.shape) for each in given]
+            shapes = [list(part.shape) for part in given]
             raise UsageError(
                 f"tensors of {shapes} came for a result of {list(out.shape)}; expected one for each of the "
                 f"{self._size} ranks, and that of this rank of the shape of the result"
             )
         how = reduction_of(opts.reduceOp, [out, *given])
-        copies = [copied(each) for each in given]
+        copies = [copied(part) for part in given]
         return self._combine(copies, how, opts, [copies[self._rank]], outs)
 
     @reduce_scatter_forms
@@ -184,7 +184,7 @@ class ProcessGroup(dist.ProcessGroup):
                     "times as many elements"
                 )
         how = reduction_of(opts.reduceOp, [*outs, *tensors])
-        copies = [copied(each) for each in tensors]
+        copies = [copied(tensor) for tensor in tensors]
         own = [copy.view(self._size, *out.shape)[self._rank] for copy, out in zip(copies, outs, strict=True)]
         return self._combine(copies, how, opts, own, outs)
 
@@ -203,8 +203,8 @@ class ProcessGroup(dist.ProcessGroup):
         self, how: Reduction, results: list[Tensor], targets: list[Tensor]
     ) -> Callable[[Any], Sequence[Tensor]]:
         def finish(_: Any) -> Sequence[Tensor]:
-            for each in results:
-                how.divided(array_of(each), self._size)
+            for result in results:
+                how.divided(array_of(result), self._size)
             return put_back(targets, results)
 
         return finish

@@ -62,20 +62,20 @@ _OF_TYPE: dict[torch.dtype, dict[str, Reduction]] = {
 
 def op_name(op: object) -> str:
     """What torch calls an operation."""
-    return next((name for name, each in _NAMES if op == each), str(op))
+    return next((name for name, operation in _NAMES if op == operation), str(op))
 
 
 def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
     """How `op` of torch is done with tensors of one element type, all dense or all sparse. Raises UsageError where that
     cannot be."""
     name = op_name(op)
-    kinds = {type_name(each) for each in tensors}
+    kinds = {type_name(tensor) for tensor in tensors}
     if len(kinds) != 1:
         raise UsageError(f"tensors of {' and '.join(sorted(kinds)) or 'no type'} came; expected one element type")
     dtype, [kind] = tensors[0].dtype, kinds
     known = _OF_TYPE.get(dtype, {})
     if tensors[0].is_sparse:  # a tensor that lacks a row has zeros there: other operations would have to read them
-        known = {each: known[each] for each in ("SUM", "AVG") if each in known and dtype is not torch.bool}
+        known = {allowed: known[allowed] for allowed in ("SUM", "AVG") if allowed in known and dtype is not torch.bool}
     elif tensors[0].layout != torch.strided:
         known = {}
     if not known:

@@ -35,11 +35,11 @@ def start_reduction(
 
     def begin() -> Handle:
         op, before, after = how._replace(op=_op_for(tensors, how.op))
-        copies = [staged(each) for each in tensors]
-        in_place = all(out is each for out, each in zip(outs, tensors, strict=True))
-        targets = copies if in_place else [staged(each) for each in outs]
+        copies = [staged(tensor) for tensor in tensors]
+        in_place = all(out is tensor for out, tensor in zip(outs, tensors, strict=True))
+        targets = copies if in_place else [staged(out) for out in outs]
         task = queue(process_set).grouped_allreduce_async(
-            [array_of(each) for each in copies], outs=None if in_place else [array_of(each) for each in targets],
+            [array_of(copy) for copy in copies], outs=None if in_place else [array_of(target) for target in targets],
             name=name, op=op, prescale=before, postscale=after,
         )  # fmt: skip
         return handle_of(task, lambda _: put_back(outs, targets))
@@ -53,15 +53,15 @@ def start_sum_of_rows(tensor: Tensor, op: QueueOp, name: str, process_set: Proce
     def begin() -> Handle:
         numbers, rows, n_rows = rows_of(tensor)
         task = queue(process_set).allreduce_rows_async(numbers, rows, n_rows, name=name, op=cast(Any, op))
-        return handle_of(task, lambda found: sparse_of(found, tensor))
+        return handle_of(task, lambda summed: sparse_of(summed, tensor))
 
     return told_by_name([name], process_set, begin)
 
 
 def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
     """What the service calls it. Raises UsageError where it does not go with these tensors."""
-    kinds = {each.dtype for each in tensors}
-    if op not in (Average, Sum) and any(each.is_complex for each in kinds):
+    kinds = {tensor.dtype for tensor in tensors}
+    if op not in (Average, Sum) and any(kind.is_complex for kind in kinds):
         raise UsageError(f"op {op!r} of complex numbers: expected Average or Sum")
     if torch.bool not in kinds:
         return op
@@ -72,7 +72,7 @@ def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
 
 def _in_place(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of the tensors."""
-    plain = told_by_name([name], process_set, lambda: [detached(each) for each in tensors])
+    plain = told_by_name([name], process_set, lambda: [detached(tensor) for tensor in tensors])
     handle = start_reduction(plain, plain, how, name, process_set)
     return handle.then(lambda _: list(tensors))
 
@@ -81,8 +81,8 @@ def _into_others(tensors: Sequence[Tensor], how: Scaling, name: str, process_set
     """The result is a list of new tensors."""
 
     def begin() -> Handle:
-        plain = [detached(each) for each in tensors]
-        return start_reduction(plain, [torch.empty_like(each) for each in plain], how, name, process_set)
+        plain = [detached(tensor) for tensor in tensors]
+        return start_reduction(plain, [torch.empty_like(tensor) for tensor in plain], how, name, process_set)
 
     return told_by_name([name], process_set, begin)
 
@@ -127,14 +127,14 @@ class Compressed(NamedTuple):
 
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What came of those that have travelled."""
-        return [self.compression.decompress(*each) for each in zip(tensors, self.contexts, strict=True)]
+        return [self.compression.decompress(*pair) for pair in zip(tensors, self.contexts, strict=True)]
 
 
 def compressed(
     compression: type[Any], tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet
 ) -> Compressed:
     """What travels of tensors by these names."""
-    pairs = told_by_name(names, process_set, lambda: [compression.compress(each) for each in tensors])
+    pairs = told_by_name(names, process_set, lambda: [compression.compress(tensor) for tensor in tensors])
     return Compressed(compression, [tensor for tensor, _ in pairs], [context for _, context in pairs])
 
 

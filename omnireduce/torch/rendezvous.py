@@ -50,7 +50,7 @@ class MeetingPoint(NamedTuple):
 def drawn_ports(identity: str) -> list[int]:
     """The ports of a launch, the same for all its ranks."""
     drawn = (hashlib.sha256(f"{identity}{number or ''}".encode()).digest() for number in range(TRIES))
-    return [FIRST_PORT + int.from_bytes(each[:8], "big") % PORTS for each in drawn]
+    return [FIRST_PORT + int.from_bytes(digest[:8], "big") % PORTS for digest in drawn]
 
 
 def meet_at(place: MeetingPoint) -> None:
@@ -60,8 +60,8 @@ def meet_at(place: MeetingPoint) -> None:
 
     def handler(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
         if not meeting.is_meant():
-            found: Iterator[Any] = way_of_torch(url, timeout=timeout, **options)
-            return found
+            stores: Iterator[Any] = way_of_torch(url, timeout=timeout, **options)
+            return stores
         return meeting.begin(url, timeout)
 
     _rendezvous_handlers["env"] = handler
@@ -154,11 +154,11 @@ def _asked(place: MeetingPoint, port: int, wait_s: float) -> Address | None:
     signpost: another program may send anything. Raises _SilentError if no line comes in time."""
     said, part, deadline = b"", b"?", time.monotonic() + wait_s
     try:
-        with connect(place.address, port, wait_s) as found:
-            host = host_of(found.getpeername())
+        with connect(place.address, port, wait_s) as connection:
+            host = host_of(connection.getpeername())
             while part and len(said) < LONGEST and not said.endswith(b"\n"):
-                found.settimeout(max(deadline - time.monotonic(), MOMENT_S))  # 0 would not raise TimeoutError
-                part = found.recv(LONGEST - len(said))
+                connection.settimeout(max(deadline - time.monotonic(), MOMENT_S))  # 0 would not raise TimeoutError
+                part = connection.recv(LONGEST - len(said))
                 said += part
     except OSError as error:
         if from_a_handler(error):

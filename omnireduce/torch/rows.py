@@ -56,7 +56,7 @@ def sparse_of(rows: Rows[Any], like: Tensor) -> Tensor:
     sparse, dense = like.shape[: like.sparse_dim()], like.shape[like.sparse_dim() :]
     pair = (2,) if like.is_complex() else ()
     indices = torch.from_numpy(np.stack(np.unravel_index(numbers, tuple(sparse))).astype(np.int64, copy=False))
-    found = tensor_of(values[:, : width_of(like)].reshape(len(numbers), *dense, *pair), like.dtype)
+    row_values = tensor_of(values[:, : width_of(like)].reshape(len(numbers), *dense, *pair), like.dtype)
     return torch.sparse_coo_tensor(
-        indices, found, like.shape, device=like.device, is_coalesced=True, check_invariants=False
+        indices, row_values, like.shape, device=like.device, is_coalesced=True, check_invariants=False
     )

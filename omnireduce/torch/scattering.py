@@ -115,12 +115,12 @@ def _start(tensors: Sequence[Tensor], names: Sequence[str], how: Scaling, proces
 
 def _scattered(tensors: Sequence[Tensor], names: Sequence[str], how: Scaling, process_set: ProcessSet) -> list[Tensor]:
     def run(own: list[Tensor]) -> list[Tensor]:
-        return [synchronize(each) for each in _start(own, names, how, process_set)]
+        return [synchronize(handle) for handle in _start(own, names, how, process_set)]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         check_differentiable("reducescatter", how.op)
         factor = how.prescale * how.postscale * (process_set.size() if how.op == Sum else 1)
-        own = [each * factor for each in grads]
+        own = [grad * factor for grad in grads]
         return gathered(own, [f"gradient of {name}" for name in names], process_set)
 
     return differentiable(run, back, tensors)

@@ -107,15 +107,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state on the shards, on all ranks, in the form of torch's optimizers."""
-        found: dict[str, Any] = super().state_dict()
-        for group in found["param_groups"]:
+        saved: dict[str, Any] = super().state_dict()
+        for group in saved["param_groups"]:
             del group["rule"]  # a state is plain data; who loads it has the rule
         kept = [] if self._pending is not None else [part.state() for part in self._parts]
-        numbers = (number for group in found["param_groups"] for number in group["params"])
-        states = (each for group in kept for each in group)
-        found["state"] = {number: each for number, each in zip(numbers, states, strict=False) if each}
-        found["state"] = found["state"] if self._pending is None else self._pending["state"]
-        return found
+        numbers = (number for group in saved["param_groups"] for number in group["params"])
+        states = (state for group in kept for state in group)
+        saved["state"] = {number: state for number, state in zip(numbers, states, strict=False) if state}
+        saved["state"] = saved["state"] if self._pending is None else self._pending["state"]
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a `state_dict`, also one of torch's optimizers: numbers that it does not have stay as they are,
@@ -178,7 +178,7 @@ def _made(group: weakref.ref[_Group], at: int, _: Tensor) -> None:
 
 
 def _numbers_of(rule: Rule) -> dict[str, Any]:
-    return {each.name: getattr(rule, each.name) for each in dataclasses.fields(rule) if each.init}
+    return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule) if field.init}
 
 
 class _Group:
@@ -186,13 +186,13 @@ class _Group:
 
     def __init__(self, group: dict[str, Any], name: str, **more: Any) -> None:
         self.group, self.params = group, list[Tensor](group["params"])
-        self._copies = [each.detach() if _is_plain(each) else staged(each).clone() for each in self.params]
-        weights = {str(at): array_of(each) for at, each in enumerate(self._copies)}
+        self._copies = [param.detach() if _is_plain(param) else staged(param).clone() for param in self.params]
+        weights = {str(at): array_of(copy) for at, copy in enumerate(self._copies)}
         tables = weights if group["rows"] else ()
         self._versions = dict[int, int]()  # how often gradients were changed, as torch counts, until backward ended
-        for at, each in enumerate(self.params):
-            if each.requires_grad:
-                hook = each.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), at))
+        for at, param in enumerate(self.params):
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), at))
                 weakref.finalize(self, hook.remove).atexit = False
         self._optimizer = OfArrays(weights, self._rule(), tables=tables, comm=communicator(), name=name, **more)
 
@@ -208,7 +208,7 @@ class _Group:
         """Whether the program has changed some since backward made them."""
         versions, self._versions = self._versions, {}
         gradients = ((self.params[at].grad, version) for at, version in versions.items())
-        return any(each is not None and each._version != version for each, version in gradients)
+        return any(gradient is not None and gradient._version != version for gradient, version in gradients)
 
     def prepared(self) -> dict[str, Any]:
         """The gradients that this rank has, ready for a step. Raises UsageError for a sparse one that should be dense,
@@ -255,30 +255,30 @@ class _Group:
                 own.copy_(copy)
 
     def _gradient(self, at: int) -> Array | tuple[Array, Array] | None:
-        found = self.params[at].grad
-        if found is None:
+        grad = self.params[at].grad
+        if grad is None:
             return None
-        if found.is_sparse != bool(self.group["rows"]):
-            kind = "sparse" if found.is_sparse else "dense"
+        if grad.is_sparse != bool(self.group["rows"]):
+            kind = "sparse" if grad.is_sparse else "dense"
             raise UsageError(f"parameter {at} has a {kind} gradient; `rows` of its group is {self.group['rows']}")
-        if found.is_sparse:
-            return array_of(staged(found._indices()[0])), array_of(staged(found._values()))  # a row may be there twice
-        return array_of(staged(found))
+        if grad.is_sparse:
+            return array_of(staged(grad._indices()[0])), array_of(staged(grad._values()))  # a row may be there twice
+        return array_of(staged(grad))
 
     def state(self) -> list[dict[str, Any]]:
         """As torch's optimizers have it, of each parameter; nothing before the first step."""
         if not self._optimizer.steps:
             return [{} for _ in self.params]
-        found = self._optimizer.state_dict(None)
+        saved = self._optimizer.state_dict(None)
         return [
-            {what: torch.from_numpy(values) for what, values in found["state"][str(at)].items()}
-            | {"step": torch.tensor(float(found["step"]))}
+            {what: torch.from_numpy(values) for what, values in saved["state"][str(at)].items()}
+            | {"step": torch.tensor(float(saved["step"]))}
             for at in range(len(self.params))
         ]
 
     def restore(self, states: Sequence[Mapping[str, Any]], root: int) -> None:
-        steps = int(max((float(each.get("step", 1)) for each in states if each), default=0))
-        kept = {str(at): _arrays_of(x) or self._optimizer.initial_state(str(at)) for at, x in enumerate(states)}
+        steps = int(max((float(state.get("step", 1)) for state in states if state), default=0))
+        kept = {str(at): _arrays_of(state) or self._optimizer.initial_state(str(at)) for at, state in enumerate(states)}
         self.close()  # a rank that has loaded nothing, and makes a step meanwhile, is told
         self._take_copies()
         self._optimizer.load_state_dict({"step": steps, "state": kept} if steps else None, root)

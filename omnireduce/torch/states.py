@@ -26,16 +26,16 @@ def broadcast_parameters(
     """Replace tensors by those of the root: `model.state_dict()`, `model.named_parameters()`, or tensors without names,
     in one order on all ranks. What is no tensor stays as it is. Raises what `omnireduce.Queue` raises."""
     pairs = params.items() if isinstance(params, Mapping) else params
-    named = [(str(at), each) if isinstance(each, Tensor) else each for at, each in enumerate(pairs)]
-    tensors = [(name, each) for name, each in named if isinstance(each, Tensor)]
-    _broadcast_all([(f"parameter.{name}", each) for name, each in tensors], root_rank, process_set)
+    named = [(str(at), entry) if isinstance(entry, Tensor) else entry for at, entry in enumerate(pairs)]
+    tensors = [(name, tensor) for name, tensor in named if isinstance(tensor, Tensor)]
+    _broadcast_all([(f"parameter.{name}", tensor) for name, tensor in tensors], root_rank, process_set)
 
 
 def _broadcast_all(named: Sequence[tuple[str, Tensor]], root_rank: int, process_set: ProcessSet) -> None:
     """Broadcast `AT_ONCE` tensors at a time: a queue takes a limited number."""
     for at in range(0, len(named), AT_ONCE):
         some = named[at : at + AT_ONCE]
-        for handle in [broadcast_async_(each, root_rank, name, process_set) for name, each in some]:
+        for handle in [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in some]:
             synchronize(handle)
 
 
@@ -60,7 +60,7 @@ def broadcast_optimizer_state(
     tensors = own if is_root else []
     if not is_root:
         state = _with_tensors(told, tensors)
-    _broadcast_all([(f"optimizer.{at}", each) for at, each in enumerate(tensors)], root_rank, process_set)
+    _broadcast_all([(f"optimizer.{at}", tensor) for at, tensor in enumerate(tensors)], root_rank, process_set)
     if is_root:
         return
     try:
@@ -87,9 +87,9 @@ def _without_tensors(x: Any, tensors: list[Tensor]) -> Any:
         tensors.append(x)
         return {"tensor": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
     if isinstance(x, dict):
-        return {"pairs": [[key, _without_tensors(each, tensors)] for key, each in x.items()]}
+        return {"pairs": [[key, _without_tensors(value, tensors)] for key, value in x.items()]}
     if isinstance(x, list | tuple):
-        return {"list": [_without_tensors(each, tensors) for each in x], "is_tuple": isinstance(x, tuple)}
+        return {"list": [_without_tensors(value, tensors) for value in x], "is_tuple": isinstance(x, tuple)}
     return x
 
 
@@ -98,10 +98,10 @@ def _with_tensors(x: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(x, dict):
         return x
     if "pairs" in x:
-        return {key: _with_tensors(each, tensors) for key, each in x["pairs"]}
+        return {key: _with_tensors(value, tensors) for key, value in x["pairs"]}
     if "list" in x:
-        found = [_with_tensors(each, tensors) for each in x["list"]]
-        return tuple(found) if x["is_tuple"] else found
+        values = [_with_tensors(value, tensors) for value in x["list"]]
+        return tuple(values) if x["is_tuple"] else values
     tensors.append(torch.empty(x["shape"], dtype=getattr(torch, x["tensor"])))
     return tensors[-1]
 
@@ -126,5 +126,5 @@ def allgather_object(
 ) -> list[Any]:
     """A list of the objects of all ranks. See `broadcast_object`."""
     name = name_of("allgather_object", name, process_set)
-    found: list[Any] = queue(process_set).allgather_object_async(obj, name=name, trust=trust).wait()
-    return found
+    objects: list[Any] = queue(process_set).allgather_object_async(obj, name=name, trust=trust).wait()
+    return objects

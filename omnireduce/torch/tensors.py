@@ -133,8 +133,8 @@ def array_of(tensor: Tensor) -> Array:
     kind = _KINDS.get(plain.dtype)
     if kind is None:
         raise UsageError(f"a tensor of {described(tensor)} came; cast it to a type that NumPy has, too")
-    found = np.asarray(_Memory(plain, kind)) if plain.numel() else np.empty(tuple(plain.shape), kind)
-    return found.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else found
+    array = np.asarray(_Memory(plain, kind)) if plain.numel() else np.empty(tuple(plain.shape), kind)
+    return array.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else array
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
@@ -143,8 +143,8 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
         return torch.empty(array.shape[:-1] if dtype.is_complex else array.shape, dtype=dtype)
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(dtype)
-    found = torch.from_numpy(array)
-    return torch.view_as_complex(found) if dtype.is_complex else found
+    tensor = torch.from_numpy(array)
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

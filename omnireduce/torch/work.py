@@ -26,8 +26,8 @@ def told_to_torch(error: Exception) -> RuntimeError:
     """The error that users of torch expect. The time limit is one that they gave to torch."""
     text = str(error).replace("raise cluster.timeout_s", "raise that")
     limit = " (the timeout of the process group)" if isinstance(error, CollectiveTimeoutError) else ""
-    found: RuntimeError = dist.DistBackendError(f"omnireduce: {text}{limit}")
-    return found
+    backend_error: RuntimeError = dist.DistBackendError(f"omnireduce: {text}{limit}")
+    return backend_error
 
 
 class Outcome:
@@ -137,7 +137,7 @@ class OutcomeWork(dist._Work):
 def _for_hooks(future: Future[list[Tensor]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """A future with these tensors that torch's built-in hook for float16 understands, too. On a GPU it does not: a
     future of TorchScript knows no devices."""
-    if tensors and all(each.is_cpu and each.dtype == torch.float16 for each in tensors):
-        found: Future[list[Tensor]] = typed_future(future, list(tensors))
-        return found
+    if tensors and all(tensor.is_cpu and tensor.dtype == torch.float16 for tensor in tensors):
+        typed: Future[list[Tensor]] = typed_future(future, list(tensors))
+        return typed
     return future
