@@ -85,40 +85,42 @@ class Account:
     def last_of(self, ranks: Iterable[int]) -> list[int]:
         """The ranks that `ranks` wait for, as their last reports say. A rank that reported nobody stands for itself. A
         rank that has reported later is not late: then the waiting rank may have stopped."""
-        found = set[int]()
+        late = set[int]()
         for rank in ranks:
             report, came_at = self._reports.get(rank, (Report(), 0.0))
             behind = [other for other in report.behind if self._reports.get(other, (report, came_at))[1] <= came_at]
-            found.update(behind or (rank,))
-        return sorted(found)
+            late.update(behind or (rank,))
+        return sorted(late)
 
     def waiting(self, now: float) -> Wait | None:
         """The longest wait for ranks that a rank has reported."""
         waits = [
-            Wait(each.what, each.behind, each.total, "", each.waited_s + now - came_at)
-            for each, came_at in self._reports.values()
-            if each.total
+            Wait(report.what, report.behind, report.total, "", report.waited_s + now - came_at)
+            for report, came_at in self._reports.values()
+            if report.total
         ]
-        return max(waits, key=lambda each: each.seconds, default=None)
+        return max(waits, key=lambda wait: wait.seconds, default=None)
 
     def total(self) -> Traffic:
         """Everything, with the bytes that were exchanged in memory."""
-        found = copy(self.traffic)
+        total = copy(self.traffic)
         reports = [report for report, _ in self._reports.values()]
         if reports:  # of different moments: who is ahead says how many blocks there are
-            collectives, blocks = (max(getattr(each, name) for each in reports) for name in ("collectives", "blocks"))
-            found.add(Traffic(collectives=collectives, blocks=blocks))
-        for each in reports:
-            found.add(
+            collectives, blocks = (
+                max(getattr(report, name) for report in reports) for name in ("collectives", "blocks")
+            )
+            total.add(Traffic(collectives=collectives, blocks=blocks))
+        for report in reports:
+            total.add(
                 Traffic(
-                    rank_blocks=each.blocks,
-                    own_blocks=each.own_blocks,
-                    union_blocks=each.union_blocks,
-                    received_bytes=each.sent_bytes,
-                    sent_bytes=each.received_bytes,
+                    rank_blocks=report.blocks,
+                    own_blocks=report.own_blocks,
+                    union_blocks=report.union_blocks,
+                    received_bytes=report.sent_bytes,
+                    sent_bytes=report.received_bytes,
                 )
             )
-        return found
+        return total
 
     @property
     def memory_bytes(self) -> int:
@@ -132,5 +134,5 @@ class Account:
         for report, _ in self._reports.values():
             for rank, seconds in zip(report.late, report.late_s, strict=True):
                 late_s[rank] += seconds
-        found = [Late(rank, seconds) for rank, seconds in zip(self._numbers, late_s, strict=True) if seconds > 0]
-        return sorted(found, key=lambda each: each.seconds, reverse=True)
+        late_ranks = [Late(rank, seconds) for rank, seconds in zip(self._numbers, late_s, strict=True) if seconds > 0]
+        return sorted(late_ranks, key=lambda late: late.seconds, reverse=True)

@@ -15,10 +15,10 @@ def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Se
     `jobs` has a hello of every other job that gathers or runs, `held` one of every job whose slots are taken.
     """
     team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
-    count = sum(each.team == hello.team for each in jobs)
+    count = sum(other.team == hello.team for other in jobs)
     if count >= terms.max_jobs:
         return f"{count} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
-    ranks, taken = demand(each for each in held if each.team == hello.team)
+    ranks, taken = demand(other for other in held if other.team == hello.team)
     if ranks + hello.world_size > terms.max_ranks:
         wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
         return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"

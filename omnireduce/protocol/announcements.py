@@ -17,7 +17,7 @@ class Announcements:
     @property
     def deadline(self) -> float | None:
         """When `taken_back` has something to tell, if nobody comes before."""
-        return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)
+        return min((self._told[generation][1] + NEWS_S for generation in self._deserted), default=None)
 
     def is_news(self, generation: int, workers: int, now: float) -> bool:
         """Whether the ranks have not heard yet that `workers` wait. From now on this counts as heard."""
@@ -37,7 +37,7 @@ class Announcements:
 
     def taken_back(self, now: float) -> Iterator[int]:
         """The generations whose ranks must now hear that nobody waits any more."""
-        for generation in [each for each in self._deserted if now >= self._told[each][1] + NEWS_S]:
+        for generation in [generation for generation in self._deserted if now >= self._told[generation][1] + NEWS_S]:
             self.forget(generation)
             yield generation
 

@@ -53,13 +53,13 @@ class Coder:
     ) -> Packed:
         """As `operand.pack`; `rows`, uint8 (rows, block bytes), are encoded. `key`: of this rank's stream."""
         packed = operand.find(shard, cursor, span, indices[: len(rows)])
-        found: Array = indices[: packed.block_count]
+        present: Array = indices[: packed.block_count]
 
         def encode(some: slice, where: Array, source: Array) -> None:
             with self._calling:
-                self._codec.encode_at(source, where, rows[some], block_keys(key, found[some]))
+                self._codec.encode_at(source, where, rows[some], block_keys(key, present[some]))
 
-        operand.pack_found(found, encode)
+        operand.pack_found(present, encode)
         return packed
 
     def put(self, operand: Operand, rows: Array, indices: Array) -> None:
@@ -90,17 +90,17 @@ class Coder:
     def there_and_back(self, x: Array, keys: Array) -> Array:
         """Encode and decode the blocks of `x`, float32 (elements,); return an array like it. `keys`: uint64 (blocks,),
         of the random numbers."""
-        found = np.zeros(keys.size * self.block_size, np.float32)
-        found[: x.size] = x
-        values = found.reshape(keys.size, self.block_size)
-        present = np.flatnonzero(find_blocks(found, self.block_size))  # others do not travel
+        padded = np.zeros(keys.size * self.block_size, np.float32)
+        padded[: x.size] = x
+        values = padded.reshape(keys.size, self.block_size)
+        present = np.flatnonzero(find_blocks(padded, self.block_size))  # others do not travel
         for piece in pieces(present.size, self.block_size):
             own = present[piece]
             encoded = np.empty((own.size, self.block_bytes), np.uint8)
             with self._calling:
                 self._codec.encode_at(values, own, encoded, keys[own])
                 self._codec.place(encoded, own, values)
-        return found[: x.size]
+        return padded[: x.size]
 
 
 class _Calling:

@@ -46,7 +46,7 @@ class Compilers:
     @property
     def deadline(self) -> float | None:
         """When the time of the oldest of them is over."""
-        return next((each.until for each in self._all.values()), None)
+        return next((compiler.until for compiler in self._all.values()), None)
 
     def over(self, now: float) -> list[Hashable]:
         """The connections of those whose time is over."""

@@ -68,24 +68,24 @@ class CollectiveDeadline:
         return LATE * self.timeout_s
 
     def _hanging(self, now: float, owing: Sequence[ShardStream]) -> list[ShardStream]:
-        return [each for each in owing if each.hangs(now, self.since, self.timeout_s)]
+        return [stream for stream in owing if stream.hangs(now, self.since, self.timeout_s)]
 
     def cause(self, now: float, reason: str, owing: Sequence[ShardStream]) -> Cause:
         """The cause of the delay: shards that hang, of those `owing` results, or ranks that come late."""
         hanging = self._hanging(now, owing)
-        waits = [each.waiting for each in owing if each.waiting is not None]
+        waits = [stream.waiting for stream in owing if stream.waiting is not None]
         if hanging:
-            silent_s = now - max(self.since, *(each.heard_at for each in hanging))
+            silent_s = now - max(self.since, *(stream.heard_at for stream in hanging))
             reason += f"; nothing came from there for {silent_s:.1f} s: is it stopped or overloaded?"
             return Cause(
-                listed([f"aggregator {self._addresses[each.shard]}" for each in hanging]), reason, timeout=True
+                listed([f"aggregator {self._addresses[stream.shard]}" for stream in hanging]), reason, timeout=True
             )
         longest_s = 0.0 if self._longest is None else self._longest.seconds
         long_wait = longest_s >= self.timeout_s / 2
         if self.late_s and not long_wait:  # what this worker reads now may be old: it cannot judge others
             reason += f"; it noticed that {self.late_s:.1f} s late: was it stopped or overloaded?"
             return Cause(self._me, reason, timeout=True)
-        latest = max(waits, key=lambda each: each.seconds, default=None)
+        latest = max(waits, key=lambda wait: wait.seconds, default=None)
         if latest is not None and (not long_wait or latest.seconds >= longest_s):
             return Cause(latest.who, reason, timeout=True)
         if self._longest is not None and long_wait:
@@ -94,6 +94,6 @@ class CollectiveDeadline:
 
     def cause_behind(self, reason: str, streams: Sequence[ShardStream], others: str) -> Cause:
         """The cause, for a rank to which no shard owes anything: the `others` of its host know more."""
-        waits = [each.waiting for each in streams if each.waiting is not None]
-        longest = max(waits, key=lambda each: each.seconds, default=None)
+        waits = [stream.waiting for stream in streams if stream.waiting is not None]
+        longest = max(waits, key=lambda wait: wait.seconds, default=None)
         return Cause(others if longest is None else longest.who, reason, timeout=True)

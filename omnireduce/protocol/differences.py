@@ -41,8 +41,8 @@ def check_refusals(one: Begun, other: Begun) -> None:
     words = distinguish(first.descriptor, second.descriptor)
     place = "" if first.number == second.number else " as number {}"
     said = "; ".join(
-        f"rank {each.rank} called {what}{place.format(each.number)}"
-        for each, what in zip((first, second), words, strict=True)
+        f"rank {begun.rank} called {what}{place.format(begun.number)}"
+        for begun, what in zip((first, second), words, strict=True)
     )
     reason = f"submitted different collectives: collective {one.number}: {said}"
     raise MismatchError(Cause(f"ranks {first.rank} and {second.rank}", reason, mismatch=True))

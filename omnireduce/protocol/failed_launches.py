@@ -61,7 +61,7 @@ class FailedLaunches:
     def why(self, hello: Hello, now: float) -> str:
         """Why the launch or group of a worker cannot start; empty if it may, or was started again."""
         place, rank = JobKey.of(hello), _number(hello)
-        for failed in [each for each in self._failed if each.place == place]:
+        for failed in [failed for failed in self._failed if failed.place == place]:
             if now >= failed.until or (rank in failed.told and not failed.by_itself):
                 self._failed.remove(failed)
             elif rank not in failed.told:
@@ -72,20 +72,20 @@ class FailedLaunches:
     def _remember(
         self, hello: Hello, pending_job: PendingJob | None, reason: str, now: float, *, by_itself: bool
     ) -> None:
-        for old in [each for each in self._failed if now >= each.until]:
+        for old in [old for old in self._failed if now >= old.until]:
             self._failed.remove(old)
         failed = _FailedLaunch(JobKey.of(hello), reason, now + self._limit_s, set(), by_itself)
         self._failed.append(failed)
         here = () if pending_job is None else pending_job.waiting_ranks.values()
-        self._tell(failed, [hello, *(each.hello for each in here)])
+        self._tell(failed, [hello, *(waiting.hello for waiting in here)])
 
     def _tell(self, failed: _FailedLaunch, hellos: list[Hello]) -> None:
-        for each in hellos:
-            failed.told.add(_number(each))
-            if each.refuses:
-                failed.guessed_size = max(failed.guessed_size, each.world_size)
+        for hello in hellos:
+            failed.told.add(_number(hello))
+            if hello.refuses:
+                failed.guessed_size = max(failed.guessed_size, hello.world_size)
             else:
-                failed.world_size = max(failed.world_size, each.world_size)
+                failed.world_size = max(failed.world_size, hello.world_size)
         if len(failed.told) >= (failed.world_size or failed.guessed_size):
             self._failed.remove(failed)
 

@@ -84,8 +84,8 @@ def memory_bytes(hello: Hello) -> int:
 
 def demand(jobs: Iterable[Hello]) -> tuple[int, int]:
     """The ranks and the bytes of memory of these jobs together."""
-    each = [(job.world_size, memory_bytes(job)) for job in jobs]
-    return sum(ranks for ranks, _ in each), sum(taken for _, taken in each)
+    demands = [(job.world_size, memory_bytes(job)) for job in jobs]
+    return sum(ranks for ranks, _ in demands), sum(taken for _, taken in demands)
 
 
 def malformed(hello: Hello) -> str:

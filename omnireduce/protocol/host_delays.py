@@ -16,8 +16,8 @@ def _lowest_of_others(counters: Array) -> Array:
     if counters.size < 2:
         return np.full(counters.size, np.iinfo(np.int64).max)
     lowest, second = np.sort(counters)[:2]
-    found: Array = np.where(counters == lowest, second, lowest)
-    return found
+    lowest_others: Array = np.where(counters == lowest, second, lowest)
+    return lowest_others
 
 
 def owed_ranks(counters: Array, s: Any, number: int, owed: Collection[int]) -> list[int]:
@@ -34,7 +34,7 @@ def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
     has_begun = begun > s["number"]
     late = ~has_begun
     late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the pass before
-    staged, combined, collected = (each - s["base"] for each in (staged, combined, collected))
+    staged, combined, collected = (column - s["base"] for column in (staged, combined, collected))
     summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
     free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)
     could = has_begun & (staged < s["chunks"]) & (free > staged - s["slots"])

@@ -29,8 +29,8 @@ class ShortageError(Exception):
 def encoded_at(ints: Array, at: int) -> bytes:
     """The encoded descriptor of a rank, at this place in memory. Its length is bounded, not believed."""
     size = max(0, min(int(ints[at]), EXTRA_WORDS * 8))
-    found: bytes = ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
-    return found[:size]
+    padded: bytes = ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
+    return padded[:size]
 
 
 def check_begun(
@@ -41,13 +41,13 @@ def check_begun(
     a descriptor that cannot be read: the fault of `culprit`."""
     try:
         begun = [
-            Begun(rank, name, number, decode_descriptor(each))
-            for rank, name, each in zip(ranks, names, encoded, strict=True)
+            Begun(rank, name, number, decode_descriptor(descriptor))
+            for rank, name, descriptor in zip(ranks, names, encoded, strict=True)
         ]
     except ProtocolError as error:
         raise HostError(culprit) from error
-    calls = [each for each in begun if not each.descriptor.refused]
-    first = next((each for each in begun if each.descriptor.refused), begun[0])
-    for each in calls:
-        if each.descriptor != first.descriptor:
-            check_refusals(first, each)
+    calls = [call for call in begun if not call.descriptor.refused]
+    first = next((call for call in begun if call.descriptor.refused), begun[0])
+    for call in calls:
+        if call.descriptor != first.descriptor:
+            check_refusals(first, call)

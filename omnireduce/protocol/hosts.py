@@ -50,13 +50,13 @@ def delegates_of(members: Sequence[JobRank], shard: int) -> list[int]:
     each host, and every rank that has neither. They are in the order of the first ranks. Empty if nobody sends sums:
     then every rank sends its own blocks."""
     several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
-    found: dict[bytes | tuple[int, ...], int] = {}
+    delegates: dict[bytes | tuple[int, ...], int] = {}
     for place, (rank, relay, host) in enumerate(members):
         key = relay or (host.ranks if host is not None else (rank,))
-        first = found.setdefault(key, place)
+        first = delegates.setdefault(key, place)
         if not relay and host is not None and rank == host.delegate(shard) and first != place:
-            found[key] = place
-    return list(found.values()) if several else []
+            delegates[key] = place
+    return list(delegates.values()) if several else []
 
 
 def readers_of(members: Sequence[JobRank]) -> list[int]:

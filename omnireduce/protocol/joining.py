@@ -377,7 +377,7 @@ class Joining:
         if self._place is not None:
             return f"the other ranks of job '{self._hello.job}' on this host to share their memory"
         waiting = [(self._addresses[i], visit) for i, visit in enumerate(self._visits) if visit.welcome is None]
-        address, visit = min(waiting, key=lambda each: each[0])
+        address, visit = min(waiting, key=lambda pair: pair[0])
         pending = visit.pending
         if pending is None:
             return f"an answer of aggregator {address}"

@@ -67,12 +67,12 @@ class Membership:
         if not self._pending_jobs:  # as nearly always
             return min(others, default=None)
         waiting = self._pending_jobs.values()
-        ends = others + [self._ends_at(each) for each in waiting if not each.held]
-        ends += [each.told_at + NEWS_S for each in waiting if self._has_news(each)]
-        ends += [at for each in waiting if not self._room.lacks(each) and (at := each.settles_at()) is not None]
-        ends += [0.0] if any(each.untold for each in waiting) else []
+        ends = others + [self._ends_at(job) for job in waiting if not job.held]
+        ends += [job.told_at + NEWS_S for job in waiting if self._has_news(job)]
+        ends += [at for job in waiting if not self._room.lacks(job) and (at := job.settles_at()) is not None]
+        ends += [0.0] if any(job.untold for job in waiting) else []
         # a formation that replaces one may have waited for the room, whosever it was
-        ends += [0.0] if self._has_freed_room and any(each.replaces is not None for each in waiting) else []
+        ends += [0.0] if self._has_freed_room and any(job.replaces is not None for job in waiting) else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
@@ -185,7 +185,7 @@ class Membership:
 
     def pending_jobs(self, now: float) -> list[JobStatus]:
         """The jobs whose ranks are not all here."""
-        return [each.status(now) for each in self._pending_jobs.values()]
+        return [pending_job.status(now) for pending_job in self._pending_jobs.values()]
 
     @property
     def here(self) -> list[Hello]:
@@ -195,9 +195,9 @@ class Membership:
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
         """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
         self.intake.end_survivors(is_meant, reason, now, self._salt + self._next_generation)
-        for each in self._running.values():
-            if is_meant(each.spec):
-                self.intake.end(each.spec, reason, now)
+        for job in self._running.values():
+            if is_meant(job.spec):
+                self.intake.end(job.spec, reason, now)
         for meeting, pending_job in list(self._pending_jobs.items()):
             if is_meant(pending_job.spec):
                 self.intake.end(pending_job.spec, reason, now)
@@ -261,7 +261,7 @@ class Membership:
 
     def _decline(self, key: Hashable, hello: Hello, meeting: FormationKey, now: float) -> Iterator[MembershipEffect]:
         """A rank refuses by itself to come to a group. Only one of a job that runs here can, and of its own groups."""
-        if not any(each.has_group(hello) for each in self._running.values()):
+        if not any(job.has_group(hello) for job in self._running.values()):
             yield Answer(key, Refused("a refusal from outside of the job; expected one of its ranks"))
             return
         yield Answer(key, Refused(hello.refuses))
@@ -302,9 +302,9 @@ class Membership:
         if not formation:  # this is the first shard: the job may be formed anew
             formation = self._salt + generation
             entry = tickets.ticket(self._key, pending_job.spec, formation)
-            hellos = [msgspec.structs.replace(each, formation=formation, ticket=entry) for each in hellos]
+            hellos = [msgspec.structs.replace(hello, formation=formation, ticket=entry) for hello in hellos]
         asked = before - pending_job.waiting_ranks.keys()
-        ranks = {each.rank: each for each in hellos}
+        ranks = {hello.rank: hello for hello in hellos}
         self._running[generation] = RunningJob(meeting, pending_job.spec, formation, ranks, asked)
         self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
         self.intake.begins(pending_job.spec)
@@ -349,7 +349,7 @@ class Membership:
         """The newest generation that runs of a job, if this is the job's first shard; else None."""
         if meeting.formation:
             return None
-        return max((number for number, each in self._running.items() if each.meeting == meeting), default=None)
+        return max((number for number, job in self._running.items() if job.meeting == meeting), default=None)
 
     # who may come
 

@@ -265,9 +265,9 @@ class DenseTensor(_Tensor):
                 span=span, stripe=layout.stripe_blocks, shards=layout.shards, rows=rows, indices=indices,
             )  # fmt: skip
         if cursor == full < layout.blocks:
-            found, cursor = self._find_tail(shard, count, indices[: len(rows)])
-            rows[count:found] = blocks.source_tail
-            count = found
+            end, cursor = self._find_tail(shard, count, indices[: len(rows)])
+            rows[count:end] = blocks.source_tail
+            count = end
         return Packed(count, cursor, cursor)
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:

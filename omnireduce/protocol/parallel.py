@@ -35,12 +35,12 @@ class Parallel:
     @property
     def is_on(self) -> bool:
         """A collective under way is large, and in all of them the parts of different shards touch nothing in common."""
-        large = any(each.sent.nbytes >= self.pool.worth_bytes for each in self._under_way)
-        return large and all(each.sent.is_divisible for each in self._under_way)
+        large = any(collective.sent.nbytes >= self.pool.worth_bytes for collective in self._under_way)
+        return large and all(collective.sent.is_divisible for collective in self._under_way)
 
     def pack(self) -> Iterator[Send]:
         """Pack as long as there are free slots, for several shards at the same time."""
-        while calls := [each.pack for each in self._streams if each.may_pack]:
+        while calls := [stream.pack for stream in self._streams if stream.may_pack]:
             messages = [message for message in self.pool.run(calls) if message is not None]
             if not messages:
                 return

@@ -189,15 +189,15 @@ class PendingJob:
 
     def missing(self) -> list[int]:
         """The first ranks that are not here, at most LISTED: a peer may have given any world size."""
-        found: list[int] = []
+        missing: list[int] = []
         while self._from in self.waiting_ranks:
             self._from += 1
         for rank in range(self._from, self.spec.world_size):
             if rank not in self.waiting_ranks:
-                found.append(rank)
-                if len(found) == LISTED:
+                missing.append(rank)
+                if len(missing) == LISTED:
                     break
-        return found
+        return missing
 
     @property
     def total_missing(self) -> int:
@@ -210,7 +210,7 @@ class PendingJob:
     def note(self) -> str:
         if self.refused is not None:
             return self.refused[1]
-        other = next((each for each in self.namesakes if each is not self), None)
+        other = next((namesake for namesake in self.namesakes if namesake is not self), None)
         return "" if other is None else _rival(other.spec, self.spec)
 
     def too_late(self, limit_s: float) -> str:
@@ -238,7 +238,7 @@ class PendingJob:
 def _rival(other: Hello, hello: Hello) -> str:
     """The text for a worker while `other`, of another launch, waits under the same name: perhaps they belong
     together."""
-    launches = " and ".join(shown(each.launch or "none") for each in (hello, other))
+    launches = " and ".join(shown(rival.launch or "none") for rival in (hello, other))
     return (
         f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "
         "give all their workers the same cluster.launch if they belong together, else another cluster.job"

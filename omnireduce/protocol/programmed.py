@@ -61,9 +61,9 @@ class ProgrammedTensor(DenseTensor):
         self.totals.take(shard, totals)
 
     def finish(self) -> None:
-        found = sum(self._put)
-        if self._results not in (None, found):
-            raise ProtocolError(f"results of a program with {found} blocks; expected {self._results}")
+        blocks = sum(self._put)
+        if self._results not in (None, blocks):
+            raise ProtocolError(f"results of a program with {blocks} blocks; expected {self._results}")
         if not self._drops:
             super().finish()
 

@@ -187,6 +187,6 @@ class Reduction:
         """Copy the blocks that `rank` does not have from `result` to `memory`; return whether they have room there."""
         if capacity(memory.size, self._format.block_bytes) < max(1, numbers.size):
             return False
-        rows, room = (block_rows(each, self._format.block_bytes, BYTES) for each in (result, memory))
+        rows, room = (block_rows(buffer, self._format.block_bytes, BYTES) for buffer in (result, memory))
         leave_out(numbers, rank, rows, room)
         return True

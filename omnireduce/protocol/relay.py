@@ -131,7 +131,7 @@ class RelayMachine(AggregatorMachine):
         return self._senders.has_hosts or self._in_memory
 
     def _let_go(self, rank: int) -> Iterator[Effect]:
-        owed = next((each for each in self._awaited if rank in each.readers), None)
+        owed = next((awaited for awaited in self._awaited if rank in awaited.readers), None)
         if owed is not None:  # its results would find nobody, and others would wait for its credit
             what = f"had shut down when collective {owed.number} was under way"
             yield from self.abort(Cause(self._ranks[rank].name, what), "left")
@@ -161,7 +161,7 @@ class RelayMachine(AggregatorMachine):
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank. The upstream tells those that do not come through this relay."""
         if self.ended is None:
-            yield from (Tell(self._up + each, Leave(cause)) for each in range(self._up) if each not in self._gone)
+            yield from (Tell(self._up + member, Leave(cause)) for member in range(self._up) if member not in self._gone)
         yield from super().abort(cause, kind, rank)
 
     def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
@@ -264,10 +264,10 @@ class RelayMachine(AggregatorMachine):
         return super()._wait(what, ranks, now)
 
     def _waited_for(self, current: Reduction) -> list[int]:
-        found = super()._waited_for(current)
-        if max(found, default=0) >= self._up or any(self.passing[rank] for rank in found):
+        ranks = super()._waited_for(current)
+        if max(ranks, default=0) >= self._up or any(self.passing[rank] for rank in ranks):
             return [self._up]  # it has not read what was sent
-        return self._late(found)
+        return self._late(ranks)
 
     def _late(self, members: Iterable[int]) -> list[int]:
         """The late ones: of `members` those that wait for nobody, and those that the others wait for."""
@@ -277,8 +277,8 @@ class RelayMachine(AggregatorMachine):
         """The ranks that this member waits for, by its report: it is a relay below, or a rank that shares memory. A
         rank that has reported later is not late."""
         report, came_at = self._reports.get(rank, (Report(), 0.0))
-        latest = {each: at for each, (_, at) in self._reports.items() if at > came_at}
-        return [each for each in range(self._up) if self._numbers[each] in report.behind and each not in latest]
+        latest = {member: at for member, (_, at) in self._reports.items() if at > came_at}
+        return [member for member in range(self._up) if self._numbers[member] in report.behind and member not in latest]
 
     def _report(self) -> Report:
         """The first member's report, with the wait of this relay, if the upstream was told of one."""

@@ -30,27 +30,29 @@ class Room:
         """
         if pending_job.replaces not in self._held:
             return False
-        others = [each for each in self._pending_jobs.values() if each is not pending_job]
-        jobs = [each.spec for each in self._running.values()]
-        jobs += [each.spec for each in others if each.replaces not in self._running]
-        held = [*self._held.values(), *(each.spec for each in others if each.replaces not in self._held)]
+        others = [other for other in self._pending_jobs.values() if other is not pending_job]
+        jobs = [job.spec for job in self._running.values()]
+        jobs += [other.spec for other in others if other.replaces not in self._running]
+        held = [*self._held.values(), *(other.spec for other in others if other.replaces not in self._held)]
         return bool(self._too_much(pending_job.spec, pending_job.terms, jobs, held))
 
     def why_none(self, hello: Hello, terms: Terms, going: PendingJob | None) -> str:
         """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
         leaving = self.replaced_by(hello, going)
-        gather = [each.spec for each in self._pending_jobs.values() if each is not going]
-        jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]
-        held = gather + [each for number, each in self._held.items() if number != leaving]
+        gather = [other.spec for other in self._pending_jobs.values() if other is not going]
+        jobs = gather + [job.spec for number, job in self._running.items() if number != leaving]
+        held = gather + [spec for number, spec in self._held.items() if number != leaving]
         return self._too_much(hello, terms, jobs, held)
 
     def replaced_by(self, hello: Hello, going: PendingJob | None = None) -> int | None:
         """The generation whose room an elastic job takes: its last, unless a pending job other than `going` does."""
         if not hello.smallest and not hello.formation:
             return None
-        mine = [number for number, each in self._held.items() if kin(each) == kin(hello)]
+        mine = [number for number, spec in self._held.items() if kin(spec) == kin(hello)]
         last = max(mine, default=None)
-        return None if any(each.replaces == last for each in self._pending_jobs.values() if each is not going) else last
+        return (
+            None if any(other.replaces == last for other in self._pending_jobs.values() if other is not going) else last
+        )
 
     def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
         """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""

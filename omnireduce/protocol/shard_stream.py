@@ -63,7 +63,7 @@ class ShardStream:
         """The first block whose result this shard still owes; the number of blocks if it owes none; -1 if the tensor is
         empty, and its result is still to come."""
         layout = collective.operand.layout
-        if not any(each is collective for each in self._incoming):
+        if not any(incoming is collective for incoming in self._incoming):
             return layout.blocks
         frontier = self._result_frontier if self.owes(collective) else 0
         return layout.next_block(self.shard, frontier) if layout.blocks else -1
@@ -121,10 +121,10 @@ class ShardStream:
         ProtocolError."""
         if not self._placed:
             return self._place(slot, nbytes)
-        found = self._placed.popleft()
-        if isinstance(found, str):
-            raise ProtocolError(found)
-        return found
+        outcome = self._placed.popleft()
+        if isinstance(outcome, str):
+            raise ProtocolError(outcome)
+        return outcome
 
     def _place(self, slot: int, nbytes: int) -> Collective | None:
         memory = self._receive_slots[slot]

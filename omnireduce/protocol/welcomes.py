@@ -32,16 +32,18 @@ def placed(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Welcome
     relay."""
     relayed = Counter(hello.relay for hello in hellos if hello.relay)
     both = zip(welcomes, hellos, strict=True)
-    return [replace(each, place=place, relayed=relayed[hello.relay]) for place, (each, hello) in enumerate(both)]
+    return [replace(welcome, place=place, relayed=relayed[hello.relay]) for place, (welcome, hello) in enumerate(both)]
 
 
 def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[JobRank]:
     """Who is connected here, in this order."""
     return [
         JobRank(
-            hello.rank, hello.relay, LocalRanks(each.neighbours, each.host, each.hosts) if each.neighbours else None
+            hello.rank,
+            hello.relay,
+            LocalRanks(welcome.neighbours, welcome.host, welcome.hosts) if welcome.neighbours else None,
         )
-        for each, hello in zip(welcomes, hellos, strict=True)
+        for welcome, hello in zip(welcomes, hellos, strict=True)
     ]
 
 

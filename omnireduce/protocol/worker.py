@@ -135,9 +135,9 @@ class WorkerMachine:
         if self.host is not None and self._neighbours.hosts == 1:
             return []
         layout, refused = collective.operand.layout, collective.descriptor.refused
-        streams = [each for each in self._streams if refused or layout.takes_part(each.shard)]
+        streams = [stream for stream in self._streams if refused or layout.takes_part(stream.shard)]
         sums, delegate = collective.host_sum is not None, self._neighbours.delegate
-        return [each for each in streams if delegate(each.shard) == self.rank] if sums else streams
+        return [stream for stream in streams if delegate(stream.shard) == self.rank] if sums else streams
 
     def advance(self, now: float) -> Iterator[Effect]:
         """Take the steps that the other ranks of this host allow. Pack and send as long as there are free slots, shard
@@ -188,7 +188,7 @@ class WorkerMachine:
         if current is not None and current.host_sum is not None:
             current.host_sum.ready = host.summed_blocks
             streams = self._taking_part(current)
-            host.arrived(min([each.missing_from(current) for each in streams], default=current.operand.layout.blocks))
+            host.arrived(min([shard.missing_from(current) for shard in streams], default=current.operand.layout.blocks))
 
     def _accuse(self, cause: Cause, now: float) -> None:
         """End the job because of what memory shows, unless an aggregator has told already why it is over."""
@@ -300,7 +300,7 @@ class WorkerMachine:
         if shard is not None:
             return f"aggregator {self._addresses[shard]}"
         assert self.host is not None
-        shards = [f"aggregator {each}" for each in self._addresses if self._neighbours.hosts > 1]
+        shards = [f"aggregator {address}" for address in self._addresses if self._neighbours.hosts > 1]
         return listed([*shards, *(name for rank, name in enumerate(self.host.names) if rank != self.host.me)])
 
     def timer(self, now: float) -> Iterator[Effect]:
@@ -326,7 +326,7 @@ class WorkerMachine:
         if self._neighbours.hosts == 1:
             return 0 if self.host is not None else self._patience.moments_before(cause)
         oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
-        owing = [each for each in self._streams if each.owes(oldest)]
+        owing = [stream for stream in self._streams if stream.owes(oldest)]
         return self._patience.moments_of_hosts(now, sees_who, owing, self._after_own)
 
     @property
@@ -348,7 +348,7 @@ class WorkerMachine:
         report = host.report(now)
         self._report_at, self._said_whom = now + REPORT_S, report.total > 0
         yield Tell(0, report)
-        yield from (Tell(each.shard, report.elsewhere) for each in self._streams[1:] if self._neighbours.hosts > 1)
+        yield from (Tell(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._neighbours.hosts > 1)
 
     def _named(self, ranks: Sequence[int]) -> str:
         assert self.host is not None
@@ -372,7 +372,7 @@ class WorkerMachine:
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
             reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
-        owing = [each for each in self._streams if each.owes(oldest)]
+        owing = [stream for stream in self._streams if stream.owes(oldest)]
         if oldest.host_sum is not None and not owing:
             assert self.host is not None
             others = self._named(self.host.owed()) or self._sender(None)

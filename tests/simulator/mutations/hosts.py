@@ -66,8 +66,8 @@ MUTATIONS = (
         "every rank sends the sum of its host",
         _MACHINE,
         "a shard hears ranks that are no delegates",
-        "if delegate(each.shard) == self.rank] if sums",
-        "if delegate(each.shard) >= 0] if sums",
+        "if delegate(stream.shard) == self.rank] if sums",
+        "if delegate(stream.shard) >= 0] if sums",
         first=_OF_SEVERAL,
     ),
     Mutation(

@@ -122,7 +122,7 @@ MUTATIONS = (
         "too many jobs",
         _ROOM,
         "a shard serves more jobs than it may",
-        "jobs = gather + [each.spec for number, each in self._running.items() if number != leaving]",
+        "jobs = gather + [job.spec for number, job in self._running.items() if number != leaving]",
         "jobs = gather",
     ),
     Mutation(
@@ -260,7 +260,7 @@ MUTATIONS = (
         "who comes and goes is news",
         "omnireduce.protocol.announcements",
         "a stranger makes a message to every rank of a job with each of his hellos",
-        "        return min((self._told[each][1] + NEWS_S for each in self._deserted), default=None)\n",
+        "        return min((self._told[generation][1] + NEWS_S for generation in self._deserted), default=None)\n",
         "        return 0.0 if self._deserted else None\n",
         test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
     ),

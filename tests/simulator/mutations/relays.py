@@ -65,7 +65,7 @@ MUTATIONS = (
         "a relay keeps a death to itself",
         _RELAY,
         "ranks behind other relays hear late, or wrongly, who is gone",
-        "(Tell(self._up + each, Leave(cause)) for each in range(self._up) if each not in self._gone)",
+        "(Tell(self._up + member, Leave(cause)) for member in range(self._up) if member not in self._gone)",
         "()",
         first=_OF_RELAYS,
     ),
