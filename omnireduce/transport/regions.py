@@ -77,8 +77,8 @@ class Regions:
 
 def _mapped(address: int | None, size: int, protection: int, flags: int, fd: int = -1) -> int:
     """The address of new mapped memory. Raises OSError."""
-    found = _libc.mmap(address, size, protection, flags, fd, 0)
-    if found is None or found == ctypes.c_void_p(-1).value:
+    mapped = _libc.mmap(address, size, protection, flags, fd, 0)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return int(found)
+    return int(mapped)

@@ -169,7 +169,7 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
     address, foreign, own = Address(host, port), "", _own(host)
     if not own:
         raise ConnectionError(f"{host} is not this host")
-    for name in (_abstract(each, port, purpose) for each in (*own, WILDCARD)):
+    for name in (_abstract(own_address, port, purpose) for own_address in (*own, WILDCARD)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:

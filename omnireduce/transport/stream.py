@@ -118,11 +118,11 @@ class StreamLink(Link):
         small, self._small = self._small, bytearray()
         small += frame
         end = (self._output[-1] if self._output else self._gone)[0] + len(small)
-        found = [(end, memoryview(small).toreadonly())]
+        pieces = [(end, memoryview(small).toreadonly())]
         for view in messages:
             end += len(view)
-            found.append((end, view))
-        self._output.extend(found)
+            pieces.append((end, view))
+        self._output.extend(pieces)
 
     def flush(self, most: int = EVERYTHING) -> None:
         is_bounded = most < EVERYTHING
@@ -304,10 +304,10 @@ class StreamLink(Link):
 
 def beginning(views: Sequence[memoryview], most: int) -> list[memoryview]:
     """The first `most` bytes of `views` together."""
-    found = []
+    kept = []
     for view in views:
-        found.append(view[:most])
-        most -= len(found[-1])
+        kept.append(view[:most])
+        most -= len(kept[-1])
         if most <= 0:
             break
-    return found
+    return kept

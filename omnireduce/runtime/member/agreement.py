@@ -63,7 +63,7 @@ class Comparison:
         digests = self._handle.wait()
         if (digests == digests[0]).all():
             return
-        first, *others = self._comm.allgather_object([list(each) for each in self._own], name=self._name)
+        first, *others = self._comm.allgather_object([list(pair) for pair in self._own], name=self._name)
         for rank, theirs in enumerate(others, 1):
             for mine, other in zip_longest(first, theirs):
                 if mine != other:

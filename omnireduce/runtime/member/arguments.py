@@ -47,7 +47,7 @@ def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a cop
 
 def two_that_share(arrays: Sequence[Array]) -> tuple[int, int] | None:
     """The indices of two of these contiguous arrays that share memory; None if no two do."""
-    placed = sorted((each.ctypes.data, each.nbytes, at) for at, each in enumerate(arrays) if each.nbytes)
+    placed = sorted((array.ctypes.data, array.nbytes, at) for at, array in enumerate(arrays) if array.nbytes)
     for (start, nbytes, at), (next_start, _, other) in pairwise(placed):
         if start + nbytes > next_start:
             return at, other

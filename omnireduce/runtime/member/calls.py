@@ -58,13 +58,13 @@ class Call(NamedTuple, Generic[T]):
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
     """A function that returns the first result of `make` each time, in whatever thread."""
-    lock, found = threading.RLock(), list[T]()  # of many entries: a signal handler may come on top
+    lock, made = threading.RLock(), list[T]()  # of many entries: a signal handler may come on top
 
     def get() -> T:
         with lock:
-            if not found:
-                found.append(make())
-            return found[0]
+            if not made:
+                made.append(make())
+            return made[0]
 
     return get
 
@@ -216,7 +216,7 @@ def rows_into(
             "same dtype and length"
         )
     called, numbers, own = _rows(place, indices, values, len(out), op=op, name=name)
-    if any(np.may_share_memory(out, each) for each in (indices, values)):
+    if any(np.may_share_memory(out, array) for array in (indices, values)):
         raise UsageError("out overlaps indices or values; pass an array of its own")
     layout = place.layout(called)
     operand = place.with_pool(lambda pool: RowsInto(numbers, own, layout, pool.take, out=out))

@@ -53,12 +53,12 @@ class Channel:
     @property
     def sent_bytes(self) -> int:
         host = self.machine.host
-        return sum(each.counters.sent_bytes for each in self.links) + (0 if host is None else host.sent_bytes)
+        return sum(link.counters.sent_bytes for link in self.links) + (0 if host is None else host.sent_bytes)
 
     @property
     def received_bytes(self) -> int:
         host = self.machine.host
-        return sum(each.counters.received_bytes for each in self.links) + (0 if host is None else host.received_bytes)
+        return sum(link.counters.received_bytes for link in self.links) + (0 if host is None else host.received_bytes)
 
     @property
     def carried(self) -> Counter[str]:
@@ -73,7 +73,7 @@ class Channel:
     @property
     def shard_bytes(self) -> list[int]:
         """Those exchanged with each shard, both ways."""
-        return [each.counters.sent_bytes + each.counters.received_bytes for each in self.links]
+        return [link.counters.sent_bytes + link.counters.received_bytes for link in self.links]
 
 
 def join_urgent(

@@ -168,7 +168,7 @@ class Communicator(FusedCollectives):
         largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
         if not 1 <= smallest <= largest <= MOST_RANKS:
             raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
-        if any(each.engine.inside for each in self._channels):
+        if any(channel.engine.inside for channel in self._channels):
             raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
         if self._gave_up and self._embedded is not None:
             raise UsageError("the aggregator of this job has ended with shutdown; make a new communicator")
@@ -196,25 +196,25 @@ class Communicator(FusedCollectives):
         """
         config, size, job = None, None, job_of_group(self._job, name, self.generation)
         try:
-            ranks = range(self.size) if ranks is None else [whole(each, "rank") for each in ranks]
-            check_group(ranks, self.rank, self.size, name, [each._name_in_parent for each in self._groups])
+            ranks = range(self.size) if ranks is None else [whole(rank, "rank") for rank in ranks]
+            check_group(ranks, self.rank, self.size, name, [group._name_in_parent for group in self._groups])
             size = len(ranks)
             config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
-            found = Communicator(config, rank=ranks.index(self.rank), size=size, job=job, _parent=self)
+            group = Communicator(config, rank=ranks.index(self.rank), size=size, job=job, _parent=self)
         except Exception as error:
             if config is None:
                 self.refuse_group(error, name=name, size=size)
             told(error, job)
             raise
-        found._name_in_parent, found._on_shutdown = name, self._groups.discard
-        self._groups.add(found)
-        found._profiler.follow(self._profiler)
+        group._name_in_parent, group._on_shutdown = name, self._groups.discard
+        self._groups.add(group)
+        group._profiler.follow(self._profiler)
         try:
-            check_agreement(found, [("ranks of the group", str(list(ranks)))], "")
+            check_agreement(group, [("ranks of the group", str(list(ranks)))], "")
         except BaseException:
-            found.shutdown()
+            group.shutdown()
             raise
-        return found
+        return group
 
     def refuse_group(self, error: Exception, *, name: str, size: int | None = None) -> None:
         """Let the ranks that call `create_group` with this `name` know that this one does not, because of `error`: they
@@ -306,8 +306,8 @@ class Communicator(FusedCollectives):
         if first is not last:
             first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)
             last.engine.names = first.engine.names
-        for each in channels:
-            each.engine.on_closed = _weakly(self._has_closed)
+        for channel in channels:
+            channel.engine.on_closed = _weakly(self._has_closed)
         self._profiler.opened(self.rank, self.size, channels)
         ending.opened(self)
 
@@ -327,8 +327,8 @@ class Communicator(FusedCollectives):
     ) -> None:
         try:
             if error is not None:
-                for each in self._channels:
-                    each.engine.abort(left_because(error))
+                for channel in self._channels:
+                    channel.engine.abort(left_because(error))
         finally:
             self.shutdown()
 
@@ -351,19 +351,19 @@ class Communicator(FusedCollectives):
 
     def _hang_up(self) -> bool:
         """Return whether all is closed; else the call that a signal handler interrupts will do that."""
-        inside = [each for each in self._channels if each.engine.inside]
+        inside = [channel for channel in self._channels if channel.engine.inside]
         with ExitStack() as stack:
-            for each in inside or self._channels:
-                stack.callback(each.engine.shutdown)
-                stack.callback(settle, each.engine)  # before that
-        return all(each.engine.is_closed for each in self._channels)
+            for channel in inside or self._channels:
+                stack.callback(channel.engine.shutdown)
+                stack.callback(settle, channel.engine)  # before that
+        return all(channel.engine.is_closed for channel in self._channels)
 
     def _has_closed(self) -> None:
         """A channel has closed. After a shutdown that a signal handler asked for, the others follow."""
-        for each in self._channels if self._gave_up else ():
-            if not each.engine.is_closed:
-                each.engine.shutdown()
-        if not all(each.engine.is_closed for each in self._channels):
+        for channel in self._channels if self._gave_up else ():
+            if not channel.engine.is_closed:
+                channel.engine.shutdown()
+        if not all(channel.engine.is_closed for channel in self._channels):
             return
         ending.closed(self)
         self._profiler.closed()
@@ -371,8 +371,8 @@ class Communicator(FusedCollectives):
             self._end_embedded()
 
     def _end_groups(self) -> None:
-        for each in list(self._groups):
-            each.shutdown()
+        for group in list(self._groups):
+            group.shutdown()
         self._groups.clear()
 
     def _end_embedded(self) -> None:
@@ -381,8 +381,8 @@ class Communicator(FusedCollectives):
 
     def _abandon(self) -> None:
         self._profiler.abandon()
-        for each in self._channels:
-            each.engine.abandon()
+        for channel in self._channels:
+            channel.engine.abandon()
 
     def statistics(self) -> Statistics:
         """What this worker has moved so far. Raises nothing, also after `shutdown`."""
@@ -394,7 +394,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     known = weakref.WeakMethod(method)
 
     def call() -> None:
-        if (found := known()) is not None:
-            found()
+        if (method := known()) is not None:
+            method()
 
     return call

@@ -202,8 +202,8 @@ _all: weakref.WeakSet[Embedded] = weakref.WeakSet()  # also those whose ranks me
 
 
 def _abandon_all() -> None:
-    for each in list(_all):
-        each.abandon()
+    for aggregator in list(_all):
+        aggregator.abandon()
 
 
 os.register_at_fork(after_in_child=_abandon_all)
@@ -243,8 +243,8 @@ class Child:
             with suppress(ConnectionError):  # it has ended already: no news will come
                 socket.send_fds(self._socket, [encode(order)], lifelines)
         finally:
-            for each in lifelines:
-                os.close(each)
+            for lifeline in lifelines:
+                os.close(lifeline)
 
     def fileno(self) -> int:
         """A descriptor that is readable when there are news."""

@@ -110,7 +110,7 @@ class Engine(Interruptible):
                 for call, handle in zip(calls, handles, strict=True):
                     number = self._machine.submit(call.descriptor, call.operand, now, call.codec)
                     self._handles[number] = handle
-                spins_long = self._machine.host is not None or sum(each.operand.nbytes for each in calls) <= SMALL_BYTES
+                spins_long = self._machine.host is not None or sum(call.operand.nbytes for call in calls) <= SMALL_BYTES
                 self._spin_s = self._longest_spin_s / (1 if spins_long else 10)
                 self._driver.push()  # whoever takes turns keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain

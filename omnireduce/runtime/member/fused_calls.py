@@ -87,10 +87,10 @@ def fused_rows(
 
 def check_float(array: Array, what: str) -> Array:
     """Raises UsageError for anything but an array of float32."""
-    found = check_array(array, what)
-    if found.dtype != np.float32:
-        raise UsageError(f"{what} is an array of {found.dtype}; block programs work on float32")
-    return found
+    checked = check_array(array, what)
+    if checked.dtype != np.float32:
+        raise UsageError(f"{what} is an array of {checked.dtype}; block programs work on float32")
+    return checked
 
 
 def _check_program(place: CallContext, program: object) -> None:

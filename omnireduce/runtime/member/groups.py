@@ -50,7 +50,7 @@ def arrays(place: CallContext, x: object, *, op: str, name: str, codec: str | No
             calls.append(reduction(place, "allreduce", few[0].array, op=op, name=name, group=group))
         else:
             calls.append(_fused(place, few, op, name, group))
-    if codec not in (None, NONE) and calls and all(each.codec is None for each in calls):
+    if codec not in (None, NONE) and calls and all(call.codec is None for call in calls):
         raise UsageError(f"codec '{codec}' works on no array of the group: expected some of float32, sum or mean")
     return calls or [_fused(place, [], op, name, group)]  # another rank's group may have arrays: then all are told
 
@@ -68,7 +68,7 @@ def tables(place: CallContext, given: Sequence[Table], op: str, name: str) -> Ba
         raise UsageError(f"tables is {a_type(given)}; expected a list of (indices, values, n_rows)")
     for at, table in enumerate(given):
         _check_table(table, f"tables[{at}]")
-    together = _together(enumerate(given), lambda each: _format(each[1]))
+    together = _together(enumerate(given), lambda pair: _format(pair[1]))
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
     calls = [
         rows(place, *_stacked([table for _, table in few]), op=op, name=name, group=group) for few in together or [[]]
@@ -107,10 +107,10 @@ def _format(table: Table) -> Hashable:
 
 def _together(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """The items of each key. The keys come in the order of their first items."""
-    found: dict[Hashable, list[T]] = {}
+    by_key: dict[Hashable, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return list(found.values())
+        by_key.setdefault(key(item), []).append(item)
+    return list(by_key.values())
 
 
 def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
@@ -126,8 +126,8 @@ def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
         for _, said, at in keys:
             yield from _leaves(values[at], f"{path}[{said}]", depth + 1)
     elif isinstance(x, list | tuple):
-        for at, each in enumerate(x):
-            yield from _leaves(each, f"{path}[{at}]", depth + 1)
+        for at, part in enumerate(x):
+            yield from _leaves(part, f"{path}[{at}]", depth + 1)
     else:
         array = check_array(x, f"x{path}")
         flat_view(array, f"x{path}", writable=True)
@@ -135,9 +135,9 @@ def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
 
 
 def _check_apart(leaves: Sequence[_Leaf]) -> None:
-    found = two_that_share([leaf.array for leaf in leaves])
-    if found:
-        path, other = (leaves[at].path for at in found)
+    sharing = two_that_share([leaf.array for leaf in leaves])
+    if sharing:
+        path, other = (leaves[at].path for at in sharing)
         raise UsageError(f"x{path} and x{other} share memory; expected each array once")
 
 
@@ -169,8 +169,8 @@ def _stacked(given: Sequence[Table]) -> Table:
     starts = _starts(given)
     if starts[-1] >= MAX_BLOCKS:
         raise UsageError(f"tables of one dtype and row length have {starts[-1]} rows in all; expected fewer than 2**48")
-    numbers = np.concatenate([each[0].astype(np.int64) + start for each, start in zip(given, starts, strict=False)])
-    return numbers, np.concatenate([each[1] for each in given]), starts[-1]
+    numbers = np.concatenate([table[0].astype(np.int64) + start for table, start in zip(given, starts, strict=False)])
+    return numbers, np.concatenate([table[1] for table in given]), starts[-1]
 
 
 def _unstacked(given: Sequence[Table], found: Rows[Any]) -> list[Rows[Any]]:

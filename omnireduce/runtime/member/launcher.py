@@ -81,8 +81,8 @@ def detect_launch(
         if said is None or not _says(said, environ, rank, size):
             return Launch(rank, size, None, None, "arguments")
         return Launch(rank, size, launcher="arguments", job=None, **_places(said, environ, rank, size))
-    found = _innermost(environ)
-    return Launch(0, 1, 0, None, "none", 1) if found is None else _launch(found, environ)
+    launcher = _innermost(environ)
+    return Launch(0, 1, 0, None, "none", 1) if launcher is None else _launch(launcher, environ)
 
 
 def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None) -> Launch:
@@ -91,8 +91,8 @@ def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = No
     Where it would train alone, though variables speak of several ranks, this raises UsageError. Where these only may
     be ranks, as in a batch script that runs once, this says so, once.
     """
-    found = detect_launch(environ, rank=rank, size=size)
-    alone = None if found.launcher != "none" else alone_though(environ)
+    launch = detect_launch(environ, rank=rank, size=size)
+    alone = None if launch.launcher != "none" else alone_though(environ)
     if alone is not None:
         if alone.is_certain:
             raise UsageError(f"{alone.said}, but does not say which rank of how many this one is: {alone.instead}")
@@ -100,7 +100,7 @@ def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = No
             _said.add(alone.said)
             what = f"this process is rank 0 of 1 though {alone.said}: if it should be one of them, {alone.instead}"
             log.warning("%s", what, extra=tagged("alone"))
-    return found
+    return launch
 
 
 class Alone(NamedTuple):
@@ -175,20 +175,20 @@ def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) ->
 def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
     """The id of the launch: the launcher's own. If MPICH's mpirun gives none: the address where it waits for its
     proxies. Else the id of another launcher that agrees on this process's rank and size."""
-    found = _job(variables, environ)
-    if found is None and variables.launcher == "MPICH":
-        found = _met_at(_process_manager() or "") or None
-    if found is None and variables is not TORCHRUN:
+    job_id = _job(variables, environ)
+    if job_id is None and variables.launcher == "MPICH":
+        job_id = _met_at(_process_manager() or "") or None
+    if job_id is None and variables is not TORCHRUN:
         rank, size = environ[variables.rank], environ[_size_of(variables, environ)]
-        others = (_job(each, environ) for each in _same(variables, environ, rank, size))
-        found = next((each for each in others if each is not None), None)
-    return found
+        others = (_job(launcher, environ) for launcher in _same(variables, environ, rank, size))
+        job_id = next((other for other in others if other is not None), None)
+    return job_id
 
 
 def _same(said: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> list[Variables]:
     """The other launchers that agree with `said` on rank and size. One carries out what another one wants."""
-    inside = [each for each in LAUNCHERS if each is not said and _is_inside(each, environ)]
-    return [each for each in inside if _says(each, environ, rank, size)]
+    inside = [launcher for launcher in LAUNCHERS if launcher is not said and _is_inside(launcher, environ)]
+    return [launcher for launcher in inside if _says(launcher, environ, rank, size)]
 
 
 def _met_at(address: str) -> str:
@@ -230,13 +230,13 @@ def _short(text: str) -> str:
 def _innermost(environ: Mapping[str, str]) -> Variables | None:
     """The launcher that started this process. If Slurm agrees with variables of torchrun, but there is no torchrun,
     they only repeat what Slurm says."""
-    found = [each for each in LAUNCHERS if _is_inside(each, environ)]
+    inside = [launcher for launcher in LAUNCHERS if _is_inside(launcher, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if found[:1] == [OWN]:  # it says torchrun's variables, too, but for the id that torchrun gives
-        return found[1] if "TORCHELASTIC_RUN_ID" in environ and len(found) > 1 else OWN
-    if [each.launcher for each in found] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
-        return found[1] if _says(found[1], environ, rank, size) else found[0]
-    return found[0] if found else None
+    if inside[:1] == [OWN]:  # it says torchrun's variables, too, but for the id that torchrun gives
+        return inside[1] if "TORCHELASTIC_RUN_ID" in environ and len(inside) > 1 else OWN
+    if [launcher.launcher for launcher in inside] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
+        return inside[1] if _says(inside[1], environ, rank, size) else inside[0]
+    return inside[0] if inside else None
 
 
 def _is_inside(variables: Variables, environ: Mapping[str, str]) -> bool:
@@ -278,14 +278,14 @@ def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
 def _places(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
     """The numbers of a `Launch` on its host and across hosts. What the launcher leaves out, another one may say that
     says the same of this process."""
-    found: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
-    for each in (variables, *_same(variables, environ, rank, size)):
-        for name in found:
-            if found[name] is None:
-                found[name] = _local(getattr(each, name), environ)
-        if each.one_per_host and found["local_rank"] is None:
-            found["local_rank"], found["local_size"] = 0, 1
-    return found
+    places: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
+    for launcher in (variables, *_same(variables, environ, rank, size)):
+        for name in places:
+            if places[name] is None:
+                places[name] = _local(getattr(launcher, name), environ)
+        if launcher.one_per_host and places["local_rank"] is None:
+            places["local_rank"], places["local_size"] = 0, 1
+    return places
 
 
 def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
@@ -299,12 +299,12 @@ def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
 def _tasks_of_node(text: str, node: int) -> int:
     """How many tasks of a Slurm step its node number `node` has."""
     for part in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if match is None:
             break
-        node -= int(found[2] or 1)
+        node -= int(match[2] or 1)
         if node < 0:
-            return int(found[1])
+            return int(match[1])
     raise UsageError(f"{TASKS_PER_NODE}: got {text[:80]!r}, expected a number of tasks for each node, such as 2(x3),1")
 
 

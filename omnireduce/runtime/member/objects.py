@@ -86,7 +86,7 @@ def _table(made: Callable[[dict[Any, Any]], object]) -> ObjectCodec:
 
 
 def _pairs(x: dict[Any, Any]) -> Iterable[object]:
-    return (each for pair in x.items() for each in pair)
+    return (key_or_value for pair in x.items() for key_or_value in pair)
 
 
 def _paired(x: list[Any]) -> dict[Any, Any]:
@@ -168,7 +168,7 @@ FORMS: dict[type[Any], ObjectCodec] = {  # the number of a form is its place: ne
 }
 _NAMES = dict[type[Any], str]()  # of the types of fronts
 _NAMED = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # those types by name
-_NUMBER = {each: number for number, each in enumerate(FORMS)}
+_NUMBER = {kind: number for number, kind in enumerate(FORMS)}
 _READERS = [(Decoder(form.read), form) for form in FORMS.values()]
 _WHOLE = Decoder(Leaf)
 
@@ -212,7 +212,7 @@ def _lowered(x: Any, depth: int = 0) -> object:
     form = FORMS[kind]
     said = form.said(x)
     if form.read is ITEMS:
-        said = [_lowered(each, depth + 1) for each in said]
+        said = [_lowered(part, depth + 1) for part in said]
     return Ext(_NUMBER[kind], encode(said))
 
 

@@ -39,7 +39,7 @@ class Observer:
 
     def watch(self, calls: Sequence[Call[Any]], handles: Sequence[Started[Any]]) -> tuple[Call[Any], ...]:
         """The calls as they are to be started."""
-        return tuple(self._watched(*each) for each in zip(calls, handles, strict=True))
+        return tuple(self._watched(*pair) for pair in zip(calls, handles, strict=True))
 
     def _watched(self, call: Call[Any], handle: Started[Any]) -> Call[Any]:
         called, operand = call.descriptor, call.operand
@@ -80,12 +80,12 @@ def _bytes_of(called: Descriptor, operand: Operand) -> int:
 
 
 def _details(called: Descriptor, operand: Operand, nbytes: int, own: int | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"dtype": called.dtype, "shape": called.shape, "bytes": nbytes}
+    details: dict[str, Any] = {"dtype": called.dtype, "shape": called.shape, "bytes": nbytes}
     if not called.reduces:
-        return found
-    found["op"] = called.op
+        return details
+    details["op"] = called.op
     if not called.has_rows:
-        found["blocks"] = called.layout.blocks
+        details["blocks"] = called.layout.blocks
     if isinstance(operand, TracedOperand) and operand.own + operand.union:
-        return found | {"nonzero_blocks": operand.own, "union_blocks": operand.union}
-    return found if own is None else found | {"nonzero_blocks": own}
+        return details | {"nonzero_blocks": operand.own, "union_blocks": operand.union}
+    return details if own is None else details | {"nonzero_blocks": own}

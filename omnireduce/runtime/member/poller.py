@@ -147,7 +147,7 @@ class Poller:
     def close(self) -> None:
         """Close what this side looks at, but no link."""
         with self._waking:  # first let go, then close: an interrupt may come after each line
-            descriptors = [each for each in (self._wake, *self._eventfds) if each >= 0]
+            descriptors = [descriptor for descriptor in (self._wake, *self._eventfds) if descriptor >= 0]
             self._wake, self._own_eventfd, self._eventfds, self._host = -1, -1, [], None
         for descriptor in descriptors:
             os.close(descriptor)

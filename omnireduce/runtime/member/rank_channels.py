@@ -37,7 +37,9 @@ class RankChannels(NamedTuple):
 
     def owned_by(self, thread: threading.Thread) -> RankChannels:
         """The same, if this thread is the owner."""
-        ways = [each._replace(place=each.place._replace(owner=thread)) for each in (self.ordinary, self.urgent)]
+        ways = [
+            channel._replace(place=channel.place._replace(owner=thread)) for channel in (self.ordinary, self.urgent)
+        ]
         return self._replace(ordinary=ways[0], urgent=ways[1])
 
     def way(self, x: object, priority: object, block_size: object) -> CallChannel:

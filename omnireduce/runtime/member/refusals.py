@@ -73,7 +73,7 @@ def reason_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     if not isinstance(error, OmniReduceError) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     data = text.encode(errors="backslashreplace")
     return text if len(data) <= REFUSED_BYTES else data[: REFUSED_BYTES - 3].decode(errors="ignore") + "…"
 

@@ -25,9 +25,9 @@ class Statistics:
 def statistics_of(channels: Sequence[Channel]) -> Statistics:
     """The totals of all channels."""
     return Statistics(
-        sum(each.sent_bytes for each in channels),
-        sum(each.received_bytes for each in channels),
-        sum(each.machine.submitted for each in channels),
-        tuple(sum(those) for those in zip(*(each.shard_bytes for each in channels), strict=True)),
-        sum((each.carried for each in channels), Counter[str]()),
+        sum(channel.sent_bytes for channel in channels),
+        sum(channel.received_bytes for channel in channels),
+        sum(channel.machine.submitted for channel in channels),
+        tuple(sum(those) for those in zip(*(channel.shard_bytes for channel in channels), strict=True)),
+        sum((channel.carried for channel in channels), Counter[str]()),
     )

@@ -73,7 +73,7 @@ class Threads(ThreadPool):
                 self._others.append(threading.Thread(target=_help, args=(self._runs,), name="omnireduce", daemon=True))
                 self._others[-1].start()
         except BaseException:
-            self._others = [each for each in self._others if each.ident is not None]
+            self._others = [thread for thread in self._others if thread.ident is not None]
             self.close()
             raise
 
@@ -92,8 +92,8 @@ class Threads(ThreadPool):
 
     def close(self) -> None:
         self._end()
-        for each in self._others:
-            each.join()
+        for thread in self._others:
+            thread.join()
 
 
 def _end(runs: SimpleQueue[_Run | None], others: int) -> None:
@@ -131,15 +131,15 @@ class _Run:
 
     def outcome(self) -> list[Any]:
         """Wait for all calls; the results, in the order of the calls. Raises the first error among them."""
-        found = sorted((self._done.get() for _ in range(self._size)), key=lambda each: each[0])
-        errors = [error for _, _, error in found if error is not None]
+        outcomes = sorted((self._done.get() for _ in range(self._size)), key=lambda outcome: outcome[0])
+        errors = [error for _, _, error in outcomes if error is not None]
         errors.sort(key=lambda error: isinstance(error, Exception))  # Ctrl-C says more than what it may have caused
         if errors:
             try:
                 raise errors[0]
             finally:
-                found, errors = [], []  # the error refers to this frame: else only the cycle collector frees both
-        return [result for _, result, _ in found]
+                outcomes, errors = [], []  # the error refers to this frame: else only the cycle collector frees both
+        return [result for _, result, _ in outcomes]
 
     def settle(self) -> None:
         """Return when nobody helps any more: they use what the caller may let go. What has not begun never does."""

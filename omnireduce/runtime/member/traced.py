@@ -190,7 +190,7 @@ class TracedEngine(Engine):
         self._recorder = recorder
 
     def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
-        return super().submit(*(each._replace(operand=self._traced(each)) for each in calls))
+        return super().submit(*(call._replace(operand=self._traced(call)) for call in calls))
 
     def _traced(self, call: Call[Any]) -> TracedOperand:
         is_tensor = call.descriptor.reduces and not call.descriptor.has_rows

@@ -69,9 +69,9 @@ class Administration:
         meant = [job for job in self._jobs.values() if order.means(job.name, job.team)]
         names = {(job.name.removesuffix(URGENT), job.team) for job in meant}
         names |= {
-            (each.name.removesuffix(URGENT), each.team)
-            for each in self._membership.pending_jobs(self._clock())
-            if order.means(each.name, each.team)
+            (job.name.removesuffix(URGENT), job.team)
+            for job in self._membership.pending_jobs(self._clock())
+            if order.means(job.name, job.team)
         }
         reason = f"{order.by} {order.reason}"
         self._answer(self._membership.end(lambda hello: order.means(hello.job, hello.team), reason, self._clock()))

@@ -128,12 +128,12 @@ class Job:
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
         relays = Counter(hello.relays[0] for hello in hellos if hello.relays)
-        self._relays = [Below(*each) for each in list(relays.items())[:LISTED]]
+        self._relays = [Below(*relay) for relay in list(relays.items())[:LISTED]]
         if above is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
-            welcomes = [replace(each, shards=shards) for each in welcomes]
+            welcomes = [replace(welcome, shards=shards) for welcome in welcomes]
         else:
-            welcomes = placed([replace(each, verbs=None, note="", shards=0) for each in above.welcomes], hellos)
+            welcomes = placed([replace(welcome, verbs=None, note="", shards=0) for welcome in above.welcomes], hellos)
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
@@ -161,7 +161,7 @@ class Job:
             if link.kind == "tcp" or self._above is not None
         ]
         spec, members = self._spec, members_of(welcomes, hellos)
-        hosts = max(1 if each.host is None else each.host.hosts for each in members)
+        hosts = max(1 if member.host is None else member.host.hosts for member in members)
         has_relays = self._above is not None or any(hello.relay for hello in hellos)
         make = partial(
             AggregatorMachine if self._above is None else self._below(self._above, undo),
@@ -272,12 +272,12 @@ class Job:
     @property
     def traffic(self) -> Traffic:
         """Totals since the job began."""
-        found, members = self.machine.account.total(), self._members
-        found.received_bytes += sum(link.counters.received_bytes for link in self.links[:members])
-        found.sent_bytes += sum(link.counters.sent_bytes for link in self.links[:members])
-        found.up_received_bytes += sum(link.counters.received_bytes for link in self.links[members:])
-        found.up_sent_bytes += sum(link.counters.sent_bytes for link in self.links[members:])
-        return found
+        traffic, members = self.machine.account.total(), self._members
+        traffic.received_bytes += sum(link.counters.received_bytes for link in self.links[:members])
+        traffic.sent_bytes += sum(link.counters.sent_bytes for link in self.links[:members])
+        traffic.up_received_bytes += sum(link.counters.received_bytes for link in self.links[members:])
+        traffic.up_sent_bytes += sum(link.counters.sent_bytes for link in self.links[members:])
+        return traffic
 
     @property
     def carried(self) -> dict[str, int]:

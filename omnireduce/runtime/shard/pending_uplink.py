@@ -48,7 +48,7 @@ def seated(hello: Hello, welcome: Welcome) -> Hello:
 
 def status_of(uplinks: Sequence[PendingUplink], now: float) -> JobStatus:
     """The status of a job that gathers, of which these workers are here."""
-    here = [each for each in uplinks if not each.hello.compiling]
+    here = [uplink for uplink in uplinks if not uplink.hello.compiling]
     first = (here or uplinks)[0]
     return JobStatus(
         name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,

@@ -94,9 +94,9 @@ class Relaying:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called, if nothing happens before."""
-        unconnected = [each for each in self._uplinks.values() if each.link is None]
-        ends = [each.since + self._limits.join_timeout_s for each in unconnected]
-        return min([*ends, *(each.again_at for each in unconnected if each.again_at is not None)], default=None)
+        unconnected = [uplink for uplink in self._uplinks.values() if uplink.link is None]
+        ends = [uplink.since + self._limits.join_timeout_s for uplink in unconnected]
+        return min([*ends, *(uplink.again_at for uplink in unconnected if uplink.again_at is not None)], default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms` are those of its team."""
@@ -132,18 +132,18 @@ class Relaying:
     def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
         """These jobs and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
         generation."""
-        mine = [number for number, each in jobs.items() if kin(each) == kin(hello)]
+        mine = [number for number, spec in jobs.items() if kin(spec) == kin(hello)]
         last = max(mine, default=0) if hello.smallest or hello.formation else 0
         gather = [
-            next(iter(each.values())).hello for at, each in self._pending_jobs.items() if at != FormationKey.of(hello)
+            next(iter(ranks.values())).hello for at, ranks in self._pending_jobs.items() if at != FormationKey.of(hello)
         ]
-        return [*gather, *(each for number, each in jobs.items() if number != last)]
+        return [*gather, *(spec for number, spec in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits with the same rank for the same job; None when there is none."""
         waiting = self._pending_jobs.get(FormationKey.of(hello), {}).values()
         mine = hello.rank, hello.compiling
-        return next((each.key for each in waiting if (each.hello.rank, each.hello.compiling) == mine), None)
+        return next((uplink.key for uplink in waiting if (uplink.hello.rank, uplink.hello.compiling) == mine), None)
 
     def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
         """A connection that was not yet admitted is over, because of `cause`."""
@@ -178,7 +178,7 @@ class Relaying:
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
         """Time has passed: try once more to reach the upstream, or give up."""
-        for uplink in [each for each in self._uplinks.values() if each.link is None]:
+        for uplink in [uplink for uplink in self._uplinks.values() if uplink.link is None]:
             if now - uplink.since >= self._limits.join_timeout_s:
                 yield self._refuse(uplink, f"could not be reached: {uplink.why or 'no answer'}", temporary=True)
             elif uplink.again_at is not None and now >= uplink.again_at:
@@ -200,10 +200,10 @@ class Relaying:
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
         """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
-        for hello in [*self._running.values(), *(each.hello for each in self._uplinks.values())]:
+        for hello in [*self._running.values(), *(uplink.hello for uplink in self._uplinks.values())]:
             if is_meant(hello):
                 self.intake.end(hello, reason, now)
-        for uplink in [each for each in self._uplinks.values() if is_meant(each.hello)]:
+        for uplink in [uplink for uplink in self._uplinks.values() if is_meant(uplink.hello)]:
             yield from self._turn_away(uplink, reason)
 
     def turn_away(self) -> Iterator[MembershipEffect]:
@@ -361,12 +361,12 @@ class Relaying:
         if self._welcome[uplink.meeting, welcome.generation] < welcome.relayed:
             return
         members = [
-            (each, own, each.link)
-            for each in self._pending_jobs[uplink.meeting].values()
-            if (own := each.welcome) is not None and each.link is not None and own.generation == welcome.generation
+            (member, own, member.link)
+            for member in self._pending_jobs[uplink.meeting].values()
+            if (own := member.welcome) is not None and member.link is not None and own.generation == welcome.generation
         ]
-        members.sort(key=lambda each: rank_of(each[0].hello, each[1]))
-        hellos = [seated(each.hello, own) for each, own, _ in members]
+        members.sort(key=lambda entry: rank_of(entry[0].hello, entry[1]))
+        hellos = [seated(member.hello, own) for member, own, _ in members]
         needs = replace(hellos[0], world_size=len(members))
         same = {(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}
         wrong = "told the ranks of one job different things"
@@ -374,17 +374,17 @@ class Relaying:
             wrong = self._limits.over(needs)
             wrong = wrong and f"has admitted more than this relay may take: {wrong}"
         if wrong:
-            for each, *_ in members:
-                yield self._refuse(each, wrong, temporary=True)
+            for member, *_ in members:
+                yield self._refuse(member, wrong, temporary=True)
             return
         generation, self._next_generation = self._next_generation, self._next_generation + 1
-        for each, _, link in members:
-            self._take_out(each.key)
+        for member, _, link in members:
+            self._take_out(member.key)
             self._selector.unregister(link)
         self._running[generation] = self._held[generation] = needs
         self.intake.begins(needs)
         relayed = Relayed(uplink.address, [own for _, own, _ in members], [link for *_, link in members])
-        yield Admit(generation, uplink.hello.job, [each.key for each, *_ in members], hellos, relayed)
+        yield Admit(generation, uplink.hello.job, [member.key for member, *_ in members], hellos, relayed)
 
     def _refuse(self, uplink: PendingUplink, why: str, *, temporary: bool = False) -> Answer:
         self.gone(uplink.key, self._clock(), Cause(f"aggregator {uplink.address}", why[:TEXT_CHARACTERS]))

@@ -264,7 +264,7 @@ class ShardServer:
         """When something is to be done for others than jobs, if nothing happens before."""
         stopped_at = self._stop_by if self._jobs or self._connections.staying else None
         others = self._connections.unidentified, self._connections.closing, self._status_requests, self._listening
-        deadlines = [self._membership.deadline, stopped_at, *(each.deadline for each in others)]
+        deadlines = [self._membership.deadline, stopped_at, *(other.deadline for other in others)]
         return min([at for at in deadlines if at is not None], default=math.inf)
 
     def _tell_status(self) -> None:

@@ -56,8 +56,8 @@ class StatusPages:
     ) -> Status:
         """The answer to a request. A peer that has proved the secret of `team` sees its jobs; "" may see all jobs."""
         now, traffic = self._clock(), Traffic()
-        for each in (self._ended, *(job.traffic for job in running)):
-            traffic.add(each)
+        for subtotal in (self._ended, *(job.traffic for job in running)):
+            traffic.add(subtotal)
         makers: dict[JobKey, Callable[[], JobStatus]] = {
             job.key: partial(job.status, now) for job in running if team in ("", job.team)
         }

@@ -60,7 +60,7 @@ class StatusRequests:
         started = self._clock()
         chosen = [connection for connection in self._waiting if connection.of_monitor]
         if started >= self._again_at:
-            chosen += islice((each for each in self._waiting if not each.of_monitor), STATUSES)
+            chosen += islice((connection for connection in self._waiting if not connection.of_monitor), STATUSES)
         for connection in chosen:
             request = self._waiting.pop(connection, None)
             if request is not None:

@@ -67,8 +67,8 @@ class Teardown:
 
     def _let_stay(self, job: Job) -> None:
         failure = self._failures.get(job.generation)
-        members = [each for each in self.members(job.generation) if job.is_member(each.rank)]
-        for member in [each for each in members if not each.has_left]:
+        members = [member for member in self.members(job.generation) if job.is_member(member.rank)]
+        for member in [member for member in members if not member.has_left]:
             if failure is None:
                 self._connections.let_stay(member)
             else:

@@ -31,7 +31,7 @@ def chrome_trace(lanes: Sequence[Lane], begin: int | None = None, end: int | Non
     low = min(int(lane.spans["start"].min()) for lane in lanes) if begin is None else begin
     high = max(int(lane.spans["end"].max()) for lane in lanes) if end is None else end
     events = list(lane_events(lanes, low, high))
-    about = {"job": lanes[0].origin.job, "missed": {str(each.origin): each.origin.missed for each in lanes}}
+    about = {"job": lanes[0].origin.job, "missed": {str(lane.origin): lane.origin.missed for lane in lanes}}
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
@@ -54,7 +54,7 @@ def lane_events(
 def process_events(number: int, name: str) -> Iterator[Event]:
     """What gives a process its name and its place."""
     names = {"process_name": {"name": name}, "process_sort_index": {"sort_index": number}}
-    yield from ({"ph": "M", "name": each, "pid": number, "args": value} for each, value in names.items())
+    yield from ({"ph": "M", "name": event_name, "pid": number, "args": value} for event_name, value in names.items())
 
 
 def thread_event(process: int, thread: int, name: str) -> Event:
@@ -95,9 +95,9 @@ def microseconds(nanoseconds: int) -> float:
 
 def _within(spans: Array, low: int, high: int) -> Array:
     """The parts of the spans that lie between two times."""
-    found = spans[(spans["end"] > low) & (spans["start"] < high)]
-    found["start"], found["end"] = np.maximum(found["start"], low), np.minimum(found["end"], high)
-    return found
+    clipped = spans[(spans["end"] > low) & (spans["start"] < high)]
+    clipped["start"], clipped["end"] = np.maximum(clipped["start"], low), np.minimum(clipped["end"], high)
+    return clipped
 
 
 def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high: int) -> Iterator[Event]:

@@ -27,8 +27,8 @@ class Lane:
     def of(self, what: What, peer: int | None = None) -> Array:
         """The lane's spans of one kind, only those with `peer` if it is given, in the order in which they were
         recorded."""
-        found: Array = self.spans[self.spans["what"] == what]
-        return found if peer is None else found[found["peer"] == peer]
+        spans: Array = self.spans[self.spans["what"] == what]
+        return spans if peer is None else spans[spans["peer"] == peer]
 
     @property
     def known_until(self) -> float:
@@ -43,15 +43,15 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
     the first lane's host: see `clocks`. Raises UsageError when there are no traces, when they are of several runs, and
     when they are of several jobs and `job` is None.
     """
-    found = read_traces(folder)
-    jobs = sorted({origin.job for origin, _ in found})
+    traces = read_traces(folder)
+    jobs = sorted({origin.job for origin, _ in traces})
     if not jobs or (job is not None and job not in jobs):
         raise UsageError(
             f"{folder}: no traces{f' of job {job!r}' if job else ''}; set trace.folder for daemon and workers"
         )
     if job is None and len(jobs) > 1:
         raise UsageError(f"{folder}: traces of several jobs, choose one with --job: {', '.join(jobs)}")
-    lanes = [Lane(origin, spans) for origin, spans in found if origin.job == (job or jobs[0])]
+    lanes = [Lane(origin, spans) for origin, spans in traces if origin.job == (job or jobs[0])]
     lanes.sort(key=lambda lane: (lane.origin.kind, lane.origin.number))
     _refuse_strangers([lane.origin for lane in lanes])
     return on_one_clock(lanes, clocks(lanes))
@@ -61,15 +61,15 @@ def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
     """All traces in `folder`, also those that are still recorded, and those that a killed process has recorded. Raises
     UsageError for a file that cannot be read."""
     paths = {path.with_suffix(""): path for ending in (SUFFIX, LIVE) for path in user_path(folder).glob(f"*{ending}")}
-    found = []
+    traces = []
     for _, path in sorted(paths.items()):
         try:
-            found.append(read_trace(path))
+            traces.append(read_trace(path))
         except UsageError:
             if path.suffix != LIVE or path.exists():
                 raise
-            found.append(read_trace(path.with_suffix(SUFFIX)))  # it is complete by now
-    return found
+            traces.append(read_trace(path.with_suffix(SUFFIX)))  # it is complete by now
+    return traces
 
 
 def _refuse_strangers(origins: Sequence[Origin]) -> None:
@@ -103,15 +103,15 @@ def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
         shifts.setdefault(lane.origin.boot, lane.origin.epoch_ns)
     if len(shifts) <= 1:
         return dict.fromkeys(shifts, 0)
-    known, found = list(shifts)[:1], True
-    while found:
-        found = False
+    known, learned = list(shifts)[:1], True
+    while learned:
+        learned = False
         for one, other in itertools.product(list(known), shifts.keys() - known):
             out, back = (_fastest(lanes, *way, shifts) for way in ((one, other), (other, one)))
             if out is not None and back is not None and other not in known:
                 shifts[other] -= (out - back) // 2
                 known.append(other)
-                found = True
+                learned = True
     return shifts
 
 
@@ -120,7 +120,7 @@ def _fastest(lanes: Sequence[Lane], one: str, other: str, shifts: Mapping[str, i
     times = []
     for sender, receiver in itertools.product(lanes, lanes):
         from_to = sender.origin, receiver.origin
-        if [each.boot for each in from_to] != [one, other] or len({each.job for each in from_to}) > 1:
+        if [origin.boot for origin in from_to] != [one, other] or len({origin.job for origin in from_to}) > 1:
             continue
         if sender.origin.kind == receiver.origin.kind:
             continue
@@ -155,12 +155,12 @@ def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
 def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
     """When each message or credit to `lane` from lanes on its host left, and when it had arrived; in order of
     arrival."""
-    found: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    all_pairs: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for peer in lanes:
         if peer.origin.kind != lane.origin.kind and peer.origin.boot == lane.origin.boot:
-            found.append(pairs(peer, lane, What.MESSAGE_OUT, What.MESSAGE_IN))
-            found.append(pairs(peer, lane, What.CREDIT_OUT, What.CREDIT_IN))
-    left, arrived = (np.concatenate([each[side] for each in found]) for side in (0, 1))
+            all_pairs.append(pairs(peer, lane, What.MESSAGE_OUT, What.MESSAGE_IN))
+            all_pairs.append(pairs(peer, lane, What.CREDIT_OUT, What.CREDIT_IN))
+    left, arrived = (np.concatenate([times[side] for times in all_pairs]) for side in (0, 1))
     order = np.argsort(arrived, kind="stable")
     return left[order], arrived[order]
 
@@ -209,17 +209,17 @@ def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
     count = min((lane.of(What.COLLECTIVE).size for lane in ranks), default=0)
     if count == 0:
         raise UsageError("no collective was recorded; was the job traced on daemon and workers, and did it run one?")
-    found = {}
+    by_lane = {}
     for lane in ranks:
         collectives = lane.of(What.COLLECTIVE)[:count]
-        found[str(lane.origin)] = apart(collectives["start"], collectives["end"]), collectives["end"]
-    begins = np.min([begin for begin, _ in found.values()], axis=0)
-    ends = np.max([end for _, end in found.values()], axis=0)
+        by_lane[str(lane.origin)] = apart(collectives["start"], collectives["end"]), collectives["end"]
+    begins = np.min([begin for begin, _ in by_lane.values()], axis=0)
+    ends = np.max([end for _, end in by_lane.values()], axis=0)
     for lane in lanes:
         if lane.origin.kind == "shard":
-            found[str(lane.origin)] = apart(begins, ends), ends
+            by_lane[str(lane.origin)] = apart(begins, ends), ends
     whole = int(np.searchsorted(ends, min(lane.known_until for lane in lanes), "right"))
-    return {name: (begin[:whole], end[:whole]) for name, (begin, end) in found.items()}
+    return {name: (begin[:whole], end[:whole]) for name, (begin, end) in by_lane.items()}
 
 
 def apart(begins: Array, ends: Array) -> Array:
@@ -230,5 +230,5 @@ def apart(begins: Array, ends: Array) -> Array:
 
 def sizes(lanes: Sequence[Lane]) -> Array:
     """The bytes of each collective's tensor, in order."""
-    found: list[Array] = [lane.of(What.COLLECTIVE)["detail"] for lane in lanes if lane.origin.kind == "rank"]
-    return min(found, key=len)
+    by_rank: list[Array] = [lane.of(What.COLLECTIVE)["detail"] for lane in lanes if lane.origin.kind == "rank"]
+    return min(by_rank, key=len)

@@ -58,12 +58,12 @@ def merge(folder: str | Path, output: str | Path, job: str | None = None) -> Mer
     as its urgent channel. Raises UsageError where there is nothing, and when a file cannot be read or written.
     """
     with _one_at_a_time:
-        found = _read(folder, job)
+        run = _read(folder, job)
         counted = itertools.count()
-        write_chunks(_json(event for event, _ in zip(_events(found), counted, strict=False)), output)
-        missed = sum(lane.origin.missed for lane in found.lanes)
-        missed += sum(part.missed for part in found.parts)
-        return Merged([found.name(who) for who in found.numbers], next(counted), missed)
+        write_chunks(_json(event for event, _ in zip(_events(run), counted, strict=False)), output)
+        missed = sum(lane.origin.missed for lane in run.lanes)
+        missed += sum(part.missed for part in run.parts)
+        return Merged([run.name(who) for who in run.numbers], next(counted), missed)
 
 
 class _Run:
@@ -77,7 +77,7 @@ class _Run:
         everybody = {_who(origin) for origin in origins}
         order = sorted(everybody, key=lambda who: (who[0] != self.job, *who))
         self.numbers = {who: number for number, who in enumerate(order, 1)}
-        self._shifts = {each.boot: each.epoch_ns for each in origins}
+        self._shifts = {origin.boot: origin.epoch_ns for origin in origins}
         if len(self._shifts) == 1:
             self._shifts = dict.fromkeys(self._shifts, 0)
         elif len(of_lanes := clocks(lanes)) > 1:
@@ -104,17 +104,17 @@ def _who(origin: Origin) -> Who:
 
 
 def _read(folder: str | Path, job: str | None) -> _Run:
-    found: list[tuple[Origin, Array | Part]] = [
+    recordings: list[tuple[Origin, Array | Part]] = [
         *read_traces(folder),
-        *((each.origin, each) for each in read_parts(folder)),
+        *((part.origin, part) for part in read_parts(folder)),
     ]
     if job is not None:
-        found = [each for each in found if each[0].job.startswith(job)]
-    if not found:
+        recordings = [recording for recording in recordings if recording[0].job.startswith(job)]
+    if not recordings:
         what = f" of job {job!r}" if job else ""
         raise UsageError(f"{folder}: no traces{what}; set trace.timeline for workers, and trace.folder for daemons")
-    latest = _latest([origin for origin, _ in found])
-    kept = [(origin, what) for origin, what in found if origin.began_ns + origin.epoch_ns >= latest]
+    latest = _latest([origin for origin, _ in recordings])
+    kept = [(origin, what) for origin, what in recordings if origin.began_ns + origin.epoch_ns >= latest]
     return _Run(
         [Lane(origin, what) for origin, what in kept if not isinstance(what, Part)],
         [what for _, what in kept if isinstance(what, Part)],
@@ -124,7 +124,9 @@ def _read(folder: str | Path, job: str | None) -> _Run:
 def _latest(origins: Iterable[Origin]) -> int:
     """When the latest run began, in Unix time: nothing that was recorded before went on until then."""
     begins, until = 0, -1
-    for began, ended in sorted((each.began_ns + each.epoch_ns, each.ended_ns + each.epoch_ns) for each in origins):
+    for began, ended in sorted(
+        (origin.began_ns + origin.epoch_ns, origin.ended_ns + origin.epoch_ns) for origin in origins
+    ):
         if began > until:
             begins = began
         until = max(until, ended)
@@ -185,8 +187,8 @@ class _Tensors:
         for tensor, at in begun:
             if tensor not in said:
                 self._ready[part.origin.job, tensor].append((at, me))
-        for each in self._ready.values():
-            each.sort()
+        for ticks in self._ready.values():
+            ticks.sort()
 
     def _rows(self, part: Part) -> Iterator[Chrome]:
         who, run = _who(part.origin), self._run
@@ -211,9 +213,9 @@ class _Tensors:
     def _ticks(self, job: str, tensor: str, after: int, until: int) -> Sequence[tuple[int, str]]:
         """When each rank was ready, the last time in that span."""
         all_times = self._ready[job, tensor]
-        begin, end = (bisect_right(all_times, at, key=lambda each: each[0]) for at in (after, until))
-        found = {rank: at for at, rank in all_times[begin:end]}
-        return sorted((at, rank) for rank, at in found.items())
+        begin, end = (bisect_right(all_times, at, key=lambda tick: tick[0]) for at in (after, until))
+        latest = {rank: at for at, rank in all_times[begin:end]}
+        return sorted((at, rank) for rank, at in latest.items())
 
     def _cycle(self, who: Who, at: int) -> Chrome:
         number = self._run.numbers[who]

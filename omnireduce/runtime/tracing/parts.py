@@ -48,11 +48,11 @@ class Part(NamedTuple):
 
 def read_parts(folder: str | Path) -> list[Part]:
     """All parts in `folder`. What is no part, or was taken away meanwhile, is left out."""
-    found = []
+    parts = []
     for path in sorted(user_path(folder).glob(f"*{PART_SUFFIX}")):
         with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
-            found.append(_read_part(path))
-    return found
+            parts.append(_read_part(path))
+    return parts
 
 
 def _read_part(path: Path) -> Part:
@@ -153,12 +153,12 @@ class _Reader:
         if activity not in open_here:
             return
         while True:
-            each = open_here.pop()
-            found = details if each == activity else {}
-            if each == EXCHANGE:
-                found = self._exchanges.pop(tensor, {}) | found
-            yield Event(tensor, 0, "E", each, at, found)
-            if each == activity:
+            innermost = open_here.pop()
+            own_details = details if innermost == activity else {}
+            if innermost == EXCHANGE:
+                own_details = self._exchanges.pop(tensor, {}) | own_details
+            yield Event(tensor, 0, "E", innermost, at, own_details)
+            if innermost == activity:
                 return
 
     def _ready(self, at: int, tensor: str, rank: int) -> Iterator[Event]:
@@ -180,8 +180,8 @@ class _Reader:
     def _done(self, at: int, number: int, details: dict[str, Any]) -> Iterator[Event]:
         row, slot, kind = self._collectives.pop(number, ("", 0, ""))
         if not row:
-            for found in self._exchanges.values():
-                found |= details
+            for exchange in self._exchanges.values():
+                exchange |= details
             return
         self._taken[row].discard(slot)
         yield Event(row, slot, "E", f"OMNIREDUCE_{kind.upper()}", at, details)
@@ -190,8 +190,8 @@ class _Reader:
     def _close(self) -> Iterator[Event]:
         unfinished = {"unfinished": True}
         for tensor, activities in self._open.items():
-            for each in reversed(activities):
-                yield Event(tensor, 0, "E", each, self._last, unfinished)
+            for activity in reversed(activities):
+                yield Event(tensor, 0, "E", activity, self._last, unfinished)
         for row, slot, kind in self._collectives.values():
             if row:
                 yield Event(row, slot, "E", f"OMNIREDUCE_{kind.upper()}", self._last, unfinished)

@@ -90,7 +90,7 @@ class Profile:
         failed = sum(tally.failed for tally in routines.values())
         lines = [RULE, heading, RULE, *body, RULE, *_totals(busy_ns, at - self._began, failed), "", NOTE]
         for kind in routines:
-            own = [(size, tally) for (each, size), tally in sorted(sizes.items()) if each == kind]
+            own = [(size, tally) for (routine, size), tally in sorted(sizes.items()) if routine == kind]
             lines += ["", *_table(kind.capitalize(), [("", tally) for tally in _few(own)])]
         return "\n".join(lines) + "\n"
 
@@ -128,10 +128,10 @@ def _totals(busy_ns: int, elapsed_ns: int, failed: int) -> Iterable[str]:
 def _few(sizes: Sequence[tuple[int, Tally]]) -> list[Tally]:
     if len(sizes) <= SHOWN_SIZES:
         return [tally for _, tally in sizes]
-    found: dict[int, Tally] = {}
+    by_power: dict[int, Tally] = {}
     for size, tally in sizes:
-        found.setdefault(_power(size), Tally()).add(tally)
-    return list(found.values())
+        by_power.setdefault(_power(size), Tally()).add(tally)
+    return list(by_power.values())
 
 
 def _power(size: int) -> int:

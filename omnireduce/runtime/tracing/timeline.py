@@ -154,7 +154,7 @@ class Timeline(NoTimeline):
             at = now()  # with the lock held: times ascend
             text = self._encode([line, at, *what]) + b"\n"
             if len(text) > LONGEST_LINE:
-                text = self._encode([line, at, *(_shortened(each) for each in what)]) + b"\n"
+                text = self._encode([line, at, *(_shortened(detail) for detail in what)]) + b"\n"
             self._write(text)
 
     def _write(self, text: bytes) -> None:

@@ -151,8 +151,8 @@ def _candidates(port: Port, gid_index: int) -> list[Gid]:
     """The GIDs that may be used; -1 asks for RoCE v2 with an IPv4 address, or the first one of InfiniBand."""
     if gid_index >= 0:
         return [gid for gid in port.gids if gid.index == gid_index]
-    found = [gid for gid in port.gids if gid.kind == "RoCE v2" and gid.ipv4]
-    return found or [gid for gid in port.gids if gid.kind == "IB"][:1]
+    roce_v2 = [gid for gid in port.gids if gid.kind == "RoCE v2" and gid.ipv4]
+    return roce_v2 or [gid for gid in port.gids if gid.kind == "IB"][:1]
 
 
 def _described(gid_index: int) -> str:

@@ -277,25 +277,25 @@ def _gid(text: str) -> GID:
 
 def _event_descriptors() -> set[int]:
     """Open descriptors of verbs events, because pyverbs does not say which ones its channels have."""
-    found = set()
+    descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}") == EVENT_LINK:
-                found.add(int(name))
+                descriptors.add(int(name))
         except OSError:  # closed meanwhile
             continue
-    return found
+    return descriptors
 
 
 def _the_new_one(known: set[int]) -> int:
     """The descriptor of verbs events that was opened since. Raises TransportError."""
-    found = _event_descriptors() - known
-    if len(found) != 1:
+    new = _event_descriptors() - known
+    if len(new) != 1:
         raise TransportError(
-            f"{len(found)} RDMA event channels were opened at once, expected 1: does another library use RDMA in this "
+            f"{len(new)} RDMA event channels were opened at once, expected 1: does another library use RDMA in this "
             "process? Join before it starts, or choose transport.kind = 'tcp'"
         )
-    return found.pop()
+    return new.pop()
 
 
 def _explained(error: PyverbsError, nbytes: int) -> str:
