@@ -29,7 +29,7 @@ def make_access(config: Config) -> Access:
 
 def count_changes(before: Access, after: Access) -> dict[str, int]:
     """Count the teams, the secrets, the new secrets, and the secrets that are gone."""
-    old, now = (set() if each.teams is None else each.teams.known for each in (before, after))
+    old, now = (set() if access.teams is None else access.teams.known for access in (before, after))
     teams = 0 if after.teams is None else len(after.teams)
     return {"teams": teams, "secrets": len(now), "new": len(now - old), "gone": len(old - now)}
 
@@ -37,7 +37,7 @@ def count_changes(before: Access, after: Access) -> dict[str, int]:
 def beyond_loopback(listen: str) -> str:
     """Why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
-        found = where_to_listen(parse_listen(listen).host).host
+        host = where_to_listen(parse_listen(listen).host).host
     except OSError as error:
         return f"cannot be looked up now ({error.strerror or error}) and may stand for an address of other hosts"
-    return "" if is_loopback(found) else "can be reached from other hosts"
+    return "" if is_loopback(host) else "can be reached from other hosts"

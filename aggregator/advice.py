@@ -70,7 +70,7 @@ def changed(running: Config, now: Config) -> list[str]:
 def refuse_itself_as_upstream(upstream: Sequence[str], own: Sequence[str]) -> None:
     """Raise ConfigError if an `upstream` address is one of the daemon's `own`."""
     for address in upstream:
-        if any(_is_the_same(address, each) for each in own):
+        if any(_is_the_same(address, own_address) for own_address in own):
             raise ConfigError(f"aggregator.upstream: {address} is this aggregator itself, expected the one above it")
 
 
@@ -81,4 +81,4 @@ def _is_the_same(address: str, own: str) -> bool:
         targets = look_up(host) if port == at else []
     if is_wildcard(listens):
         return any(map(is_own, targets))
-    return bool(targets) and where_to_listen(listens).host in {each.host for each in targets}
+    return bool(targets) and where_to_listen(listens).host in {target.host for target in targets}

@@ -70,7 +70,7 @@ class Daemon:
         if self._config.transport.kind == "verbs":
             _check_rdma(self._config)
         bound = self._bind()
-        refuse_itself_as_upstream(self._config.aggregator.upstream, [each.address for each in bound])
+        refuse_itself_as_upstream(self._config.aggregator.upstream, [listeners.address for listeners in bound])
         self._give_advice()
         if self._config.metrics.listen:
             self._start_monitor(bound)
@@ -86,10 +86,10 @@ class Daemon:
 
     def _serve(self, bound: Sequence[Listeners]) -> int:
         deaths = Deaths()
-        for each, pulse in zip(bound, self._pulses, strict=True):
-            run = partial(self._run_shard, each, pulse)
-            self._family.start("shard", each.address, run, deaths, Watch(pulse))
-        addresses = [each.address for each in bound]
+        for listeners, pulse in zip(bound, self._pulses, strict=True):
+            run = partial(self._run_shard, listeners, pulse)
+            self._family.start("shard", listeners.address, run, deaths, Watch(pulse))
+        addresses = [listeners.address for listeners in bound]
         print("ready", *addresses, flush=True)
         log.info("ready at %s", ", ".join(addresses), extra=tagged("ready", shards=addresses))
         notify("READY=1", f"STATUS=serving at {' '.join(addresses)}")
@@ -159,7 +159,7 @@ class Daemon:
         listener, address = open_http(self._config.metrics.listen)
         scheme = "http" if self._pages.tls is None else "https"
         log.info("metrics at %s://%s/metrics", scheme, address, extra=tagged("metrics", address=address))
-        names, addresses = [each.name for each in bound], [each.address for each in bound]
+        names, addresses = [listeners.name for listeners in bound], [listeners.address for listeners in bound]
         open_to = why_open(self._config.metrics)
         if open_to:
             log.warning("%s", open_to, extra=tagged("metrics_open", address=address))
@@ -268,7 +268,7 @@ class Daemon:
 
     def _stop(self, kind: str, timeout_s: float) -> bool:
         """Let the children of this kind stop; return whether all ended by themselves."""
-        children = self._shards if kind == "shard" else [each for each in self._family.members if each.kind == kind]
+        children = self._shards if kind == "shard" else [child for child in self._family.members if child.kind == kind]
         for child in self._family.stop(children, timeout_s):
             killed = tagged(f"{kind}_killed", **{kind: child.address})
             log.error("%s did not stop; killed it", child.name, extra=killed)

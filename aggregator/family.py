@@ -156,10 +156,10 @@ def where_it_hangs(child: Child) -> str:
     """The stacks of a child's threads; empty when it cannot say, for example because it is stopped."""
     assert child.process.pid is not None
     os.kill(child.process.pid, WHERE)
-    found, patience = b"", STACKS_S
-    while len(found) < STACKS_BYTES and wait([child.stacks], patience):
+    stacks, patience = b"", STACKS_S
+    while len(stacks) < STACKS_BYTES and wait([child.stacks], patience):
         more = os.read(child.stacks, STACKS_BYTES)
         if not more:
             break
-        found, patience = found + more, PAUSE_S
-    return found.decode(errors="replace")
+        stacks, patience = stacks + more, PAUSE_S
+    return stacks.decode(errors="replace")

@@ -14,15 +14,15 @@ Answers = Mapping[str, Status | Exception]
 _Value = float | None  # None: no sample
 _JOB = ["shard", "job", "team"]  # to Prometheus an empty label, as team "" gives, is no label
 _TRAFFIC: tuple[tuple[str, str, Callable[[Traffic], int]], ...] = (
-    ("collectives", "Collectives completed", lambda each: each.collectives),
-    ("received_bytes", "Bytes from workers, framing included", lambda each: each.received_bytes),
-    ("sent_bytes", "Bytes to workers, framing included", lambda each: each.sent_bytes),
-    ("blocks", "Blocks of reduced tensors", lambda each: each.blocks),
-    ("rank_blocks", "Blocks of reduced tensors, times ranks", lambda each: each.rank_blocks),
-    ("own_blocks", "Non-zero blocks from workers", lambda each: each.own_blocks),
-    ("union_blocks", "Non-zero blocks of results", lambda each: each.union_blocks),
-    ("up_received_bytes", "Bytes from the upstream of a relay", lambda each: each.up_received_bytes),
-    ("up_sent_bytes", "Bytes to the upstream of a relay", lambda each: each.up_sent_bytes),
+    ("collectives", "Collectives completed", lambda traffic: traffic.collectives),
+    ("received_bytes", "Bytes from workers, framing included", lambda traffic: traffic.received_bytes),
+    ("sent_bytes", "Bytes to workers, framing included", lambda traffic: traffic.sent_bytes),
+    ("blocks", "Blocks of reduced tensors", lambda traffic: traffic.blocks),
+    ("rank_blocks", "Blocks of reduced tensors, times ranks", lambda traffic: traffic.rank_blocks),
+    ("own_blocks", "Non-zero blocks from workers", lambda traffic: traffic.own_blocks),
+    ("union_blocks", "Non-zero blocks of results", lambda traffic: traffic.union_blocks),
+    ("up_received_bytes", "Bytes from the upstream of a relay", lambda traffic: traffic.up_received_bytes),
+    ("up_sent_bytes", "Bytes to the upstream of a relay", lambda traffic: traffic.up_sent_bytes),
 )
 
 
@@ -39,40 +39,40 @@ class ShardCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics of all shards."""
         answers = self._ask()
-        statuses = {shard: each for shard, each in answers.items() if isinstance(each, Status)}
+        statuses = {shard: answer for shard, answer in answers.items() if isinstance(answer, Status)}
         up = GaugeMetricFamily("omnireduce_shard_up", "Whether the shard answers", labels=["shard"])
         for shard in answers:
             up.add_metric([shard], float(shard in statuses))
         yield up
         yield from _shard_metrics(statuses)
-        yield from _job_metrics([(shard, job) for shard, each in statuses.items() for job in each.jobs])
+        yield from _job_metrics([(shard, job) for shard, status in statuses.items() for job in status.jobs])
 
 
 def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     def gauge(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
         family = GaugeMetricFamily(f"omnireduce_shard_{name}", text, labels=["shard"])
-        return _filled(family, (([shard], value(each)) for shard, each in statuses.items()))
+        return _filled(family, (([shard], value(status)) for shard, status in statuses.items()))
 
     def counter(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
         family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
-        return _filled(family, (([shard], value(each)) for shard, each in statuses.items()))
+        return _filled(family, (([shard], value(status)) for shard, status in statuses.items()))
 
-    yield gauge("uptime_seconds", "Time since the shard's process began to serve", lambda each: each.uptime_s)
-    yield gauge("connections", "Open connections", lambda each: each.connections)
-    yield gauge("running_jobs", "Jobs whose ranks are all here", lambda each: each.running)
-    yield gauge("draining", "Whether the shard takes no new jobs", lambda each: each.draining)
-    yield gauge("gathering_jobs", "Jobs that wait for ranks to join", lambda each: each.gathering)
-    yield counter("jobs_started", "Jobs that began", lambda each: each.jobs_started)
-    yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda each: each.jobs_ended)
+    yield gauge("uptime_seconds", "Time since the shard's process began to serve", lambda status: status.uptime_s)
+    yield gauge("connections", "Open connections", lambda status: status.connections)
+    yield gauge("running_jobs", "Jobs whose ranks are all here", lambda status: status.running)
+    yield gauge("draining", "Whether the shard takes no new jobs", lambda status: status.draining)
+    yield gauge("gathering_jobs", "Jobs that wait for ranks to join", lambda status: status.gathering)
+    yield counter("jobs_started", "Jobs that began", lambda status: status.jobs_started)
+    yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda status: status.jobs_ended)
     refused = CounterMetricFamily("omnireduce_refused", "Connections refused", labels=["shard", "user"])
     yield _filled(
-        refused, (([shard, user], count) for shard, each in statuses.items() for user, count in _refused(each))
+        refused, (([shard, user], count) for shard, status in statuses.items() for user, count in _refused(status))
     )
     for name, text, value in _TRAFFIC:
         family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
-        yield _filled(family, (([shard], value(each.traffic)) for shard, each in statuses.items()))
+        yield _filled(family, (([shard], value(status.traffic)) for shard, status in statuses.items()))
     aborts = CounterMetricFamily("omnireduce_aborts", "Jobs that failed, by cause", labels=["shard", "cause"])
-    samples = (([shard, cause], n) for shard, each in statuses.items() for cause, n in each.aborts.items())
+    samples = (([shard, cause], n) for shard, status in statuses.items() for cause, n in status.aborts.items())
     yield _filled(aborts, samples)
 
 
@@ -123,8 +123,8 @@ def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
         if job.waiting is not None:
             for rank in job.waiting.ranks:
                 waiting.add_metric([*_of_job(shard, job), str(rank)], job.waiting.seconds)
-        for each in job.late:
-            late.add_metric([*_of_job(shard, job), str(each.rank)], each.seconds)
+        for late_rank in job.late:
+            late.add_metric([*_of_job(shard, job), str(late_rank.rank)], late_rank.seconds)
     yield waiting
     yield late
 
@@ -140,8 +140,8 @@ def _levels(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     for shard, job in jobs:
         if job.upstream:
             above.add_metric([*_of_job(shard, job), job.upstream], 1.0)
-        for each in job.relays:
-            below.add_metric([*_of_job(shard, job), each.address], each.ranks)
+        for relay in job.relays:
+            below.add_metric([*_of_job(shard, job), relay.address], relay.ranks)
     yield above
     yield below
 

@@ -76,7 +76,7 @@ class Monitor:
         purpose: str = MONITOR,
     ) -> None:
         self.access, self._purpose = access, purpose
-        self._names, self._addresses = names, [str(seen_from_here(parse_address(each))) for each in addresses]
+        self._names, self._addresses = names, [str(seen_from_here(parse_address(address))) for address in addresses]
         self._config, self._pulses = config, pulses
         self._places = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
@@ -102,7 +102,9 @@ class Monitor:
         if path in GUARDED and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
             log.warning("refused %s", path, extra=tagged("metrics_refused", peer=environ.get("REMOTE_ADDR"), page=path))
             text = "this page wants a token that metrics.token_file has: Authorization: Bearer TOKEN, or a password"
-            return _page(start, "401 Unauthorized", text, *(("WWW-Authenticate", each) for each in CHALLENGES))
+            return _page(
+                start, "401 Unauthorized", text, *(("WWW-Authenticate", challenge) for challenge in CHALLENGES)
+            )
         if not self._places.acquire(blocking=False):
             return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
         try:
@@ -126,8 +128,10 @@ class Monitor:
 
     def _ready(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         answers = self._ask().items()
-        wrong = [f"{name}: {each}" for name, each in answers if not isinstance(each, Status)]
-        wrong += [f"{name}: draining, takes no new jobs" for name, each in answers if getattr(each, "draining", False)]
+        wrong = [f"{name}: {answer}" for name, answer in answers if not isinstance(answer, Status)]
+        wrong += [
+            f"{name}: draining, takes no new jobs" for name, answer in answers if getattr(answer, "draining", False)
+        ]
         return _page(start, "503 Service Unavailable" if wrong else "200 OK", "\n".join(wrong) or "ready")
 
     def _ask(self) -> Answers:
@@ -140,8 +144,8 @@ class Monitor:
             return under_way.result()
         try:
             timeout_s = self._config.metrics.timeout_s
-            found = ask_all(self._addresses, self._config, timeout_s, purpose=self._purpose)
-            mine.set_result(dict(zip(self._names, found, strict=True)))
+            answers = ask_all(self._addresses, self._config, timeout_s, purpose=self._purpose)
+            mine.set_result(dict(zip(self._names, answers, strict=True)))
         except BaseException as error:
             mine.set_exception(error)
             raise

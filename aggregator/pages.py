@@ -51,7 +51,7 @@ class Pages:
         """Whether a request with this header may see the metrics: with a token, or any name and a token as the
         password. The time tells nothing about the tokens."""
         digest = _digest(_token_in(authorization))
-        known = [hmac.compare_digest(digest, each) for each in self.tokens]  # all, so that the time tells nothing
+        known = [hmac.compare_digest(digest, token) for token in self.tokens]  # all, so that the time tells nothing
         return not self.tokens or any(known)
 
 

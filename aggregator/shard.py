@@ -128,12 +128,12 @@ def _listening(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLCo
             raise ConnectionRefusedError("only the daemon's own user may ask here")
         return link
 
-    found = [Listener(listeners.tcp, tcp_link, False)]
+    all_listeners = [Listener(listeners.tcp, tcp_link, False)]
     if listeners.shm is not None:
-        found.append(Listener(listeners.shm, shm_link, False))
+        all_listeners.append(Listener(listeners.shm, shm_link, False))
     if listeners.monitor is not None:
-        found.append(Listener(listeners.monitor, monitor_link, True))
-    return found
+        all_listeners.append(Listener(listeners.monitor, monitor_link, True))
+    return all_listeners
 
 
 def _limits(settings: Aggregator) -> Limits:

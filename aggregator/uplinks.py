@@ -44,24 +44,24 @@ class Callers:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, address: str, timeout_s: float, done: Connected) -> None:
-        found: Link | str
+        outcome: Link | str
         try:
             deadline = time.monotonic() + timeout_s
-            found = connect_once(
+            outcome = connect_once(
                 address, self._config, lambda: worker_context(self._config.security), deadline, lambda reason: None
             )
         except OSError as error:
-            found = error.strerror or str(error)
+            outcome = error.strerror or str(error)
         except OmniReduceError as error:
-            found = str(error)
+            outcome = str(error)
         except Exception as error:  # a bug of ours: the worker must not wait for ever
-            found = f"internal error: {error!r}"
-        self._done.append((done, found))
+            outcome = f"internal error: {error!r}"
+        self._done.append((done, outcome))
         os.eventfd_write(self._wake, 1)
 
     def hear(self) -> None:
         """Hand over the results of the attempts that are over."""
         os.eventfd_read(self._wake)
         while self._done:
-            done, found = self._done.popleft()
-            done(found)
+            done, outcome = self._done.popleft()
+            done(outcome)

@@ -22,7 +22,7 @@ def launch_options(command: _F) -> _F:
 
 def numbers(text: str, option: str) -> list[int]:
     """The numbers in `1,4,8`, all 1 or more. Raises BadParameter."""
-    found = whole_numbers(text, 1, MOST)
-    if not found:
+    parsed = whole_numbers(text, 1, MOST)
+    if not parsed:
         raise click.BadParameter(f"got {text[:80]!r}, expected numbers like 1,1000, up to 2^40", param_hint=option)
-    return found
+    return parsed

@@ -54,7 +54,7 @@ class LivePage:
 
     def note(self, answers: Answers) -> None:
         """Remember what these answers say, if all shards have answered: the totals would lack those of the others."""
-        if all(isinstance(each, Status) for each in answers.values()):
+        if all(isinstance(answer, Status) for answer in answers.values()):
             with self._lock:
                 self._history.note(summed_jobs(answers), time.monotonic())
 
@@ -75,7 +75,9 @@ class LivePage:
         return self._template.render(
             at=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             version=__version__,
-            shards=[(address, each if isinstance(each, Status) else None, each) for address, each in answers.items()],
+            shards=[
+                (address, answer if isinstance(answer, Status) else None, answer) for address, answer in answers.items()
+            ],
             jobs=[(job, of[-1] if of else None, line) for job, of, line in zip(jobs, rates, lines, strict=True)],
             width=WIDTH, height=HEIGHT, minutes=round(KEPT_S / 60), left_out=left_out,
         )  # fmt: skip
@@ -85,13 +87,13 @@ def timeline(rates: list[Rate], now: float) -> Timeline | None:
     """None where there is nothing to draw."""
     if len(rates) < 2:
         return None
-    most = max(max(each.received, each.sent) for each in rates) or 1.0
+    most = max(max(rate.received, rate.sent) for rate in rates) or 1.0
 
     def points(values: list[float]) -> str:
-        xs = [WIDTH * (1 - (now - each.at) / KEPT_S) for each in rates]
+        xs = [WIDTH * (1 - (now - rate.at) / KEPT_S) for rate in rates]
         return " ".join(f"{x:.1f},{HEIGHT * (1 - y / most):.1f}" for x, y in zip(xs, values, strict=True))
 
-    return Timeline(points([each.received for each in rates]), points([each.sent for each in rates]), short_count(most))
+    return Timeline(points([rate.received for rate in rates]), points([rate.sent for rate in rates]), short_count(most))
 
 
 def asset(name: str) -> str:

@@ -28,13 +28,13 @@ def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -
     """
     console = make_console(quiet=launch.rank != 0)
     with connect(config, rank=launch.rank, size=launch.size) as comm:
-        found = [service(comm)]
+        libraries = [service(comm)]
         for make in (gloo, mpi):
             try:
-                found.append(make(launch))
+                libraries.append(make(launch))
             except UsageError as error:
                 console.print(f"left out: {error}")
-        for title, columns in _exercises(found, launch):
+        for title, columns in _exercises(libraries, launch):
             table = Table(title=f"{title}, {launch.size} ranks, milliseconds", title_justify="left")
             table.add_column("bytes", justify="right")
             for column in columns:
@@ -59,14 +59,16 @@ class Column(NamedTuple):
 def _exercises(libraries: Sequence[Library], launch: Launch) -> list[tuple[str, list[Column]]]:
     rank, size = launch.rank, launch.size
     echoes, reductions, sums = list[Column](), list[Column](), list[Column]()
-    for each in libraries:
-        if each.messages is not None:
-            by_hand, by_messages = each.messages, f"{each.name}, by messages"
-            echoes.append(Column(each.name, each, partial(echo, by_hand, rank), sums=False))
-            reductions.append(Column(by_messages, each, partial(reduce_by_messages, by_hand, rank, size)))
-            sums.append(Column(by_messages, each, partial(allreduce_by_messages, by_hand, rank, size), everywhere=True))
-    reductions += [Column(each.name, each, each.reduce) for each in libraries]
-    sums += [Column(each.name, each, each.allreduce, everywhere=True) for each in libraries]
+    for library in libraries:
+        if library.messages is not None:
+            by_hand, by_messages = library.messages, f"{library.name}, by messages"
+            echoes.append(Column(library.name, library, partial(echo, by_hand, rank), sums=False))
+            reductions.append(Column(by_messages, library, partial(reduce_by_messages, by_hand, rank, size)))
+            sums.append(
+                Column(by_messages, library, partial(allreduce_by_messages, by_hand, rank, size), everywhere=True)
+            )
+    reductions += [Column(library.name, library, library.reduce) for library in libraries]
+    sums += [Column(library.name, library, library.allreduce, everywhere=True) for library in libraries]
     tables = [("a message and its echo", echoes), ("reduce", reductions), ("all-reduce", sums)]
     return tables if size > 1 and echoes else tables[1:]
 

@@ -115,8 +115,8 @@ class Tensors:
         for number, (tensor, out) in enumerate(zip(self.inputs, self.outs, strict=True)):
             turns = len(range(number, jobs, self._asked.num_tensors))
             if turns:
-                found, rounds = (tensor, turns) if out is None else (out, 1)
-                total = total.beside(self._summands.wrong(found, number=number, rounds=rounds, err=self._asked.err))
+                summed, rounds = (tensor, turns) if out is None else (out, 1)
+                total = total.beside(self._summands.wrong(summed, number=number, rounds=rounds, err=self._asked.err))
         return total
 
 
@@ -129,13 +129,13 @@ def run_benchmark(settings: Settings, asked: BenchmarkOptions, json_path: str | 
             if json_path is not None and comm.rank == 0:
                 check_writable(json_path)
             groups, wrong = run_groups(context, asked, say)
-            each = ns_of_jobs(groups)
-            say(_table(asked.tensor_numel, each))
+            job_ns = ns_of_jobs(groups)
+            say(_table(asked.tensor_numel, job_ns))
             if asked.dump_stats:
                 say(str(context.stats))
             say("Cleaning up.")
         if json_path is not None and comm.rank == 0:
-            report = Report(asked, comm.size, carriers_text(comm.statistics().carried), groups, each, wrong)
+            report = Report(asked, comm.size, carriers_text(comm.statistics().carried), groups, job_ns, wrong)
             write_json(msgspec.json.encode(report), json_path)
     return wrong
 

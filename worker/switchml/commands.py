@@ -33,7 +33,7 @@ class _Command(click.Command):
     """A switch takes what follows only if that is a value of it: in `--verify model.csv` it is none."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        switches = {name for each in self.params if isinstance(each, _Switch) for name in each.opts}
+        switches = {name for param in self.params if isinstance(param, _Switch) for name in param.opts}
         pairs = pairwise([*args, ""])
         return super().parse_args(ctx, [f"{a}=1" if a in switches and b not in _VALUES else a for a, b in pairs])
 
@@ -193,7 +193,7 @@ def _record(name: str, output: str, steps: int, warmup: int) -> None:
     check_writable(output)
     layers = record_layers(name, steps, warmup)
     write_layers(layers, output)
-    forward, backward = (sum(each) / 1e6 for each in zip(*(layer[2:] for layer in layers), strict=True))
+    forward, backward = (sum(times) / 1e6 for times in zip(*(layer[2:] for layer in layers), strict=True))
     click.echo(
         f"{output}: {len(layers)} layers, {sum(layer.numel for layer in layers)} parameters, "
         f"forward {forward:.4g} ms, backward {backward:.4g} ms"

@@ -62,15 +62,15 @@ def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     look_in_this_folder()
     function = load_named(name, f"--record {name}", "MODULE:FUNCTION, such as models:digits")
     try:
-        found = function()
+        made = function()
     except (Exception, SystemExit) as error:  # of the user's own function
         raise UsageError(f"--record {name}: {in_a_line(error)}") from error
-    is_right = isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], torch.nn.Module)
-    if not is_right or not callable(found[-1] if len(found) == 3 else _sum):
-        raise UsageError(f"--record {name}: it returned {a_type(found)}, expected {EXPECTED}")
-    if any(each.device.type != "cpu" for each in found[0].parameters()):
+    is_right = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)
+    if not is_right or not callable(made[-1] if len(made) == 3 else _sum):
+        raise UsageError(f"--record {name}: it returned {a_type(made)}, expected {EXPECTED}")
+    if any(parameter.device.type != "cpu" for parameter in made[0].parameters()):
         raise UsageError(f"--record {name}: expected a model on the processor; a GPU would compute beside the clock")
-    return found[0], found[1], found[2] if len(found) == 3 else _sum
+    return made[0], made[1], made[2] if len(made) == 3 else _sum
 
 
 def _sum(output: Any) -> Any:
@@ -88,13 +88,19 @@ class _Stopwatch:
         self.forget()
         known = set[int]()  # a parameter of several modules counts once
         for module in model.modules():
-            own = [each for each in module.parameters(recurse=False) if each.requires_grad and id(each) not in known]
-            known |= {id(each) for each in own}
+            own = [
+                parameter
+                for parameter in module.parameters(recurse=False)
+                if parameter.requires_grad and id(parameter) not in known
+            ]
+            known |= {id(parameter) for parameter in own}
             if own:
-                self._numels[module] = sum(each.numel() for each in own)
+                self._numels[module] = sum(parameter.numel() for parameter in own)
                 module.register_forward_hook(lambda module, *_: self._note(self._forward, module))
-            for each in own:
-                each.register_post_accumulate_grad_hook(lambda _, module=module: self._note(self._backward, module))
+            for parameter in own:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, module=module: self._note(self._backward, module)
+                )
 
     def forget(self) -> None:
         """Discard the times so far."""
@@ -139,13 +145,13 @@ class _Stopwatch:
 
     def _forward_of_layers(self) -> dict[Any, Counter[int]]:
         """A module without a gradient is no layer: its time is that of the next layer, or else of the last one."""
-        found, before = defaultdict[Any, Counter[int]](Counter), Counter[int]()
+        by_layer, before = defaultdict[Any, Counter[int]](Counter), Counter[int]()
         for module, times in self._forward.items():
             before += times
             if module in self._backward:
-                found[module], before = before, Counter()
-        found[next(reversed(found), next(iter(self._backward)))] += before
-        return found
+                by_layer[module], before = before, Counter()
+        by_layer[next(reversed(by_layer), next(iter(self._backward)))] += before
+        return by_layer
 
     def _median(self, times: Counter[int]) -> int:
         return round(statistics.median(times[step] for step in range(self._step + 1)))

@@ -123,10 +123,10 @@ class Training:
 
     def wrong(self) -> Wrong:
         """Check the sums."""
-        found = Wrong(0, ())
-        for number, each in enumerate(self._sums):
-            found = found.beside(self._summands.wrong(each, number=number, err=self._asked.err))
-        return found
+        total = Wrong(0, ())
+        for number, summed in enumerate(self._sums):
+            total = total.beside(self._summands.wrong(summed, number=number, err=self._asked.err))
+        return total
 
 
 def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_path: str | None) -> int:

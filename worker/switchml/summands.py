@@ -33,7 +33,7 @@ class Wrong:
     first: tuple[tuple[int, float, float], ...]
 
     def __str__(self) -> str:
-        listed = "; ".join(f"[{index}] is {found:g}, expected {expected:g}" for index, found, expected in self.first)
+        listed = "; ".join(f"[{index}] is {actual:g}, expected {expected:g}" for index, actual, expected in self.first)
         return f"{self.count} wrong elements, the first: {listed}"
 
     def beside(self, other: Wrong) -> Wrong:
@@ -75,11 +75,11 @@ class Summands:
         allowed = 0.0 if self.dtype.kind == "i" else err / 100
         count, first, start = 0, list[tuple[int, float, float]](), 0
         for part, place in _parts(result, number):
-            expected, found = self._sums[place] * factor, part.astype(np.float64)
-            is_right = np.abs(found - expected) <= allowed * np.abs(expected)  # NaN is not
+            expected, actual = self._sums[place] * factor, part.astype(np.float64)
+            is_right = np.abs(actual - expected) <= allowed * np.abs(expected)  # NaN is not
             at = np.flatnonzero(~is_right)
             count += len(at)
-            first += [(start + int(i), float(found[i]), float(expected[i])) for i in at[: SHOWN - len(first)]]
+            first += [(start + int(i), float(actual[i]), float(expected[i])) for i in at[: SHOWN - len(first)]]
             start += len(part)
         return Wrong(count, tuple(first))
 

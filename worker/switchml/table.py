@@ -63,10 +63,10 @@ def _cell(context: Context, asked: BenchmarkOptions, threads: int) -> Cell:
 
 def trend(cells: Sequence[Cell]) -> str:
     """The change of the goodput from the fewest threads to the most, and from the smallest tensor to the largest."""
-    found = {(cell.threads, cell.tensor_numel): cell.goodput_gbps for cell in cells}
+    goodput = {(cell.threads, cell.tensor_numel): cell.goodput_gbps for cell in cells}
     threads, sizes = sorted({cell.threads for cell in cells}), sorted({cell.tensor_numel for cell in cells})
-    by_threads = [found[threads[-1], size] / found[threads[0], size] for size in sizes]
-    by_size = [found[count, sizes[-1]] / found[count, sizes[0]] for count in threads]
+    by_threads = [goodput[threads[-1], size] / goodput[threads[0], size] for size in sizes]
+    by_size = [goodput[count, sizes[-1]] / goodput[count, sizes[0]] for count in threads]
     return (
         f"trend: from {threads[0]} to {threads[-1]} threads {_span(by_threads)} the goodput; "
         f"from {short_count(sizes[0])} to {short_count(sizes[-1])} elements {_span(by_size)}"

@@ -58,8 +58,8 @@ def named_methods(texts: Sequence[str]) -> list[str]:
     named = [NONE]
     for text in texts:
         named += ALL if text == "all" else (text,)
-    for each in named:
-        method_of(each)
+    for name in named:
+        method_of(name)
     return list(dict.fromkeys(named))
 
 
@@ -89,7 +89,7 @@ def run_methods(
             write_json(msgspec.json.encode(results), json_path)
         if plot_path is not None:
             _draw(results, user_path(plot_path))
-    return 0 if all(each.ranks_identical for each in results) else 1
+    return 0 if all(result.ranks_identical for result in results) else 1
 
 
 def _train(
@@ -136,15 +136,17 @@ def _print(console: Console, comm: Communicator, config: Config, results: Sequen
     table.add_column("method", no_wrap=True)
     for title in ("held-out\nloss", "change", "up\nbytes", "down\nbytes", "of\nnone", "exchange\nms"):
         table.add_column(title, justify="right", no_wrap=True)
-    for each in results:
-        share = (each.wire_up_bytes + each.wire_down_bytes) / max(1, without.wire_up_bytes + without.wire_down_bytes)
+    for result in results:
+        share = (result.wire_up_bytes + result.wire_down_bytes) / max(
+            1, without.wire_up_bytes + without.wire_down_bytes
+        )
         table.add_row(
-            each.method, f"{each.loss:.4f}", f"{each.loss_change:+.2%}", short_count(each.wire_up_bytes),
-            short_count(each.wire_down_bytes), f"{share:.1%}", short_time(each.exchange_ms),
-            style="" if each.ranks_identical else "bold red",
+            result.method, f"{result.loss:.4f}", f"{result.loss_change:+.2%}", short_count(result.wire_up_bytes),
+            short_count(result.wire_down_bytes), f"{share:.1%}", short_time(result.exchange_ms),
+            style="" if result.ranks_identical else "bold red",
         )  # fmt: skip
     console.print(table)
-    different = ", ".join(each.method for each in results if not each.ranks_identical)
+    different = ", ".join(result.method for result in results if not result.ranks_identical)
     said = f"DIFFERENT between workers: {different}" if different else "bit-identical on all workers"
     console.print(f"weights: {said}")
 
@@ -165,10 +167,12 @@ def _draw(results: Sequence[MethodResult], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for number, each in enumerate(results):
-        megabytes = [point.bytes / 1e6 for point in each.curve]
+    for number, result in enumerate(results):
+        megabytes = [point.bytes / 1e6 for point in result.curve]
         style = "-" if number < COLOURS else "--"
-        axes.plot(megabytes, [point.loss for point in each.curve], style, marker="o", markersize=3, label=each.method)
+        axes.plot(
+            megabytes, [point.loss for point in result.curve], style, marker="o", markersize=3, label=result.method
+        )
     axes.set(title="Loss against bytes", xscale="log", xlabel="MB of worker 0, up and down", ylabel="held-out loss")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2)
