@@ -125,9 +125,9 @@ else:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'omnireduce' has no attribute {name!r}")
-        found = getattr(import_module(_PLACE_OF.get(name, _OTHERS)), name)
-        globals()[name] = found  # from now on this function is not asked for it
-        return found
+        attribute = getattr(import_module(_PLACE_OF.get(name, _OTHERS)), name)
+        globals()[name] = attribute  # from now on this function is not asked for it
+        return attribute
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -81,19 +81,19 @@ class NumberRange(click.FloatRange):
     """A number within limits. NaN, which is neither below nor above any limit, is none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found: float = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{found} is not a number in the range {self._describe_range()}.", param, ctx)
-        return found
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a number in the range {self._describe_range()}.", param, ctx)
+        return number
 
 
 def whole_numbers(text: str, least: int, most: int) -> list[int]:
     """The whole numbers in `1,4,8`, each from `least` to `most`; none if the text has anything else."""
     try:
-        found = [int(each) for each in text.split(",") if each.strip()]
+        numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:  # no number, or one of thousands of digits
         return []
-    return found if all(least <= each <= most for each in found) else []
+    return numbers if all(least <= number <= most for number in numbers) else []
 
 
 json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")

@@ -107,7 +107,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
         if len(self.shape) > MAX_DIMENSIONS:
             return f"an array of {len(self.shape)} dimensions; expected at most {MAX_DIMENSIONS}"
         # A dimension of 0 counts as 1 here, so that the other dimensions stay limited, and a text of them stays short.
-        if min(self.shape, default=0) < 0 or math.prod(max(each, 1) for each in self.shape) >= MAX_ELEMENTS:
+        if min(self.shape, default=0) < 0 or math.prod(max(size, 1) for size in self.shape) >= MAX_ELEMENTS:
             return f"the shape {self._shape_text}: expected fewer than 2**62 elements"
         if self.kind == "allreduce_rows" and (len(self.shape) != 2 or not 1 <= self.shape[1] <= MAX_BLOCK_SIZE):
             return f"rows of shape {self._shape_text}: expected (n_rows, width), width 1 to {MAX_BLOCK_SIZE}"
@@ -210,9 +210,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     @cached_property
     def encoded(self) -> bytes:
         """The bytes that travel, at most EXTRA_BYTES."""
-        found = msgspec.msgpack.encode(self)
-        assert len(found) <= EXTRA_BYTES or self.program is not None, f"a descriptor of {len(found)} bytes"
-        return found
+        packed = msgspec.msgpack.encode(self)
+        assert len(packed) <= EXTRA_BYTES or self.program is not None, f"a descriptor of {len(packed)} bytes"
+        return packed
 
     @property
     def _shape_text(self) -> str:

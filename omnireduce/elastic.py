@@ -68,7 +68,7 @@ class ElasticState:
         all_ranks = self._comm.allgather(mine, name="step and fingerprint")[:, 0]
         steps = all_ranks["step"]
         # Of the ranks with most steps, one of the majority: a worker that does not belong here should be the one to go.
-        alike = [int((all_ranks["fingerprint"] == each["fingerprint"]).sum()) for each in all_ranks]
+        alike = [int((all_ranks["fingerprint"] == record["fingerprint"]).sum()) for record in all_ranks]
         source = max(range(len(steps)), key=lambda rank: (steps[rank], alike[rank], -rank))
         with told_to_others(self._comm):
             if all_ranks["fingerprint"][source] != mine["fingerprint"][0]:

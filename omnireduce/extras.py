@@ -19,10 +19,10 @@ _PACKAGES = {"yaml": "pyyaml"}  # that are called otherwise than their module
 def install(module: str, extra: str = "") -> str:
     """The command that installs `module` and what else `extra` needs, for whoever has installed omnireduce here."""
     try:
-        listed = [_EXTRA.match(each) for each in requires("omnireduce") or ()]
+        listed = [_EXTRA.match(requirement) for requirement in requires("omnireduce") or ()]
     except PackageNotFoundError:
         listed = []
-    packages = [each["package"].strip() for each in listed if each is not None and each["extra"] == extra]
+    packages = [match["package"].strip() for match in listed if match is not None and match["extra"] == extra]
     return f"pip install {shlex.join(packages or [_PACKAGES.get(module, module)])}"
 
 

@@ -14,7 +14,7 @@ def program_of(module: str, place: str = "", *, name: str = "") -> str:
     It never imports a user's module, or one in the current folder, in place of ours. Ctrl-C ends it without a
     traceback while it imports.
     """
-    found = f"import signal, sys; sys.path.insert(0, sys.argv.pop({place}))"
+    set_path = f"import signal, sys; sys.path.insert(0, sys.argv.pop({place}))"
     quiet = "told = signal.getsignal(2); told is signal.SIG_IGN or signal.signal(2, signal.SIG_DFL)"
     main = f"del sys.path[0]; signal.signal(2, told); main({f'prog_name={name!r}' if name else ''})"
-    return f"{found}; {quiet}; from {module} import main; {main}"
+    return f"{set_path}; {quiet}; from {module} import main; {main}"

@@ -162,12 +162,19 @@ _KEPT = {"SLURM_JOB_ID", "LSB_JOBID"}  # name the allocation, which srun and jsr
 
 def variables_of_launchers() -> frozenset[str]:
     """The names by which launchers of processes say rank, size and the launch."""
-    found: set[str] = set()
-    for each in LAUNCHERS:
-        if not each.one_per_host:
-            names = (each.rank, *each.guards, *each.size, *each.local_rank, *each.local_size, *each.cross_rank)
-            found |= {*names, *each.cross_size, *(name for job in each.job for name in job)}
-    return frozenset(found - _KEPT)
+    all_names: set[str] = set()
+    for launcher in LAUNCHERS:
+        if not launcher.one_per_host:
+            names = (
+                launcher.rank,
+                *launcher.guards,
+                *launcher.size,
+                *launcher.local_rank,
+                *launcher.local_size,
+                *launcher.cross_rank,
+            )
+            all_names |= {*names, *launcher.cross_size, *(name for job in launcher.job for name in job)}
+    return frozenset(all_names - _KEPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +195,8 @@ def _count(name: str) -> Callable[[Environ], int]:
     """Read a number of processes from a variable: 4, or 2:4, which is two to four."""
 
     def read(environ: Environ) -> int:
-        found = re.fullmatch(r"(?:[0-9]{1,9}:)?([0-9]{1,9})", environ.get(name, "").strip())
-        return 0 if found is None or int(found[1]) < 2 else int(found[1])
+        match = re.fullmatch(r"(?:[0-9]{1,9}:)?([0-9]{1,9})", environ.get(name, "").strip())
+        return 0 if match is None or int(match[1]) < 2 else int(match[1])
 
     return read
 
@@ -217,8 +224,8 @@ def _lines_of_pbs(environ: Environ) -> int:
 
 def _of_agents(environ: Environ) -> int:
     """torchrun's own options as variables."""
-    nodes, each = _count("PET_NNODES")(environ), environ.get("PET_NPROC_PER_NODE", "1").strip()
-    return _several(max(1, nodes) * (int(each) if re.fullmatch("[0-9]{1,6}", each) else 2))  # such as "gpu"
+    nodes, per_node = _count("PET_NNODES")(environ), environ.get("PET_NPROC_PER_NODE", "1").strip()
+    return _several(max(1, nodes) * (int(per_node) if re.fullmatch("[0-9]{1,6}", per_node) else 2))  # such as "gpu"
 
 
 def _tasks_of_tensorflow(environ: Environ) -> int:

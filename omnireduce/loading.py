@@ -39,8 +39,8 @@ def look_in_this_folder() -> None:
 
 def search_path() -> list[str]:
     """Where this process finds modules, for another one: whole paths. In a folder that is gone nothing can be found."""
-    found = []
-    for each in sys.path:
+    paths = []
+    for path in sys.path:
         with suppress(UsageError):
-            found.append(each if os.path.isabs(each) else str(current_folder() / each))
-    return found
+            paths.append(path if os.path.isabs(path) else str(current_folder() / path))
+    return paths

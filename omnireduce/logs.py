@@ -70,8 +70,8 @@ def show_debug_lines(settings: Log, **fields: object) -> None:
     if settings.level != "debug":
         return
     ours = logging.getLogger("omnireduce")
-    for each in [each for each in ours.handlers if isinstance(each, _Fallback)]:
-        ours.removeHandler(each)
+    for old in [old for old in ours.handlers if isinstance(old, _Fallback)]:
+        ours.removeHandler(old)
     handler = _Fallback(sys.stderr)
     handler.setFormatter(_formatter(settings, fields))
     ours.addHandler(handler)
@@ -169,7 +169,7 @@ class _Fallback(LimitedHandler):
     """Writes the lines that no handler of the root logger takes."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not any(record.levelno >= each.level for each in logging.getLogger().handlers):
+        if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
             super().emit(record)
 
 

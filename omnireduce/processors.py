@@ -19,7 +19,7 @@ def quota(proc: Path = PROC) -> float | None:
     """How many of them it may use at a time: the least that its control group, or one above that, allows. None when it
     may use all. `proc`: where the kernel says which groups there are."""
     limits = map(_limit, control_groups("cpu", proc))
-    return min((each for each in limits if each is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _limit(group: Path) -> float | None:
@@ -27,6 +27,6 @@ def _limit(group: Path) -> float | None:
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError, ValueError, ZeroDivisionError):  # sandboxes say all kinds of things
             limit, period = " ".join((group / name).read_text() for name in names).split()
-            found = math.inf if limit == "max" else int(limit) / int(period)
-            return found if 0 < found < math.inf else None
+            processors = math.inf if limit == "max" else int(limit) / int(period)
+            return processors if 0 < processors < math.inf else None
     return None

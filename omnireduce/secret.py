@@ -73,13 +73,13 @@ def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> 
     Raises ConfigError for a file that cannot be read or that others may read (see `read_private`), for a line that is
     too short or too long to be a secret, for too many lines, when both places give a secret, and when a team has none.
     """
-    found = load_secrets(security, environ, security.team)
-    if security.team and not found:
+    secrets = load_secrets(security, environ, security.team)
+    if security.team and not secrets:
         raise ConfigError(
             f"security.team: got {security.team} and no secret: give security.secret_file or the variable "
             f"{SECRET_VARIABLE}, with the secret of this team"
         )
-    return found[0] if found else None
+    return secrets[0] if secrets else None
 
 
 def load_secrets(security: Security, environ: Mapping[str, str] = os.environ, team: str = "") -> list[Secret]:
@@ -111,14 +111,14 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_
     """
     try:
         with open(user_path(name), "rb", opener=without_waiting) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{key}: {name} is no regular file")
-            mode = f"{key}: {name}: mode {stat.S_IMODE(found.st_mode):04o}"
-            if not is_secret and found.st_mode & 0o022:
+            mode = f"{key}: {name}: mode {stat.S_IMODE(status.st_mode):04o}"
+            if not is_secret and status.st_mode & 0o022:
                 raise ConfigError(f"{mode} lets others than its owner change it, expected 0644 or less; run chmod 644")
-            if is_secret and found.st_mode & 0o077:
-                _check_readers(file.fileno(), found, mode)
+            if is_secret and status.st_mode & 0o077:
+                _check_readers(file.fileno(), status, mode)
             return file.read(most_bytes + 1)
     except (OSError, UsageError) as error:
         raise ConfigError(f"{key}: {name} cannot be read: {getattr(error, 'strerror', error)}") from None

@@ -46,11 +46,11 @@ class Team:
     def proved(self, proof: bytes, worker_nonce: bytes, aggregator_nonce: bytes) -> Secret | None:
         """The secret that a worker has proved to know; None: none of them. All are tried, so that the time tells
         nothing."""
-        found = None
+        proved = None
         for secret in self.secrets:
             if secret.proves(proof, "worker", worker_nonce, aggregator_nonce):
-                found = secret
-        return found
+                proved = secret
+        return proved
 
     @property
     def jobs(self) -> Sequence[str]:
@@ -130,25 +130,27 @@ def _names(folder: Path) -> list[str]:
     files in it.
     """
     try:
-        found_folder = folder.stat()
+        folder_stat = folder.stat()
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         with os.scandir(folder) as entries:
-            found = list(islice((each.name for each in entries if not each.name.startswith(".")), 2 * MOST_TEAMS + 1))
+            names = list(
+                islice((entry.name for entry in entries if not entry.name.startswith(".")), 2 * MOST_TEAMS + 1)
+            )
     except OSError as error:
         raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {error.strerror}") from None
     # Kubernetes mounts Secrets read-only, though the mode of the folder lets all write to it.
-    if found_folder.st_mode & 0o022 and not (read_only and found_folder.st_uid == 0):
-        allowed = f"mode {stat.S_IMODE(found_folder.st_mode):04o} lets others than its owner add teams"
+    if folder_stat.st_mode & 0o022 and not (read_only and folder_stat.st_uid == 0):
+        allowed = f"mode {stat.S_IMODE(folder_stat.st_mode):04o} lets others than its owner add teams"
         expected = "expected 0700, or a folder of root's that is mounted read-only; run chmod 700"
         raise ConfigError(f"{_FOLDER}: {folder}: {allowed}, {expected}")
-    for name in found:
+    for name in names:
         if not re.match(TEAM_PATTERN, name.removesuffix(_SUFFIX)):
             expected = f"files called like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"
             raise ConfigError(f"{_FOLDER}: {folder}: got a file {name!r}, expected {expected}")
-    teams = sum(not name.endswith(_SUFFIX) for name in found)
-    if teams > MOST_TEAMS or len(found) > 2 * MOST_TEAMS:
-        raise ConfigError(f"{_FOLDER}: {folder}: got {len(found)} files or more, expected at most {MOST_TEAMS} teams")
-    return found
+    teams = sum(not name.endswith(_SUFFIX) for name in names)
+    if teams > MOST_TEAMS or len(names) > 2 * MOST_TEAMS:
+        raise ConfigError(f"{_FOLDER}: {folder}: got {len(names)} files or more, expected at most {MOST_TEAMS} teams")
+    return names
 
 
 def _read_terms(file: Path) -> Terms:
@@ -180,5 +182,5 @@ def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms], fo
         for secret in own:
             other = owners.setdefault(secret, name)
             if other != name:
-                both = " and ".join(f"team {each}" if each else "the aggregator's own" for each in (other, name))
+                both = " and ".join(f"team {team}" if team else "the aggregator's own" for team in (other, name))
                 raise ConfigError(f"{_FOLDER}: {folder}: {both} have a secret in common, expected none")

@@ -63,9 +63,9 @@ MUTATIONS = (
         "a call does not tell its shape",
         _DESCRIPTOR,
         "ranks get the sum of tensors of other shapes, as of a matrix and its transpose",
-        "        found = msgspec.msgpack.encode(self)\n",
+        "        packed = msgspec.msgpack.encode(self)\n",
         "        flat = self.shape if self.kind == 'allreduce_rows' else (math.prod(self.shape),)\n"
-        "        found = msgspec.msgpack.encode(msgspec.structs.replace(self, shape=flat))\n",
+        "        packed = msgspec.msgpack.encode(msgspec.structs.replace(self, shape=flat))\n",
     ),
     Mutation(
         "shard compares the first collective only",
@@ -176,7 +176,7 @@ MUTATIONS = (
         _UNION,
         "a rank that has sent nothing yet is not waited for",
         "        self.watermark = min(self._frontier)\n",
-        "        self.watermark = min(each for each in self._frontier if each != NOT_STARTED)\n",
+        "        self.watermark = min(frontier for frontier in self._frontier if frontier != NOT_STARTED)\n",
     ),
     Mutation(
         "a result cut short promises too much",
