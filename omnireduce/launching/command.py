@@ -129,9 +129,9 @@ def read_words(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
     """The request of a command line with these words. `ranks`: how many, if it does not say. Raises
     click.UsageError, and ConfigError."""
     with run.make_context("run", list(words)) as context:
-        found = dict(context.params)
-        _read_file(found)
-        return read_asked(found.pop("command"), found, ranks)
+        options = dict(context.params)
+        _read_file(options)
+        return read_asked(options.pop("command"), options, ranks)
 
 
 def _read_file(asked: dict[str, Any]) -> None:
@@ -140,10 +140,10 @@ def _read_file(asked: dict[str, Any]) -> None:
     if path is None:
         return
     context = click.get_current_context()
-    types = {each.name: each.type for each in context.command.params}
+    types = {param.name: param.type for param in context.command.params}
     for name, value in read_yaml(path, _TOP).items():
         alike = _WHO if name in _WHO else (name,)
-        if any(context.get_parameter_source(each) not in (ParameterSource.DEFAULT, None) for each in alike):
+        if any(context.get_parameter_source(param_name) not in (ParameterSource.DEFAULT, None) for param_name in alike):
             continue
         try:
             asked[name] = types[name].convert(value, None, context)
@@ -241,13 +241,13 @@ def _script(name: str) -> str:
 
 
 def _passed(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for each in given:
-        name, equals, text = each.partition("=")
+    variables = {}
+    for setting in given:
+        name, equals, text = setting.partition("=")
         if not name or (not equals and name not in os.environ):
-            raise ConfigError(f"-x {each}: expected NAME=VALUE, or the name of a variable that is set")
-        found[name] = text if equals else os.environ[name]
-    return found
+            raise ConfigError(f"-x {setting}: expected NAME=VALUE, or the name of a variable that is set")
+        variables[name] = text if equals else os.environ[name]
+    return variables
 
 
 def _variable(override: str) -> tuple[str, str]:

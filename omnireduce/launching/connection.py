@@ -86,7 +86,7 @@ class Connection:
     def withdraw(self) -> list[int]:
         """Take back the orders to start processes that have not gone yet: the numbers of these processes."""
         numbers = [number for number, _ in self._waiting if number is not None]
-        self._waiting = deque(each for each in self._waiting if each[0] is None)
+        self._waiting = deque(order for order in self._waiting if order[0] is None)
         return numbers
 
     @property

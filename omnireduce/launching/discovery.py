@@ -111,11 +111,11 @@ class Discovery:
             return
         try:
             text = decode_text(bytes(self._text), "what it printed", expected="a list of hosts")
-            found = parse_lines(text, "what it printed", self._slots)
+            hosts = parse_lines(text, "what it printed", self._slots)
         except ConfigError as error:
             self._complain(str(error))
         else:
-            job.take_hosts(found)
+            job.take_hosts(hosts)
 
     def _complain(self, why: str) -> None:
         log.warning("host discovery: %s: %s", self._script, why, extra=tagged("discovery_failed"))
@@ -125,8 +125,8 @@ class Discovery:
         process, self._process = self._process, None
         if process is None:
             return
-        for each in (self._output, self._end):
-            self._unwatch(each)
+        for descriptor in (self._output, self._end):
+            self._unwatch(descriptor)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

@@ -114,21 +114,21 @@ class ElasticJob(Job):
         return sum(host.slots for host in self.hosts.values())
 
     def _alive(self) -> int:
-        return sum(each.status is None for each in self.ranks.values() if each.number >= 0)
+        return sum(rank.status is None for rank in self.ranks.values() if rank.number >= 0)
 
     def _slots_in_use(self) -> list[Slot]:
         return [slot for number, slot in self._slots.items() if self.ranks[number].status is None]
 
     def _connection(self, name: str) -> Connection:
-        for each in self.connections:
-            if each.host == name and not each.is_lost:
-                return each
+        for known in self.connections:
+            if known.host == name and not known.is_lost:
+                return known
         with ExitStack() as stack:
-            [found] = connect([name], self._asked, stack)
+            [connection] = connect([name], self._asked, stack)
             stack.pop_all()  # `close` ends it
         self._asked_at[name] = time.monotonic()
-        self.watch_connection(found)
-        return found
+        self.watch_connection(connection)
+        return connection
 
     def _start(self, slot: Slot) -> None:
         assert self._plan is not None
@@ -175,14 +175,14 @@ class ElasticJob(Job):
             super()._host_lost(connection)
             return
         lost = self._running_on(connection)
-        if any(each.number < 0 for each in lost):
+        if any(rank.number < 0 for rank in lost):
             super()._host_lost(connection)
             return
         log.warning("lost host %s", connection.host, extra=tagged("host_lost", host=connection.host))
         self._set_aside(connection.host)
-        for each in lost:
-            each.status = 1
-            self._again(each)
+        for rank in lost:
+            rank.status = 1
+            self._again(rank)
 
     def _blame(self, host: str) -> None:
         """The first failure of a host may be chance. One soon after another one sets it aside."""
@@ -214,11 +214,11 @@ class ElasticJob(Job):
         self._count(now)
 
     def _give_up_silent(self, now: float) -> None:
-        for each in self.connections:
-            begun = self._asked_at.get(each.host, now)
-            if not each.has_greeted and not each.is_lost and now - begun > self._asked.start_timeout_s:
-                self.give_up(each)
-                self._set_aside(each.host)
+        for connection in self.connections:
+            begun = self._asked_at.get(connection.host, now)
+            if not connection.has_greeted and not connection.is_lost and now - begun > self._asked.start_timeout_s:
+                self.give_up(connection)
+                self._set_aside(connection.host)
 
     def _place_again(self, number: int, now: float) -> None:
         used = Counter(slot.host for slot in self._slots_in_use())

@@ -71,10 +71,12 @@ def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[st
         "CROSS_RANK": slot.cross_rank,
         "CROSS_SIZE": slot.cross_size,
     }
-    found = {f"{prefix}_{name}": str(number) for prefix in ("OMNIRUN", "HOROVOD") for name, number in numbers.items()}
+    variables = {
+        f"{prefix}_{name}": str(number) for prefix in ("OMNIRUN", "HOROVOD") for name, number in numbers.items()
+    }
     torch = {"RANK": slot.rank, "WORLD_SIZE": size, "LOCAL_RANK": slot.local_rank, "LOCAL_WORLD_SIZE": slot.local_size}
-    found |= {name: str(number) for name, number in torch.items()}
-    return found | {
+    variables |= {name: str(number) for name, number in torch.items()}
+    return variables | {
         "OMNIRUN_JOB": job,
         "OMNIRUN_TOLD": "1",
         "HOROVOD_HOSTNAME": slot.host,
@@ -85,8 +87,8 @@ def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[st
 
 def of_service(addresses: tuple[str, ...], secret: str) -> dict[str, str]:
     """The variables for the aggregators of a job, and for its own secret unless that is empty."""
-    found = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
-    return found | ({SECRET_VARIABLE: secret} if secret else {})
+    variables = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
+    return variables | ({SECRET_VARIABLE: secret} if secret else {})
 
 
 def as_bytes(environ: Mapping[str, str]) -> dict[bytes, bytes]:

@@ -153,11 +153,11 @@ REFUSED = (
 
 def horovod_options(command: F) -> F:
     """Add the flags of both tables. The command gets those of `MAPPED` under their names, in `**asked`."""
-    for each in reversed(MAPPED):
-        kind = {"is_flag": True, "default": None} if each.kind is None else {"type": each.kind}
-        flag = f"{each.flag}/{each.opposite}" if each.opposite else each.flag
-        flags = (flag, each.alias) if each.alias else (flag,)
-        command = click.option(*flags, each.name, help=each.meaning, **kind)(command)
+    for mapped in reversed(MAPPED):
+        kind = {"is_flag": True, "default": None} if mapped.kind is None else {"type": mapped.kind}
+        flag = f"{mapped.flag}/{mapped.opposite}" if mapped.opposite else mapped.flag
+        flags = (flag, mapped.alias) if mapped.alias else (flag,)
+        command = click.option(*flags, mapped.name, help=mapped.meaning, **kind)(command)
     for refused in REFUSED:
         option = click.option(
             refused.flags, hidden=True, expose_value=False, callback=_refuse(refused), is_flag=not refused.has_value,
@@ -177,5 +177,5 @@ def _refuse(refused: Refused) -> Callable[[click.Context, click.Parameter, Any],
 
 def variables_of(asked: Mapping[str, Any]) -> dict[str, str]:
     """The variables that flags set for ranks."""
-    given = ((each, asked.get(each.name)) for each in MAPPED)
-    return {each.variable: each.write(value) for each, value in given if value is not None}
+    given = ((flag, asked.get(flag.name)) for flag in MAPPED)
+    return {flag.variable: flag.write(value) for flag, value in given if value is not None}

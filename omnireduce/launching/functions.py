@@ -96,21 +96,21 @@ def pack_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 def results_of(job: Job) -> list[Any]:
     """What each rank returned. Raises RankFailedError, for the rank that is to blame: one whose exception is not about
     another rank."""
-    ranks = sorted((each for each in job.ranks.values() if each.number >= 0), key=lambda each: each.number)
-    found = {each.number: _read(each) for each in ranks}
-    failed = [(number, each) for number, each in found.items() if each is not None and not each[0]]
+    ranks = sorted((rank for rank in job.ranks.values() if rank.number >= 0), key=lambda rank: rank.number)
+    outcomes = {rank.number: _read(rank) for rank in ranks}
+    failed = [(number, outcome) for number, outcome in outcomes.items() if outcome is not None and not outcome[0]]
     if failed:
         first = job.failed.number if job.failed is not None else failed[0][0]
         # An AbortedError is about another rank, so any other one counts before it.
         number, (_, error, text) = min(
-            failed, key=lambda each: (isinstance(each[1][1], AbortedError), each[0] != first, each[0])
+            failed, key=lambda failure: (isinstance(failure[1][1], AbortedError), failure[0] != first, failure[0])
         )
         raise RankFailedError(f"rank {number} raised an exception:", number, text) from error
     for rank in [job.failed] if job.failed is not None else ranks:
-        if rank.status or found.get(rank.number) is None:
+        if rank.status or outcomes.get(rank.number) is None:
             what = f"rank {rank.number}" if rank.number >= 0 else "the aggregator of the job"
             raise RankFailedError(f"{what} {_how(rank)}", rank.number)
-    return [each[1] for each in found.values() if each is not None]
+    return [outcome[1] for outcome in outcomes.values() if outcome is not None]
 
 
 def _read(rank: Rank) -> tuple[bool, Any, str] | None:

@@ -44,14 +44,14 @@ def place(hosts: Sequence[Host], ranks: int) -> list[Slot]:
 
 def place_on(names: Sequence[str]) -> list[Slot]:
     """The place of each rank, when `names` are the ranks' hosts."""
-    sizes, seen, found = Counter(names), Counter[str](), []
+    sizes, seen, slots = Counter(names), Counter[str](), []
     order = list(dict.fromkeys(names))
     for rank, name in enumerate(names):
         local = seen[name]
-        across = [each for each in order if sizes[each] > local]
-        found.append(Slot(rank, name, local, sizes[name], across.index(name), len(across)))
+        across = [host for host in order if sizes[host] > local]
+        slots.append(Slot(rank, name, local, sizes[name], across.index(name), len(across)))
         seen[name] += 1
-    return found
+    return slots
 
 
 def is_here(name: str) -> bool:

@@ -76,8 +76,8 @@ class Job(Loop):
         self._lost_early = ""  # a host that is lost before its ranks were started
         self._aggregator = Lines()
         self.ready: tuple[str, ...] = ()  # the addresses of the job's own aggregators
-        for each in self.connections:
-            self.watch_connection(each)
+        for connection in self.connections:
+            self.watch_connection(connection)
 
     def __enter__(self) -> Self:
         return self
@@ -127,12 +127,12 @@ class Job(Loop):
                 what = f"host {connection.host} does not say that its ranks have ended; are they still there?"
                 log.error("%s", what, extra=tagged("host_silent", host=connection.host))
                 self.give_up(connection)
-            for each in left:
-                each.status = -signal.SIGKILL
+            for rank in left:
+                rank.status = -signal.SIGKILL
 
     def _send(self, number: int) -> None:
-        for each in self.connections:
-            each.send(Signal(EVERY, number))
+        for connection in self.connections:
+            connection.send(Signal(EVERY, number))
 
     # what supervisors say
 
@@ -147,8 +147,8 @@ class Job(Loop):
     def _hear(self, connection: Connection) -> None:
         try:
             news = connection.read_some()
-            for each in news or ():
-                self._take(connection, each)
+            for message in news or ():
+                self._take(connection, message)
         except TransportError as error:
             log.error("%s", error, extra=tagged("host_lost", host=connection.host))
             self.give_up(connection)
@@ -218,21 +218,21 @@ class Job(Loop):
         InterruptedLaunchError."""
         self.wait_for(lambda: self._is_spoiled or not self._silent(), limit_s, self._silent_hosts)
         self.check()
-        for each in self.connections:
-            if each.is_lost and each.errors is not None:
-                self.wait_for(lambda each=each: not self.is_watched(each.errors), 1.0)  # type: ignore[misc]
-            if not each.has_greeted:
-                how = "ssh" if each.is_remote else "its supervisor"
-                why = each.said[-1] if each.said else f"no answer within --start-timeout {limit_s:g} s"
-                if each.is_lost and not each.said:
+        for connection in self.connections:
+            if connection.is_lost and connection.errors is not None:
+                self.wait_for(lambda connection=connection: not self.is_watched(connection.errors), 1.0)  # type: ignore[misc]
+            if not connection.has_greeted:
+                how = "ssh" if connection.is_remote else "its supervisor"
+                why = connection.said[-1] if connection.said else f"no answer within --start-timeout {limit_s:g} s"
+                if connection.is_lost and not connection.said:
                     why = "it ended at once; are Python and omnireduce at the same place there as here?"
-                raise TransportError(f"host {each.host}: {how}: {why.removeprefix('ssh: ')}")
+                raise TransportError(f"host {connection.host}: {how}: {why.removeprefix('ssh: ')}")
 
     def _silent(self) -> list[Connection]:
-        return [each for each in self.connections if not each.has_greeted and not each.is_lost]
+        return [connection for connection in self.connections if not connection.has_greeted and not connection.is_lost]
 
     def _silent_hosts(self) -> str:
-        return ", ".join(each.host for each in self._silent() if each.is_remote)[:MOST_SAID]
+        return ", ".join(connection.host for connection in self._silent() if connection.is_remote)[:MOST_SAID]
 
     @property
     def _is_spoiled(self) -> bool:
@@ -263,7 +263,7 @@ class Job(Loop):
             why = "it ended" if done else f"it was not ready after {READY_S:g} s"
             raise TransportError(f"the aggregator of this job on {own.connection.host}: {why}")
         try:
-            if len(self.ready) != shards or not all(parse_address(each).port for each in self.ready):
+            if len(self.ready) != shards or not all(parse_address(address).port for address in self.ready):
                 raise ConfigError(f"got {len(self.ready)} addresses, expected {shards} with ports")
         except ConfigError as error:
             where = f"the aggregator of this job on {own.connection.host}"
@@ -295,10 +295,10 @@ class Job(Loop):
         return self.failed.status if self.failed.status > 0 else 128 - self.failed.status
 
     def _running_on(self, connection: Connection) -> list[Rank]:
-        return [each for each in self.ranks.values() if each.connection is connection and each.status is None]
+        return [rank for rank in self.ranks.values() if rank.connection is connection and rank.status is None]
 
     def _all_ended(self) -> bool:
-        return all(each.status is not None for each in self.ranks.values() if each.number >= 0)
+        return all(rank.status is not None for rank in self.ranks.values() if rank.number >= 0)
 
     def _rank_ended(self, rank: Rank) -> None:
         if rank.number in self.reasons and not self.is_over:
@@ -319,16 +319,16 @@ class Job(Loop):
 
     def _end_without(self, connection: Connection) -> None:
         """The system ends ranks whose supervisor is gone, but not their children; those here can be reached."""
-        for each in self._running_on(connection):
-            if each.pid and not connection.is_remote:
+        for rank in self._running_on(connection):
+            if rank.pid and not connection.is_remote:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(each.pid, signal.SIGKILL)
+                    os.killpg(rank.pid, signal.SIGKILL)
 
     def _host_lost(self, connection: Connection) -> None:
         lost = self._running_on(connection)
-        for each in lost:
-            each.status = 1
-        if connection.has_greeted and not any(each.connection is connection for each in self.ranks.values()):
+        for rank in lost:
+            rank.status = 1
+        if connection.has_greeted and not any(rank.connection is connection for rank in self.ranks.values()):
             self._lost_early = connection.host
         if lost and not self.is_over:
             self.failed = lost[0]
@@ -352,27 +352,27 @@ class Job(Loop):
     def close(self) -> None:
         """End all that is left, with its output, within bounds."""
         self.is_over = True
-        for each in self.connections:
-            if each.has_greeted or each.is_lost:
-                each.close()
+        for connection in self.connections:
+            if connection.has_greeted or connection.is_lost:
+                connection.close()
             else:
-                self.give_up(each)
+                self.give_up(connection)
         with suppress(OmniReduceError):
             while not self.wait_for(self._is_left, self._grace_s + SLOWNESS_S):
-                if self.signal or not any(each.is_full for each in self.sinks):
+                if self.signal or not any(sink.is_full for sink in self.sinks):
                     break
         self.output.close()
         self.wait_for(lambda: bool(self.signal) or self._is_written())  # a reader may take its time
         self.wait_for(lambda: self._is_hurried or self._is_written(), LAST_OUTPUT_S)
-        for each in self.connections:
-            each.kill()
+        for connection in self.connections:
+            connection.kill()
         super().close()
 
     def _is_left(self) -> bool:
-        return self._is_hurried or all(each.is_lost for each in self.connections)
+        return self._is_hurried or all(connection.is_lost for connection in self.connections)
 
     def _is_written(self) -> bool:
-        return not any(each.waits for each in self.sinks)
+        return not any(sink.waits for sink in self.sinks)
 
 
 def _name(number: int) -> str:

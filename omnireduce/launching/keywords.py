@@ -22,16 +22,18 @@ def read_keywords(given: Mapping[str, Any]) -> LaunchRequest:
     """The request of keywords that are named like flags, for ranks that call a function. None and False count as
     absent. Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a
     command can do; ConfigError for values that do not fit together."""
-    options = [each for each in command.params if isinstance(each, click.Option) and each.name not in _SAY_AND_STOP]
-    flags = {flag.lstrip("-").replace("-", "_"): (flag, each) for each in options for flag in each.opts}
+    options = [
+        option for option in command.params if isinstance(option, click.Option) and option.name not in _SAY_AND_STOP
+    ]
+    flags = {flag.lstrip("-").replace("-", "_"): (flag, option) for option in options for flag in option.opts}
     words: list[str] = []
     for name, value in given.items():
         if value is None or value is False:
             continue
-        found = flags.get(_HOROVOD.get(name, name))
-        if found is None:
+        flag_and_option = flags.get(_HOROVOD.get(name, name))
+        if flag_and_option is None:
             raise UsageError(f"{name}: not an option of omnireduce.run; `omnireduce run --help` lists them")
-        words += _words(name, *found, value)
+        words += _words(name, *flag_and_option, value)
     if len([name for name in ("np", "num_proc") if given.get(name) is not None]) > 1:
         raise UsageError("np and num_proc: expected one of them")
     try:
@@ -54,9 +56,9 @@ def _words(name: str, flag: str, option: click.Option, value: Any) -> Iterator[s
             yield flag
     elif option.multiple:
         if isinstance(value, Mapping):
-            value = [f"{key}={each}" for key, each in value.items()]
-        for each in [value] if isinstance(value, str) else value:
-            yield from (flag, str(each))
+            value = [f"{key}={setting}" for key, setting in value.items()]
+        for word in [value] if isinstance(value, str) else value:
+            yield from (flag, str(word))
     elif option.name == "ssh" and not isinstance(value, str):
         yield from (flag, shlex.join(value))
     elif isinstance(value, list | tuple):

@@ -32,22 +32,22 @@ STARTED_BY_US = ("", "local", "ssh")  # launchers whose ranks this program start
 
 def connect(names: Sequence[str], asked: LaunchRequest, stack: ExitStack) -> list[Connection]:
     """A supervisor on each host. Raises ConfigError, and TransportError."""
-    found = []
+    connections = []
     for name in names:
         by_ssh = goes_by_ssh(name, asked.launcher)
         if by_ssh and asked.launcher == "local":
             raise ConfigError(f"--launcher local, and -H names {name}, which is another host: use --launcher ssh")
         words = words_of_supervisor(name, asked.ssh, asked.grace_s, by_ssh=by_ssh)
-        found.append(Connection(name, words, is_remote=by_ssh))
-        stack.callback(found[-1].kill)
-    return found
+        connections.append(Connection(name, words, is_remote=by_ssh))
+        stack.callback(connections[-1].kill)
+    return connections
 
 
 def start_ranks(job: Job, asked: LaunchRequest) -> None:
     """Start the aggregators of the job and all ranks. Raises OmniReduceError; InterruptedLaunchError."""
     hosts = asked.hosts or [Host(HERE, asked.ranks)]
     slots = place(hosts, asked.ranks)
-    by_name = {each.host: each for each in job.connections}
+    by_name = {connection.host: connection for connection in job.connections}
     plan = Plan(asked, list(by_name))
     job.greet(asked.start_timeout_s)
     first = job.connections[0]

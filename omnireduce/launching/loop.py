@@ -46,12 +46,14 @@ class Loop:
         """From now on signals to this process are the loop's, until it is closed. Main thread only."""
         wakeup = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         # As nohup wants it, an ignored SIGHUP stays ignored.
-        taken = [each for each in FORWARDED if signal.getsignal(each) != signal.SIG_IGN or each != signal.SIGHUP]
-        before = {each: signal.signal(each, lambda *_: None) for each in taken}
+        taken = [
+            signum for signum in FORWARDED if signal.getsignal(signum) != signal.SIG_IGN or signum != signal.SIGHUP
+        ]
+        before = {signum: signal.signal(signum, lambda *_: None) for signum in taken}
 
         def give_back() -> None:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
             signal.set_wakeup_fd(wakeup)
 
         self._give_back = give_back
@@ -76,7 +78,7 @@ class Loop:
     def call_after(self, seconds: float, name: str, act: Act) -> None:
         """Call `act` when so much time has passed, unless something is called under this name before that."""
         at = time.monotonic() + seconds
-        self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda each: each[0])
+        self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda alarm: alarm[0])
 
     def wait_for(
         self, condition: Callable[[], bool], limit_s: float | None = None, whom: Callable[[], str] | None = None
@@ -109,7 +111,7 @@ class Loop:
         now = time.monotonic()
         for name in [name for name, (at, _) in self._alarms.items() if at <= now]:
             self._alarms.pop(name)[1]()
-        if any(each.is_broken for each in self.sinks):
+        if any(sink.is_broken for sink in self.sinks):
             self.take_signal(signal.SIGPIPE)
 
     def _select(self, limit_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -117,9 +119,9 @@ class Loop:
         for sink in self.sinks:
             if sink.waits:
                 writers.setdefault(sink.descriptor, []).append(sink.write_some)
-        for each in self.connections:
-            if each.waits:
-                writers[each.orders] = [each.write_some]
+        for connection in self.connections:
+            if connection.waits:
+                writers[connection.orders] = [connection.write_some]
         readers = self._readable
         if any(sink.is_full for sink in self.sinks):
             readers = {self._woken.fileno(): self._read_signals}

@@ -56,9 +56,9 @@ class Lines:
 
     def rest(self) -> bytes:
         """What is left without an end."""
-        found = bytes(self._rest).rstrip(b"\r")
+        rest = bytes(self._rest).rstrip(b"\r")
         self._rest.clear()
-        return found
+        return rest
 
 
 def _pieces(line: bytes) -> Iterator[bytes]:
@@ -129,8 +129,8 @@ class Prefixed:
         """Write all that is left, and close the files."""
         for name, _ in list(self._lines):
             self.finish(name)
-        for each in self._files.values():
-            each.close()
+        for file in self._files.values():
+            file.close()
 
     def _prefix(self, name: str, stream: int) -> bytes:
         when = time.ctime() if self._timestamps else ""

@@ -116,21 +116,21 @@ def address_of_first(
     first, *others = names
     if interface:
         return _address_of_interface(interface, first)
-    seen = {each.host: _ends_of_ssh(each) for each in connections if each.is_remote}
+    seen = {connection.host: _ends_of_ssh(connection) for connection in connections if connection.is_remote}
     name = host_alone(first)
     if not is_here(first):  # its name may mean 127.0.1.1 there, or nothing to the others
         at = seen.get(first, NOBODY)[1]
         return name if not at or is_loopback(at) or is_numeric(name) or (by_name and _is_known(name)) else at
-    away = [each for each in others if not is_here(each)]
+    away = [host for host in others if not is_here(host)]
     if not away and not is_wide:
         return loopback()
     if is_own_address(name):
         return name
-    ways = [way for way, _ in (seen.get(each, NOBODY) for each in away) if way]
-    found = next(filter(is_own_address, ways), "") or reachable_address([host_alone(each) for each in away])
-    if not found:
+    ways = [way for way, _ in (seen.get(host, NOBODY) for host in away) if way]
+    address = next(filter(is_own_address, ways), "") or reachable_address([host_alone(host) for host in away])
+    if not address:
         raise ConfigError("this host has no address at which another one could reach it; `ip address` lists its own")
-    return found
+    return address
 
 
 def host_alone(name: str) -> str:
@@ -158,12 +158,12 @@ def _address_of_interface(name: str, first: str) -> str:
             "that network instead"
         )
     try:
-        found = addresses_of_interface(name)
+        addresses = addresses_of_interface(name)
     except OSError as error:
         raise ConfigError(f"--network-interfaces: {name}: {error.strerror}; `ip address` lists them") from None
-    if not found:
+    if not addresses:
         raise ConfigError(f"--network-interfaces: {name}: it has no address; `ip address` lists them")
-    return found[0]
+    return addresses[0]
 
 
 class Plan:
@@ -199,7 +199,7 @@ class Plan:
         job.start(AGGREGATOR, connection, self._order(AGGREGATOR, [sys.executable, *words], environ, connection))
         ready = job.await_aggregator(self.shards)
         host = self.address if is_wide else listen.host
-        self.service = of_service(tuple(str(Address(host, parse_address(each).port)) for each in ready), secret)
+        self.service = of_service(tuple(str(Address(host, parse_address(address).port)) for address in ready), secret)
 
     def rank(self, slot: Slot, size: int, connection: Connection, port: int) -> Start:
         """The order to start a rank; `port` is where torch's ranks meet, on the first host."""

@@ -13,15 +13,15 @@ from omnireduce.runtime.member.launcher import Launch, number_in, own_launch
 
 def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
     """HOROVOD_RANK and its like. Of the ranks of several hosts only Slurm and torchrun say on which one this is."""
-    found: dict[str, int | str] = {"RANK": launch.rank, "SIZE": launch.size}
+    numbers: dict[str, int | str] = {"RANK": launch.rank, "SIZE": launch.size}
     if launch.local_rank is not None and launch.local_size is not None:
-        found |= {"LOCAL_RANK": launch.local_rank, "LOCAL_SIZE": launch.local_size}
+        numbers |= {"LOCAL_RANK": launch.local_rank, "LOCAL_SIZE": launch.local_size}
         if launch.local_size == launch.size:
-            found |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
+            numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
     for names in (("SLURM_NODEID", "SLURM_STEP_NUM_NODES"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
-        if "CROSS_RANK" not in found and all(name in environ for name in names):
-            found |= zip(("CROSS_RANK", "CROSS_SIZE"), (number_in(name, environ) for name in names), strict=True)
-    return {f"HOROVOD_{name}": str(number) for name, number in found.items()}
+        if "CROSS_RANK" not in numbers and all(name in environ for name in names):
+            numbers |= zip(("CROSS_RANK", "CROSS_SIZE"), (number_in(name, environ) for name in names), strict=True)
+    return {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ log = logging.getLogger("omnireduce")
 def watch_input(loop: Loop, descriptor: int = 0) -> None:
     """Say once that ranks read nothing from standard input, when there is something to read."""
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode):
-            if os.lseek(descriptor, 0, os.SEEK_CUR) < found.st_size:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            if os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size:
                 _tell()
             return
     except OSError:  # it is closed
@@ -33,7 +33,7 @@ def watch_input(loop: Loop, descriptor: int = 0) -> None:
         if waiting[0]:  # else it has ended
             _tell()
 
-    if stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode) or os.isatty(descriptor):
+    if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor):
         loop.watch(descriptor, look)
 
 

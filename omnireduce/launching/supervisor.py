@@ -72,12 +72,12 @@ class _Process:
                 pass_fds=kept, start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
         except BaseException:
-            for each in self.streams:
-                os.close(each)
+            for descriptor in self.streams:
+                os.close(descriptor)
             raise
         finally:
-            for each in self._theirs:
-                os.close(each)
+            for descriptor in self._theirs:
+                os.close(descriptor)
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
 
@@ -91,18 +91,18 @@ class _Process:
     def _input(self, given: bytes) -> int:
         if not given:
             return subprocess.DEVNULL
-        found = os.memfd_create("omnireduce-input")
-        self._theirs.append(found)
-        with open(found, "wb", closefd=False) as file:
+        descriptor = os.memfd_create("omnireduce-input")
+        self._theirs.append(descriptor)
+        with open(descriptor, "wb", closefd=False) as file:
             file.write(given)
-        os.lseek(found, 0, os.SEEK_SET)
-        return found
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor
 
     def status(self) -> int:
         """The exit status. The process stays a zombie."""
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert found is not None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def send(self, number: int) -> None:
         has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
@@ -145,18 +145,18 @@ class Supervisor:
     def serve(self) -> None:
         """Do what orders say. In the end no process is left."""
         self._tell(Greeting(os.getpid(), free_port(), os.environ.get(SSH_CONNECTION, "")[:256]))
-        while self._kill_at is None or any(not each.is_over for each in self._processes.values()):
+        while self._kill_at is None or any(not process.is_over for process in self._processes.values()):
             for key, _ in self._selector.select(self._patience()):
                 if key.fd in self._selector.get_map():
                     key.data(key.fd)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._send(EVERY, signal.SIGKILL, also_others=True)
                 self._kill_at = float("inf")
-        for each in self._processes.values():
-            each.forget()
+        for process in self._processes.values():
+            process.forget()
         end_orphans(ORPHANS_S)
-        for each in self._processes.values():
-            self._drain(each)
+        for process in self._processes.values():
+            self._drain(process)
         with suppress(OSError):
             os.set_blocking(self._news, True)
             self._write(self._news)
@@ -205,13 +205,13 @@ class Supervisor:
         self._processes[order.number] = process
         self._tell(Started(order.number, process.pid))
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda _: self._finish(process))
-        for each in process.streams:
-            self._selector.register(each, selectors.EVENT_READ, lambda fd: self._pass_on(process, fd))
+        for descriptor in process.streams:
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda fd: self._pass_on(process, fd))
 
     def _send(self, number: int, what: int, *, also_others: bool = False) -> None:
-        for each in self._processes.values():
-            if each.number == number or (number == EVERY and (also_others or each.number >= 0)):
-                each.send(what)
+        for process in self._processes.values():
+            if process.number == number or (number == EVERY and (also_others or process.number >= 0)):
+                process.send(what)
 
     def _pass_on(self, process: _Process, descriptor: int) -> int:
         """Pass on a piece of what is in this pipe: so many bytes."""
@@ -230,9 +230,9 @@ class Supervisor:
 
     def _drain(self, process: _Process) -> None:
         """Pass on what a process has left at its end: what a pipe holds. Its children may fill that for ever."""
-        for each in list(process.streams):
-            left = fcntl.fcntl(each, fcntl.F_GETPIPE_SZ)
-            while left > 0 and (many := self._pass_on(process, each)):
+        for descriptor in list(process.streams):
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (many := self._pass_on(process, descriptor)):
                 left -= many
 
     def _finish(self, process: _Process) -> None:
@@ -251,10 +251,10 @@ class Supervisor:
         self._waiting += frame(news)
         self._write(self._news)
         if not self._paused and len(self._waiting) > MOST_WAITING:
-            self._paused = [fd for each in self._processes.values() for fd in each.streams]
+            self._paused = [fd for process in self._processes.values() for fd in process.streams]
             self._paused = [fd for fd in self._paused if fd in self._selector.get_map()]
-            for each in self._paused:
-                self._selector.unregister(each)
+            for descriptor in self._paused:
+                self._selector.unregister(descriptor)
 
     def _write(self, descriptor: int) -> None:
         try:
@@ -277,19 +277,19 @@ class Supervisor:
     def _go_on(self) -> None:
         paused, self._paused = set(self._paused), []
         for process in self._processes.values():
-            for each in (paused & process.streams.keys()) - self._selector.get_map().keys():
-                self._selector.register(each, selectors.EVENT_READ, lambda fd, of=process: self._pass_on(of, fd))
+            for descriptor in (paused & process.streams.keys()) - self._selector.get_map().keys():
+                self._selector.register(descriptor, selectors.EVENT_READ, lambda fd, of=process: self._pass_on(of, fd))
 
 
 def free_port() -> int:
     """A port that nobody on this host listens at just now, at any address."""
-    with listen(ANYWHERE, 0, 1) as found:
-        return int(found.getsockname()[1])
+    with listen(ANYWHERE, 0, 1) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _children() -> list[int]:
     try:
-        return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:  # not every kernel has this
         return []
 
@@ -299,9 +299,9 @@ def end_orphans(limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while children := _children():
         with selectors.DefaultSelector() as selector:
-            pidfds = {os.pidfd_open(each): each for each in children}
-            for each in pidfds:
-                selector.register(each, selectors.EVENT_READ)
+            pidfds = {os.pidfd_open(child): child for child in children}
+            for pidfd in pidfds:
+                selector.register(pidfd, selectors.EVENT_READ)
             left_s = deadline - time.monotonic()
             over = [key.fd for key, _ in selector.select(max(0.0, left_s) or None)] if left_s > 0 else []
             for descriptor, pid in pidfds.items():
@@ -320,8 +320,9 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)  # whatever writes to standard output does not disturb the news
-    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(each, lambda *_: None)  # the launcher says what to do; unlike SIG_IGN, ranks do not inherit this
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        # The launcher says what to do; unlike SIG_IGN, ranks do not inherit this.
+        signal.signal(signum, lambda *_: None)
     Supervisor(orders, news, float(sys.argv[1])).serve()
 
 

@@ -20,8 +20,8 @@ from omnireduce.files.paths import read_text
 from omnireduce.launching.flags import MAPPED, REFUSED, Refused
 
 _SECTIONS = ("params", "autotune", "timeline", "stall_check", "library_options", "logging")
-_MAPPED = {each.section: each.name for each in MAPPED if each.section}
-_REFUSED = {each.section: each for each in REFUSED if each.section}
+_MAPPED = {flag.section: flag.name for flag in MAPPED if flag.section}
+_REFUSED = {flag.section: flag for flag in REFUSED if flag.section}
 _REFUSED |= {"library_options.ccl_bgt_affinity": Refused("", True, "CCL is not used; leave it out")}
 _SWITCH, _CONTROLLER, _TIMES = "stall_check.enabled", "controller", "logging.with_timestamp"
 _CONTROLLERS = ("gloo", "mpi")
@@ -31,7 +31,7 @@ def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
     """The parameters of the command that the file gives. `own` are names that may stand at the top. Raises ConfigError,
     which names the file and the key."""
     source = f"--config-file {path}"
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for key, value in _flat(_load(path, source), source).items():
         if key in _REFUSED:
             if value not in (None, False):
@@ -40,16 +40,16 @@ def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
             if value not in (None, True):
                 raise ConfigError(f"{source}: {key}: each line of the log has its time; leave it out")
         elif key == _CONTROLLER:
-            found |= _controller(value, source)
+            parameters |= _controller(value, source)
         elif key == _SWITCH:
-            found["no_stall_check"] = None if value is None else not value
+            parameters["no_stall_check"] = None if value is None else not value
         elif key in _MAPPED:
-            found[_MAPPED[key]] = value
+            parameters[_MAPPED[key]] = value
         elif key in own:
-            found[key.replace("-", "_")] = value
+            parameters[key.replace("-", "_")] = value
         else:
             raise ConfigError(f"{source}: {key}: unknown key{_hint(key, own)}")
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _controller(value: Any, source: str) -> dict[str, bool]:
@@ -67,27 +67,27 @@ def _load(path: str, source: str) -> Mapping[str, Any]:
         raise ConfigError(f"{source}: needs PyYAML: {install('yaml', 'launch')}") from None
     text = read_text(path, source, expected="a YAML file")
     try:
-        found = yaml.safe_load(text)
+        tables = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{source}{where}: {getattr(error, 'problem', None) or 'is no YAML'}") from None
-    if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{source}: got {a_type(found)}, expected keys such as `verbose: true`")
-    return found or {}
+    if tables is not None and not isinstance(tables, dict):
+        raise ConfigError(f"{source}: got {a_type(tables)}, expected keys such as `verbose: true`")
+    return tables or {}
 
 
 def _flat(tables: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """`section.key` and value of all sections, and what stands at the top."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, table in tables.items():
         if name not in _SECTIONS:
-            found[str(name)] = table
+            flat[str(name)] = table
         elif isinstance(table, dict):
-            found |= {f"{name}.{key}": value for key, value in table.items()}
+            flat |= {f"{name}.{key}": value for key, value in table.items()}
         elif table is not None:
             raise ConfigError(f"{source}: {name}: got {table!r:.80}, expected keys and values")
-    return found
+    return flat
 
 
 def _hint(key: str, own: Collection[str]) -> str:
