@@ -64,7 +64,7 @@ class Administrator:
     def report_missing(self, meant: str) -> None:
         """Say that no job was meant, and which jobs there are."""
         answers = self.statuses(self.addresses).values()
-        names = sorted({job.name for each in answers if isinstance(each, Status) for job in each.jobs})
+        names = sorted({job.name for answer in answers if isinstance(answer, Status) for job in answer.jobs})
         there = f"there are {listed(list(map(shown, names)))}" if names else "there are no jobs"
         click.echo(f"Error: no {meant} at {listed(list(self.addresses))}; {there}", err=True)
 
@@ -151,5 +151,7 @@ def _has_ended(answer: Status | OmniReduceError, elapsed_s: float) -> bool:
 
 def _waited_for(here: Mapping[str, Status | OmniReduceError]) -> str:
     """The jobs that are there or, where nothing is known of any, the aggregators."""
-    jobs = {job.name.removesuffix(URGENT) for each in here.values() if isinstance(each, Status) for job in each.jobs}
+    jobs = {
+        job.name.removesuffix(URGENT) for answer in here.values() if isinstance(answer, Status) for job in answer.jobs
+    }
     return listed([f"job '{shown(name)}'" for name in sorted(jobs)] or [*here])

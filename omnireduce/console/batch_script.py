@@ -32,6 +32,6 @@ def batch_script(*, job_name: str, nodes: int, ntasks_per_node: int, time: str, 
 
 def _replaced(text: str, pattern: str, by: str) -> str:
     """The text, in which the one place that fits the pattern is replaced."""
-    found, count = re.subn(pattern, lambda _: by, text)
+    replaced, count = re.subn(pattern, lambda _: by, text)
     assert count == 1, pattern
-    return found
+    return replaced

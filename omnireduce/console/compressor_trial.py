@@ -38,8 +38,8 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
     for what, checks in (("Checked", trial.checked), ("Not checked", trial.unchecked)):
         if checks:
             click.echo(f"{what}: {', '.join(checks)}")
-    for each in trial.failures:
-        click.echo(each)
+    for failure in trial.failures:
+        click.echo(failure)
     click.echo(f"{len(trial.failures)} failed" if trial.failures else "Test passed!")
     return not trial.failures
 
@@ -47,10 +47,10 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
     """A function that makes the compressor. Raises UsageError for what cannot be loaded or made."""
     look_in_this_folder()
-    found = class_named(name, Compressor, Selector)
+    named_class = class_named(name, Compressor, Selector)
 
     def make() -> Compressor:
-        made = found(**arguments)
+        made = named_class(**arguments)
         return OfSelector(made) if isinstance(made, Selector) else made
 
     try:
@@ -65,13 +65,13 @@ def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
 
 def _arguments(settings: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE as arguments; a value that is none of Python's is a text. Raises UsageError for what is no such."""
-    found: dict[str, Any] = {}
-    for each in settings:
-        key, equals, value = each.partition("=")
+    arguments: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
         if not (equals and key.isidentifier()):
-            raise UsageError(f"{each}: expected KEY=VALUE, an argument of the class, such as compress_ratio=0.01")
+            raise UsageError(f"{setting}: expected KEY=VALUE, an argument of the class, such as compress_ratio=0.01")
         try:
-            found[key] = ast.literal_eval(value)
+            arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of Python's, all of literal_eval
-            found[key] = value
-    return found
+            arguments[key] = value
+    return arguments

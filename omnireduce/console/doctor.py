@@ -30,7 +30,7 @@ def examine(config: Config) -> bool:
     console, seen = make_console(), Counter[str]()
 
     def report(*findings: Finding) -> None:
-        seen.update(each.state for each in findings)
+        seen.update(finding.state for finding in findings)
         show(console, findings)
 
     report(*check_versions(), *check_processor())

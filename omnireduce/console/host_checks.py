@@ -25,13 +25,13 @@ SPARE_DESCRIPTORS = 64  # what a process needs beside its links
 
 def check_versions() -> Iterator[Finding]:
     """Versions of what is installed."""
-    found, missing = [f"Python {platform.python_version()}"], []
+    installed, missing = [f"Python {platform.python_version()}"], []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             missing.append(name)
-    yield Finding("ok", "versions", ", ".join(found))
+    yield Finding("ok", "versions", ", ".join(installed))
     if missing:
         yield Finding("warn", "versions", f"no version of {', '.join(missing)}", "pip install -e . in the checkout")
     for name, purpose in OPTIONAL.items():

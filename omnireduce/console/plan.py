@@ -63,21 +63,21 @@ def report_plan(asked: PlanRequest, json_path: str | None) -> None:
         racks=asked.racks, rack_bytes_per_s=(asked.rack_gbps or asked.link_gbps) * 1e9 / 8,
     )  # fmt: skip
     shards = _parse_shards(asked.shards) or shard_counts(asked.hosts, asked.ranks // asked.hosts)
-    found = study(work, hosts, asked.ranks // asked.hosts, shards, costs=Costs().at(asked.speed))
-    _print(make_console(), asked, found, sum(each.nbytes for each in work), reduced)
+    studied = study(work, hosts, asked.ranks // asked.hosts, shards, costs=Costs().at(asked.speed))
+    _print(make_console(), asked, studied, sum(tensors.nbytes for tensors in work), reduced)
     if json_path:
-        write_json(msgspec.json.encode(_as_json(found, reduced)), json_path)
+        write_json(msgspec.json.encode(_as_json(studied, reduced)), json_path)
 
 
 def _traced(reduced: Reduced) -> list[Tensors]:
     """The tensors of a traced job, as any number of ranks would have them."""
     return [
         Tensors(
-            TracedPatterns(each.blocks, each.density, each.union_density, reduced.ranks, seed),
-            each.block_bytes,
-            each.times,
+            TracedPatterns(size.blocks, size.density, size.union_density, reduced.ranks, seed),
+            size.block_bytes,
+            size.times,
         )
-        for seed, each in enumerate(reduced.sizes)
+        for seed, size in enumerate(reduced.sizes)
     ]
 
 
@@ -109,8 +109,8 @@ def _print(console: Console, asked: PlanRequest, found: Study, nbytes: int, redu
         table.add_column(title, justify="right" if title == "shards" else "left", no_wrap=True)
     for title in ("time ms", "busiest link", "processor ms", "memory of a shard"):
         table.add_column(title, justify="right", no_wrap=True)
-    for each in sorted(found.candidates, key=lambda each: each.prediction.seconds):
-        table.add_row(*_cells(each), style="bold" if each is found.best else None)
+    for candidate in sorted(found.candidates, key=lambda candidate: candidate.prediction.seconds):
+        table.add_row(*_cells(candidate), style="bold" if candidate is found.best else None)
     console.print(table)
     verdict = "" if found.ring_s > found.best.prediction.seconds else ": no plan here is faster"
     console.print(f"a ring that sends everything: {short_time(found.ring_s * 1e3)} ms at least{verdict}")
@@ -135,9 +135,9 @@ def _print_reduced(console: Console, reduced: Reduced) -> None:
     table = _table()
     for title in ("all-reduces", "bytes of each", "blocks", "density", "of all together"):
         table.add_column(title, justify="right", no_wrap=True)
-    for each in reduced.sizes:
-        shares = density_text(each.density), density_text(each.union_density)
-        table.add_row(str(each.times), short_count(each.nbytes), str(each.blocks), *shares)
+    for size in reduced.sizes:
+        shares = density_text(size.density), density_text(size.union_density)
+        table.add_row(str(size.times), short_count(size.nbytes), str(size.blocks), *shares)
     console.print(table)
     if reduced.kinds > len(reduced.sizes):
         together = reduced.kinds - len(reduced.sizes) + 1
@@ -164,9 +164,12 @@ def _cells(each: Candidate) -> list[str]:
 
 
 def _as_json(found: Study, reduced: Reduced | None) -> dict[str, object]:
-    rows = [each.plan._asdict() | each.prediction._asdict() | {"best": each is found.best} for each in found.candidates]
+    rows = [
+        candidate.plan._asdict() | candidate.prediction._asdict() | {"best": candidate is found.best}
+        for candidate in found.candidates
+    ]
     traced = (
-        {} if reduced is None else {"trace": reduced._asdict() | {"sizes": [each._asdict() for each in reduced.sizes]}}
+        {} if reduced is None else {"trace": reduced._asdict() | {"sizes": [size._asdict() for size in reduced.sizes]}}
     )
     return {
         "plans": rows,
@@ -178,7 +181,7 @@ def _as_json(found: Study, reduced: Reduced | None) -> dict[str, object]:
 
 def _parse_shards(text: str) -> list[int]:
     """Numbers with commas between them. Raises UsageError."""
-    found = whole_numbers(text, 1, MOST_SHARDS)
-    if text and not found:
+    counts = whole_numbers(text, 1, MOST_SHARDS)
+    if text and not counts:
         raise UsageError(f"--shards {text[:80]!r}: expected numbers from 1 to {MOST_SHARDS}, such as 1,2,4")
-    return sorted(set(found))
+    return sorted(set(counts))

@@ -34,8 +34,8 @@ class Look:
     def now(self) -> dict[str, Status | Exception]:
         """The status of each aggregator, or why it does not answer."""
         addresses = self._config.cluster.aggregators
-        found = ask_all(addresses, self._config, self._timeout_s, secret=self._secret)
-        return dict(zip(addresses, found, strict=True))
+        answers = ask_all(addresses, self._config, self._timeout_s, secret=self._secret)
+        return dict(zip(addresses, answers, strict=True))
 
 
 def default_addresses(config: Config) -> Sequence[str]:
@@ -50,13 +50,13 @@ def default_addresses(config: Config) -> Sequence[str]:
 def print_json(look: Look) -> bool:
     """Print one list; return whether all aggregators answered."""
     answers = look.now()
-    found = [
-        {"address": address, "error": str(each)}
-        if isinstance(each, Exception)
-        else {"address": address, "status": each}
-        for address, each in answers.items()
+    entries = [
+        {"address": address, "error": str(answer)}
+        if isinstance(answer, Exception)
+        else {"address": address, "status": answer}
+        for address, answer in answers.items()
     ]
-    click.echo(msgspec.json.format(msgspec.json.encode(found)))
+    click.echo(msgspec.json.format(msgspec.json.encode(entries)))
     return _all_answered(answers)
 
 
@@ -91,4 +91,4 @@ def _console() -> Console:
 
 
 def _all_answered(answers: dict[str, Status | Exception]) -> bool:
-    return not any(isinstance(each, Exception) for each in answers.values())
+    return not any(isinstance(answer, Exception) for answer in answers.values())

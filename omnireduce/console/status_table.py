@@ -31,8 +31,10 @@ class View:
         jobs = summed_jobs(answers)
         with_teams = any(job.team for job in jobs)
         table, seen = _jobs_table(with_rates=elapsed_s is not None, with_teams=with_teams), {}
-        notes = [Text(shown(str(each)), style="bold red") for each in answers.values() if isinstance(each, Exception)]
-        draining = [address for address, each in answers.items() if isinstance(each, Status) and each.draining]
+        notes = [
+            Text(shown(str(answer)), style="bold red") for answer in answers.values() if isinstance(answer, Exception)
+        ]
+        draining = [address for address, answer in answers.items() if isinstance(answer, Status) and answer.draining]
         if draining:
             notes.append(Text(f"{listed(draining)} drains, and takes no new jobs", style="yellow"))
         for job in jobs:
@@ -87,7 +89,9 @@ def _cells(job: JobSummary, rates: Sequence[str]) -> list[str]:
     names, age, traffic = [job.name, f"{job.joined}/{job.world_size}"], duration(job.age_s), job.traffic
     if job.gathers:
         return [*names, "", age]
-    densities = ["" if each is None else density_text(each) for each in (traffic.density, traffic.union_density)]
+    densities = [
+        "" if density is None else density_text(density) for density in (traffic.density, traffic.union_density)
+    ]
     counts = [str(traffic.collectives), short_count(traffic.received_bytes), short_count(traffic.sent_bytes)]
     late = f"rank {job.late.rank} {duration(job.late.seconds)}" if job.late else ""
     slots = f"{job.slots_in_use}/{job.slots}"
@@ -119,9 +123,11 @@ def _notes(job: JobSummary) -> list[Text]:
 
 def levels_of(job: JobSummary) -> str:
     """The upstream of this aggregator, and the relays below it, in a job with relays."""
-    up, down = (short_count(each) for each in (job.traffic.up_sent_bytes, job.traffic.up_received_bytes))
+    up, down = (short_count(nbytes) for nbytes in (job.traffic.up_sent_bytes, job.traffic.up_received_bytes))
     parts = [f"relay of aggregator {shown(job.upstream)}, {up} up and {down} down"] if job.upstream else []
-    below = [f"{shown(each.address)} ({each.ranks} {'rank' if each.ranks == 1 else 'ranks'})" for each in job.relays]
+    below = [
+        f"{shown(relay.address)} ({relay.ranks} {'rank' if relay.ranks == 1 else 'ranks'})" for relay in job.relays
+    ]
     if below:
         parts.append(f"relays below: {', '.join(below)}")
     return "; ".join(parts)

@@ -47,7 +47,7 @@ class JobSummary(NamedTuple):
 
 def summed_jobs(answers: Answers) -> list[JobSummary]:
     """The jobs of all shards, by name; those that gather come before those of their name that run."""
-    jobs = [job for each in answers.values() if isinstance(each, Status) for job in each.jobs]
+    jobs = [job for answer in answers.values() if isinstance(answer, Status) for job in answer.jobs]
     return [_summed(list(parts)) for _, parts in groupby(sorted(jobs, key=_same_job), key=_same_job)]
 
 
@@ -58,25 +58,25 @@ def _same_job(job: JobStatus) -> tuple[str, str, bool]:
 
 def _summed(shards: Sequence[JobStatus]) -> JobSummary:
     first, traffic = shards[0], Traffic()
-    for each in shards:
-        traffic.add(each.traffic)
-    traffic.collectives = max(each.traffic.collectives for each in shards)  # the first shard takes part in all
-    late = [each for shard in shards for each in shard.late if each.seconds >= SHORTEST_WAIT_S]
-    waits = [each.waiting for each in shards if each.waiting and each.waiting.seconds >= SHORTEST_WAIT_S]
+    for shard in shards:
+        traffic.add(shard.traffic)
+    traffic.collectives = max(shard.traffic.collectives for shard in shards)  # the first shard takes part in all
+    late = [delay for shard in shards for delay in shard.late if delay.seconds >= SHORTEST_WAIT_S]
+    waits = [shard.waiting for shard in shards if shard.waiting and shard.waiting.seconds >= SHORTEST_WAIT_S]
     return JobSummary(
         name=first.name,
         team=first.team,
         gathers=not first.generation,
-        joined=min(each.joined for each in shards),
+        joined=min(shard.joined for shard in shards),
         world_size=first.world_size,
         missing=first.missing,
-        carriers=carriers_text(sum((Counter(each.carried) for each in shards), Counter[str]())),
-        age_s=max(each.age_s for each in shards),
+        carriers=carriers_text(sum((Counter(shard.carried) for shard in shards), Counter[str]())),
+        age_s=max(shard.age_s for shard in shards),
         traffic=traffic,
-        slots_in_use=sum(each.slots_in_use for each in shards),
-        slots=sum(each.slots for each in shards),
-        late=max(late, key=lambda each: each.seconds, default=None),
-        wait=max(waits, key=lambda each: each.seconds, default=None),
+        slots_in_use=sum(shard.slots_in_use for shard in shards),
+        slots=sum(shard.slots for shard in shards),
+        late=max(late, key=lambda delay: delay.seconds, default=None),
+        wait=max(waits, key=lambda wait: wait.seconds, default=None),
         upstream=first.upstream,
         relays=first.relays,
     )

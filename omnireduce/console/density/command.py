@@ -163,10 +163,10 @@ def _arrays_table(report: FileReport) -> Table:
     table.add_column("shape", overflow="fold", vertical="bottom", min_width=12)
     for title in ("dtype", "bytes", "density:\nelements"):
         table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
-    for each in report.estimates:
-        table.add_column(f"blocks\nof {each.block_size}", justify="right", no_wrap=True, vertical="bottom")
+    for estimated in report.estimates:
+        table.add_column(f"blocks\nof {estimated.block_size}", justify="right", no_wrap=True, vertical="bottom")
     for array in report.arrays:
-        densities = [array.density, *(each.density for each in array.estimates)]
+        densities = [array.density, *(estimated.density for estimated in array.estimates)]
         shape = "x".join(map(str, array.shape)) or "scalar"
         names = (Text(array.name), Text(shape), array.dtype, short_count(array.bytes))
         table.add_row(*names, *map(density_text, densities))
@@ -178,17 +178,17 @@ def _estimates_table(report: FileReport) -> Table:
     titles = ("block", "density", "union", "up", "down", "time ms", "dense ring ms", "speed-up")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
-    for each in report.estimates:
+    for estimated in report.estimates:
         table.add_row(
-            str(each.block_size),
-            density_text(each.density),
-            density_text(each.union_density),
-            short_count(each.wire_up_bytes),
-            short_count(each.wire_down_bytes),
-            short_time(each.time_ms),
-            short_time(each.dense_time_ms),
-            times_text(each.speedup),
-            style="bold" if each.helps and each.block_size == report.best_block_size else None,
+            str(estimated.block_size),
+            density_text(estimated.density),
+            density_text(estimated.union_density),
+            short_count(estimated.wire_up_bytes),
+            short_count(estimated.wire_down_bytes),
+            short_time(estimated.time_ms),
+            short_time(estimated.dense_time_ms),
+            times_text(estimated.speedup),
+            style="bold" if estimated.helps and estimated.block_size == report.best_block_size else None,
         )
     return table
 
@@ -198,18 +198,18 @@ def _methods_table(methods: Sequence[MethodEstimate]) -> Table:
     table.add_column("method", no_wrap=True)
     for title in ("up", "down", "time ms", "speed-up", "lost"):
         table.add_column(title, justify="right", no_wrap=True)
-    for each in methods:
+    for row in methods:
         table.add_row(
-            each.method, short_count(each.wire_up_bytes), short_count(each.wire_down_bytes), short_time(each.time_ms),
-            times_text(each.speedup), "nothing" if each.exact else f"{each.lost:.2%}",
+            row.method, short_count(row.wire_up_bytes), short_count(row.wire_down_bytes), short_time(row.time_ms),
+            times_text(row.speedup), "nothing" if row.exact else f"{row.lost:.2%}",
         )  # fmt: skip
     return table
 
 
 def _advice(methods: Sequence[MethodEstimate]) -> str:
     """The fastest that is exact, and the fastest of those that lose little."""
-    exact = max((each for each in methods if each.exact), key=lambda each: each.speedup)
-    near = max((each for each in methods if each.lost <= LITTLE), key=lambda each: each.speedup)
+    exact = max((method for method in methods if method.exact), key=lambda method: method.speedup)
+    near = max((method for method in methods if method.lost <= LITTLE), key=lambda method: method.speedup)
     said = f"Exact: {exact.method}, {times_text(exact.speedup)} as fast as a dense ring"
     if near.speedup < HELPS * exact.speedup:
         return f"{said}; no method that loses less than {LITTLE:.0%} is faster"
@@ -230,4 +230,4 @@ def _verdict(report: FileReport) -> str:
 
 def _best(estimates: Sequence[Estimate]) -> Estimate:
     """The fastest; of equal ones the one with the largest blocks, which cost least to handle."""
-    return max(estimates, key=lambda each: (each.speedup, each.block_size))
+    return max(estimates, key=lambda estimated: (estimated.speedup, estimated.block_size))

@@ -69,13 +69,13 @@ def advise(
         )
 
     sizes = [estimate([part], size, world_size=world_size, link_gbps=link_gbps) for size in part.nonzero_blocks]
-    best = max(sizes, key=lambda each: (round(each.speedup, 2), each.block_size))
-    found = [estimated(f"blocks of {best.block_size}", best.wire_up_bytes, best.wire_down_bytes)]
+    best = max(sizes, key=lambda candidate: (round(candidate.speedup, 2), candidate.block_size))
+    methods = [estimated(f"blocks of {best.block_size}", best.wire_up_bytes, best.wire_down_bytes)]
     if len(shape) == 2 and shape[1] > 0:
-        found.append(estimated("rows", *_rows(values, shape, part.itemsize, world_size)))
+        methods.append(estimated("rows", *_rows(values, shape, part.itemsize, world_size)))
     if number_type(values.dtype.newbyteorder("=")).is_float and part.elements:
-        found += [estimated(*each) for each in _lossy(np.ascontiguousarray(values, np.float32), part, world_size)]
-    return found
+        methods += [estimated(*lossy) for lossy in _lossy(np.ascontiguousarray(values, np.float32), part, world_size)]
+    return methods
 
 
 def _rows(values: Array, shape: tuple[int, ...], itemsize: int, world_size: int) -> tuple[float, float]:
@@ -129,13 +129,13 @@ def _elements(places: Array, elements: int, value_bytes: int, world_size: int, i
     by_number, by_block = costs(places, BLOCK, value_bytes).tolist()
     if by_number < by_block:
         up, down = (
-            each * elements * (value_bytes + _step_bytes(each))
-            for each in _own_and_all(places.size / elements, world_size)
+            density * elements * (value_bytes + _step_bytes(density))
+            for density in _own_and_all(places.size / elements, world_size)
         )
     else:
         blocks, block_bytes = -(-elements // BLOCK), value_bytes * BLOCK
         in_blocks = by_block / block_bytes / blocks
-        up, down = (each * blocks * (block_bytes + INDEX_BYTES) for each in _own_and_all(in_blocks, world_size))
+        up, down = (density * blocks * (block_bytes + INDEX_BYTES) for density in _own_and_all(in_blocks, world_size))
     return up, down
 
 

@@ -120,7 +120,7 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     tried = _numbers("--chunks", chunks, 2, MOST_CHUNKS)
-    check_ranks(np, [each.pipeline for each in candidates(asked["program"], tried)])
+    check_ranks(np, [candidate.pipeline for candidate in candidates(asked["program"], tried)])
     elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
     wanted = TuneRequest(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **asked)
     sys.exit(_launch(_TUNE, wanted, config, np))
@@ -128,10 +128,10 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
 
 def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
     """Whole numbers with commas between them."""
-    found = whole_numbers(text, least, most)
-    if not found:
+    numbers = whole_numbers(text, least, most)
+    if not numbers:
         raise UsageError(f"{option} {text[:80]}: expected numbers from {least} to {most}, such as {least},{4 * least}")
-    return found
+    return numbers
 
 
 def _launch(program: str, wanted: Any, config: Any, np: int) -> int:

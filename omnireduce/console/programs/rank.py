@@ -38,7 +38,7 @@ def main() -> None:
         config = load_config(wanted.config_file, overrides=wanted.overrides)
         start_logs(config.log)
         with omni.connect(config) as comm:
-            outcomes = {name: _on_all_ranks(wanted, each, comm) for name, each in wanted.pipelines().items()}
+            outcomes = {name: _on_all_ranks(wanted, pipeline, comm) for name, pipeline in wanted.pipelines().items()}
             size, transport = comm.size, carriers_text(comm.statistics().carried)
         with open(pipe, "wb") as file:
             is_right = comm.rank > 0 or _report(wanted, outcomes, size, transport)
@@ -61,14 +61,14 @@ def _report(wanted: TrialRequest, outcomes: dict[str, Outcome], size: int, trans
     console, table = make_console(), Table(box=None, pad_edge=False)
     for title in ("schedule", "ms/step", "state", "up", "largest difference"):
         table.add_column(title, justify="left" if title == "schedule" else "right")
-    differences = {name: difference(each.result, expected) for name, each in outcomes.items()}
+    differences = {name: difference(outcome.result, expected) for name, outcome in outcomes.items()}
     for name, outcome in outcomes.items():
         table.add_row(*_row(name, outcome, differences[name]))
     what = f"{wanted.elements} elements, {wanted.steps} step{'s' * (wanted.steps > 1)}"
     console.print(f"{wanted.program} on {size} rank{'s' * (size > 1)}: {what}, {transport}")
     console.print(table)
     limit = CLOSE if wanted.program in NOT_EXACT else 0.0
-    is_right = all(each <= limit for each in differences.values())  # not where it is NaN
+    is_right = all(largest <= limit for largest in differences.values())  # not where it is NaN
     worst = max(differences.values())
     if not any(differences.values()):
         console.print("All results are those of one process, bit for bit.")
@@ -80,5 +80,5 @@ def _report(wanted: TrialRequest, outcomes: dict[str, Outcome], size: int, trans
 
 
 def _row(name: str, outcome: Outcome, largest: float) -> list[str]:
-    counts = (short_count(each) for each in (outcome.state_bytes, outcome.up_bytes))
+    counts = (short_count(nbytes) for nbytes in (outcome.state_bytes, outcome.up_bytes))
     return [name, short_time(outcome.step_ms), *counts, "0" if largest == 0 else f"{largest:.1e}"]

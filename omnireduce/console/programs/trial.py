@@ -47,17 +47,17 @@ class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def chosen(program: str, schedule: str | None) -> dict[str, Pipeline]:
     """The schedules that a command line names; None: all. Raises UsageError for what does not exist."""
-    found = schedules(program)
+    pipelines = schedules(program)
     if schedule is None:
-        return found
-    if schedule not in found:
-        raise UsageError(f"--schedule {schedule}: expected one of {', '.join(found)} for {program}")
-    return {schedule: found[schedule]}
+        return pipelines
+    if schedule not in pipelines:
+        raise UsageError(f"--schedule {schedule}: expected one of {', '.join(pipelines)} for {program}")
+    return {schedule: pipelines[schedule]}
 
 
 def check_ranks(ranks: int, pipelines: Iterable[Pipeline]) -> None:
     """Raises UsageError where so many ranks are not so many groups of one size as one of these wants."""
-    groups = max(each.groups for each in pipelines)
+    groups = max(pipeline.groups for pipeline in pipelines)
     if ranks % groups:
         raise UsageError(f"-np {ranks}: expected a multiple of {groups}, for so many groups of ranks")
 
@@ -82,7 +82,9 @@ class Values:
 
     def whole(self, tensor: Tensor, step: int, rank: int = 0) -> Array:
         """The whole tensor in this step. Each rank has another one, if it is Local."""
-        shape = tuple(each if isinstance(each, int) else self.sizes[each.name] for each in tensor.type.shape)
+        shape = tuple(
+            dimension if isinstance(dimension, int) else self.sizes[dimension.name] for dimension in tensor.type.shape
+        )
         if tensor.name in ("m", "v"):
             return np.zeros(shape, np.float32)
         varies = (rank, step) if tensor.type.layout is Local else (0, 0)
@@ -101,7 +103,7 @@ class Values:
     def numbers(self, pipeline: Pipeline, step: int) -> dict[str, Any]:
         """The Variables of a step, and the sizes."""
         known = {name for name in pipeline.names.values() if name in self.sizes}
-        names = {each.name for each in pipeline.inputs}
+        names = {variable.name for variable in pipeline.inputs}
         return {name: self.sizes[name] for name in known - names} | {
             name: value for name, value in (("lr", RATE), ("t", step)) if name in names
         }
@@ -112,25 +114,25 @@ def run_schedule(wanted: TrialRequest, pipeline: Pipeline, comm: Communicator) -
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
     values = Values(wanted, ranks)
-    tensors = [each for each in pipeline.inputs if isinstance(each, Tensor) and each.type.group == group]
-    kept = {each.name: values.part(each, 1, rank) for each in tensors if each.type.layout is not Local}
-    found: dict[str, Array] = {}
+    tensors = [tensor for tensor in pipeline.inputs if isinstance(tensor, Tensor) and tensor.type.group == group]
+    kept = {tensor.name: values.part(tensor, 1, rank) for tensor in tensors if tensor.type.layout is not Local}
+    outputs: dict[str, Array] = {}
     times, sent = [], _sent_bytes(comm)
     for step in range(1, wanted.steps + 1):
-        local = {each.name: values.part(each, step, rank) for each in tensors if each.type.layout is Local}
+        local = {tensor.name: values.part(tensor, step, rank) for tensor in tensors if tensor.type.layout is Local}
         comm.barrier(name="coconet: step")
         began = time.perf_counter()
-        found = pipeline.run(comm, {**kept, **local, **values.numbers(pipeline, step)})
+        outputs = pipeline.run(comm, {**kept, **local, **values.numbers(pipeline, step)})
         times.append(time.perf_counter() - began)
     sent = _sent_bytes(comm) - sent
     state = sum(kept[name].nbytes for name in STATE.get(wanted.program, ()))
-    result = found.get(pipeline.output_names[0])
+    result = outputs.get(pipeline.output_names[0])
     return Outcome(result, 1e3 * float(np.median(times)), state, sent // wanted.steps)
 
 
 def _sent_bytes(comm: Communicator) -> int:
     """The bytes that this rank has sent so far, in groups, too."""
-    return sum(each.statistics().sent_bytes for each in [comm, *meeting_of(comm).communicators])
+    return sum(communicator.statistics().sent_bytes for communicator in [comm, *meeting_of(comm).communicators])
 
 
 def reference(wanted: TrialRequest, size: int) -> Array:
@@ -138,18 +140,18 @@ def reference(wanted: TrialRequest, size: int) -> Array:
     pipeline = next(iter(schedules(wanted.program).values()))
     ranks = size // pipeline.groups
     values = Values(wanted, ranks)
-    tensors = [each for each in pipeline.inputs if isinstance(each, Tensor)]
-    kept = {each.name: [values.part(each, 1, rank) for rank in range(ranks)] for each in tensors}
-    found: dict[str, list[Array]] = {}
+    tensors = [tensor for tensor in pipeline.inputs if isinstance(tensor, Tensor)]
+    kept = {tensor.name: [values.part(tensor, 1, rank) for rank in range(ranks)] for tensor in tensors}
+    outputs: dict[str, list[Array]] = {}
     for step in range(1, wanted.steps + 1):
         local = {
-            each.name: [values.part(each, step, rank) for rank in range(ranks)]
-            for each in tensors
-            if each.type.layout is Local
+            tensor.name: [values.part(tensor, step, rank) for rank in range(ranks)]
+            for tensor in tensors
+            if tensor.type.layout is Local
         }
-        found = pipeline.interpret({**kept, **local, **values.numbers(pipeline, step)}, ranks)
-        kept |= {name: found[f"{name}1"] for name in WRITTEN if f"{name}1" in found}
-    return found[pipeline.output_names[0]][0]
+        outputs = pipeline.interpret({**kept, **local, **values.numbers(pipeline, step)}, ranks)
+        kept |= {name: outputs[f"{name}1"] for name in WRITTEN if f"{name}1" in outputs}
+    return outputs[pipeline.output_names[0]][0]
 
 
 def difference(found: Array | None, expected: Array) -> float:

@@ -87,7 +87,7 @@ def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> LaneMed
     return LaneMedians(
         str(lane.origin),
         float(np.median(end - begin)) / 1e6,
-        {name: float(np.median(each)) / 1e6 for name, each in zip(ACTIVITIES, spent, strict=True)},
+        {name: float(np.median(times)) / 1e6 for name, times in zip(ACTIVITIES, spent, strict=True)},
         float(np.median(counts)),
         float(np.median(lengths)) / 1e3 if lengths.size else 0.0,
     )

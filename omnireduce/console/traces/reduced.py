@@ -47,7 +47,7 @@ class Reduced(NamedTuple):
 
     @property
     def all_reduces(self) -> int:
-        return sum(each.times for each in self.sizes)
+        return sum(size.times for size in self.sizes)
 
 
 class _Told(NamedTuple):
@@ -85,15 +85,15 @@ def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
             f"'{origin.job}'; rows, broadcasts and barriers are not planned, and traces of older versions do not tell. "
             "Trace some steps of the training"
         )
-    blocks = np.stack([each.blocks[is_tensor] for each in told])
-    found = _sizes(told[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0))
+    blocks = np.stack([trace.blocks[is_tensor] for trace in told])
+    sizes = _sizes(told[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0))
     return Reduced(
         job=origin.job,
         ranks=origin.ranks,
-        sizes=few(found, MOST_SIZES),
-        kinds=len(found),
+        sizes=few(sizes, MOST_SIZES),
+        kinds=len(sizes),
         others=int(np.count_nonzero(~is_tensor)),
-        measured_s=float(np.mean([each.lasted[is_tensor].sum() for each in told])) / 1e9,
+        measured_s=float(np.mean([trace.lasted[is_tensor].sum() for trace in told])) / 1e9,
         missed=sum(lane.origin.missed for lane in ranks),
     )
 
@@ -101,12 +101,12 @@ def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
 def _together(ranks: Sequence[Lane]) -> list[_Told]:
     """The traces of the collectives that all ranks have recorded, which are the same on each."""
     told = [_told(lane) for lane in ranks]
-    count = min(each.nbytes.size for each in told)
-    told = [_Told(*(part[:count] for part in each)) for each in told]
+    count = min(trace.nbytes.size for trace in told)
+    told = [_Told(*(part[:count] for part in trace)) for trace in told]
     first = told[0]
-    for lane, each in zip(ranks, told, strict=True):
+    for lane, trace in zip(ranks, told, strict=True):
         is_tensor = first.blocks[:, 0] >= 0
-        differ = (each.blocks[:, :2] != first.blocks[:, :2]).any(1) | (is_tensor & (each.nbytes != first.nbytes))
+        differ = (trace.blocks[:, :2] != first.blocks[:, :2]).any(1) | (is_tensor & (trace.nbytes != first.nbytes))
         if differ.any():
             raise UsageError(
                 f"the traces of {ranks[0].origin} and {lane.origin} do not fit together: collective "
@@ -151,10 +151,10 @@ def _sizes(nbytes: Array, shapes: Array, own: Array, union: Array) -> list[Size]
         np.column_stack((nbytes, shapes)), axis=0, return_inverse=True, return_counts=True
     )
     of_blocks = counts * np.maximum(1, keys[:, 1])
-    densities = [np.bincount(inverse.reshape(-1), each, counts.size) / of_blocks for each in (own, union)]
-    columns = counts.tolist(), *keys.T.tolist(), *(each.tolist() for each in densities)
-    found = [Size(*each) for each in zip(*columns, strict=True)]
-    return sorted(found, key=lambda each: -each.times * each.nbytes)
+    densities = [np.bincount(inverse.reshape(-1), weights, counts.size) / of_blocks for weights in (own, union)]
+    columns = counts.tolist(), *keys.T.tolist(), *(density.tolist() for density in densities)
+    sizes = [Size(*row) for row in zip(*columns, strict=True)]
+    return sorted(sizes, key=lambda size: -size.times * size.nbytes)
 
 
 def few(sizes: Sequence[Size], most: int) -> list[Size]:
@@ -164,14 +164,14 @@ def few(sizes: Sequence[Size], most: int) -> list[Size]:
         return list(sizes)
 
     def total(of: Callable[[Size], float]) -> float:
-        return sum(each.times * of(each) for each in rest)
+        return sum(size.times * of(size) for size in rest)
 
-    count, blocks = sum(each.times for each in rest), total(lambda each: each.blocks)
+    count, blocks = sum(size.times for size in rest), total(lambda size: size.blocks)
     if not blocks:
         return kept
-    nbytes, sent = total(lambda each: each.nbytes), total(lambda each: each.blocks * each.block_bytes)
-    own = total(lambda each: each.blocks * each.density)
-    union = total(lambda each: each.blocks * each.union_density)
+    nbytes, sent = total(lambda size: size.nbytes), total(lambda size: size.blocks * size.block_bytes)
+    own = total(lambda size: size.blocks * size.density)
+    union = total(lambda size: size.blocks * size.union_density)
     mean = Size(
         count, round(nbytes / count), max(1, round(blocks / count)), round(sent / blocks), own / blocks,
         union / blocks,
