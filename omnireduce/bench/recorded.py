@@ -68,17 +68,17 @@ def find_arrays(pattern: str, world_size: int) -> list[RecordedArray]:
 
     Raises FileError for a file that cannot be read or does not hold what rank 0's does, UsageError for a wrong pattern.
     """
-    first, found = file_of(pattern, 0), _contents(file_of(pattern, 0))
-    if not found:
+    first, first_arrays = file_of(pattern, 0), _contents(file_of(pattern, 0))
+    if not first_arrays:
         raise FileError(f"{first}: holds no arrays")
     for rank in range(1, world_size):
         path = file_of(pattern, rank)
         other = _contents(path)
-        for name in [*found, *other]:
-            here, there = (_text(name, contents.get(name)) for contents in (other, found))
+        for name in [*first_arrays, *other]:
+            here, there = (_text(name, contents.get(name)) for contents in (other, first_arrays))
             if here != there:
                 raise FileError(f"{path}: {here}, but {first}: {there}; every rank needs the same arrays")
-    return [RecordedArray(pattern, world_size, name, *what) for name, what in found.items()]
+    return [RecordedArray(pattern, world_size, name, *what) for name, what in first_arrays.items()]
 
 
 class RecordedTensors:

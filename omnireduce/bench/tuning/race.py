@@ -57,8 +57,8 @@ class Race:
         size = len(self._configs)
         order = [(self._heats + i) % size for i in range(size)]
         with ExitStack() as stack:
-            found = {i: Contender(self._configs[i], f"{self._job}.{self._heats}.{i}", stack) for i in order}
-            contenders = [found[i] for i in range(size)]
+            by_index = {i: Contender(self._configs[i], f"{self._job}.{self._heats}.{i}", stack) for i in order}
+            contenders = [by_index[i] for i in range(size)]
             self._warm_up(contenders)
             seconds = np.zeros((size, rounds))
             for at in range(rounds):
@@ -66,18 +66,18 @@ class Race:
                     seconds[i, at] = contenders[i].step(self._workload, self._round)
                 self._round += 1
             slowest = contenders[0].comm.allreduce(seconds, op="max")
-            for each in contenders:
-                each.comm.barrier()
-                each.queue.close()
-                self.carried += each.comm.statistics().carried
+            for contender in contenders:
+                contender.comm.barrier()
+                contender.queue.close()
+                self.carried += contender.comm.statistics().carried
         self._heats += 1
         self._seconds = np.concatenate([self._seconds, slowest], axis=1)
 
     def _warm_up(self, contenders: list[Contender]) -> None:
         wrong = 0
         for at in range(WARM_UP):
-            for each in contenders:
-                each.step(self._workload, self._round)
+            for contender in contenders:
+                contender.step(self._workload, self._round)
                 wrong += self._workload.wrong(self._round) if at == WARM_UP - 1 else 0
             self._round += 1
         if contenders[0].comm.allreduce(np.array([wrong]))[0]:

@@ -18,7 +18,7 @@ from omnireduce.errors import ConfigError
 from omnireduce.files.output import write_file
 from omnireduce.files.paths import user_path
 
-HEADER = ("sample", "state", *(each.key for each in PARAMETERS), "score", "default_score", "ratio")
+HEADER = ("sample", "state", *(parameter.key for parameter in PARAMETERS), "score", "default_score", "ratio")
 COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"
 
 
@@ -35,8 +35,8 @@ class Log:
 
     def add(self, sample: int, state: str, config: Mapping[str, Value], scores: tuple[float, ...]) -> None:
         """Add a sample. `config` has a value for every parameter; `scores`: score, default_score, ratio, or none."""
-        values = [config[each.key] for each in PARAMETERS]
-        self._write([sample, state, *values, *([f"{each:.6g}" for each in scores] or [""] * 3)])
+        values = [config[parameter.key] for parameter in PARAMETERS]
+        self._write([sample, state, *values, *([f"{score:.6g}" for score in scores] or [""] * 3)])
 
     def _write(self, row: Sequence[object]) -> None:
         if self._file is not None:
@@ -60,7 +60,7 @@ def opened_log(path: str | None) -> Iterator[Log]:
 
 def values_of(config: Config) -> dict[str, Value]:
     """The value of every parameter."""
-    return {each.key: value_of(config, each.key) for each in PARAMETERS}
+    return {parameter.key: value_of(config, parameter.key) for parameter in PARAMETERS}
 
 
 def print_table(console: Console, space: Space, best: Config) -> None:

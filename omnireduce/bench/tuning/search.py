@@ -47,8 +47,8 @@ class Search:
         self._trial: Any = None
         self._known: dict[tuple[object, ...], float | None] = {}
         self._complete: list[tuple[float, Point]] = []
-        for each in first:
-            self._study.enqueue_trial(each)
+        for trial in first:
+            self._study.enqueue_trial(trial)
 
     @staticmethod
     def _first(space: Space) -> Iterator[dict[str, int]]:
@@ -93,7 +93,9 @@ class Search:
     def _combine(self) -> None:
         """Make a next sample that joins all values which were good alone."""
         start, best = self._space.start, dict(self._space.start)
-        for _, point in sorted((each for each in self._complete if each[0] > _GAIN), key=lambda each: each[0]):
+        for _, point in sorted(
+            (sample for sample in self._complete if sample[0] > _GAIN), key=lambda sample: sample[0]
+        ):
             best |= {key: value for key, value in point.items() if value != start[key]}
         self._study.enqueue_trial({key: self._space.free[key].index(value) for key, value in best.items()})
 
@@ -105,5 +107,5 @@ class Search:
 
     def best(self, most: int) -> list[Point]:
         """Up to so many points, the best first; not the start."""
-        others = [each for each in self._complete if each[1] != self._space.start]
-        return [point for _, point in sorted(others, key=lambda each: -each[0])[:most]]
+        others = [sample for sample in self._complete if sample[1] != self._space.start]
+        return [point for _, point in sorted(others, key=lambda sample: -sample[0])[:most]]

@@ -190,25 +190,27 @@ class Session:
         if len(points) > LAST:
             points = self._best_first(points, 1)[:LAST]
         contenders = [space.start, *points]
-        at, found = 0, "no sample is faster than the default"
+        at, verdict = 0, "no sample is faster than the default"
         if points:
             race = self._finals(points)
             at = max(range(len(contenders)), key=race.ratio)
             if at:
-                found = f"{race.ratio(at):.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
-            found += f", carried by {carriers_text(race.carried)}"
+                verdict = (
+                    f"{race.ratio(at):.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
+                )
+            verdict += f", carried by {carriers_text(race.carried)}"
         best = self._configs([contenders[at]])[0]
         print_table(self._console, space, best)
-        self._console.print(found)
+        self._console.print(verdict)
         if self._leads and self._wanted.write_path is not None:
             given = load_config(self._wanted.config_file, overrides=self._wanted.overrides, environ=_file_of_user())
-            write_tuned(self._wanted.write_path, given, best, space.free, f"Found by omnireduce tune: {found}.")
+            write_tuned(self._wanted.write_path, given, best, space.free, f"Found by omnireduce tune: {verdict}.")
             self._console.print(f"written: {self._wanted.write_path}")
         return contenders[at]
 
     def _configs(self, points: Iterable[Point]) -> list[Config]:
-        found = [self._space.config(each) for each in points]
-        return [each for each in found if each is not None]
+        configs = [self._space.config(point) for point in points]
+        return [config for config in configs if config is not None]
 
     def _compare_with_grid(self, best: Point) -> float:
         """Measure a small grid, its best points once more, and then that of the search and the best of these in turns.
@@ -216,7 +218,7 @@ class Session:
         one had luck."""
         self._console.print("the grid:")
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
-        known = sorted((each for each in measured if each[0] is not None), key=lambda each: -(each[0] or 0.0))
+        known = sorted((sample for sample in measured if sample[0] is not None), key=lambda sample: -(sample[0] or 0.0))
         finalists = [point for _, point in known[:OF_GRID]]
         top = self._best_first(finalists)[0]
         race = self._finals([best, top])

@@ -42,7 +42,7 @@ PARAMETERS = (
     ),
     Parameter("queue.cycle_s", (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03), (), "rounds"),
 )  # fmt: skip
-BY_KEY = {each.key: each for each in PARAMETERS}
+BY_KEY = {parameter.key: parameter for parameter in PARAMETERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,13 @@ class Space:
     def __init__(self, base: Config, held: Sequence[str], here: Circumstances) -> None:
         self.base = base
         self.held = dict.fromkeys(held, "held")
-        for each in PARAMETERS:
-            why = here.why_without_effect(each)
-            if why and each.key not in self.held:
-                self.held[each.key] = why
-        self.free = {each.key: self._values(each) for each in PARAMETERS if each.key not in self.held}
+        for parameter in PARAMETERS:
+            why = here.why_without_effect(parameter)
+            if why and parameter.key not in self.held:
+                self.held[parameter.key] = why
+        self.free = {
+            parameter.key: self._values(parameter) for parameter in PARAMETERS if parameter.key not in self.held
+        }
 
     def _values(self, parameter: Parameter) -> tuple[Value, ...]:
         return tuple(sorted({*parameter.values, value_of(self.base, parameter.key)}))

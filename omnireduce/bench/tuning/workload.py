@@ -33,12 +33,12 @@ class Workload:
 
     def __init__(self, arrays: list[StepArray], rank: int, *, in_order: bool) -> None:
         self._arrays, self._rank, self._in_order = arrays, rank, in_order
-        self.nbytes = sum(each.tensor.nbytes for each in arrays)
+        self.nbytes = sum(array.tensor.nbytes for array in arrays)
 
     def fill(self, number: int) -> None:
         """Write the data of round `number` to the arrays."""
-        for each in self._arrays:
-            each.source.fill(self._rank, number, each.tensor)
+        for array in self._arrays:
+            array.source.fill(self._rank, number, array.tensor)
 
     def submit(self, queue: Queue, number: int) -> None:
         """Sum all arrays in place, in round `number`, and wait for them."""
@@ -51,7 +51,7 @@ class Workload:
 
     def wrong(self, number: int) -> int:
         """How many elements are not the sums of round `number`."""
-        return sum(each.source.wrong(number, each.tensor) for each in self._arrays)
+        return sum(array.source.wrong(number, array.tensor) for array in self._arrays)
 
 
 def synthetic_sizes(elements: int, arrays: int) -> list[int]:
@@ -61,7 +61,7 @@ def synthetic_sizes(elements: int, arrays: int) -> list[int]:
         raise ConfigError(f"--elements: got {elements}, expected at least {arrays}, one for each of --arrays")
     ends = np.cumsum(GROWTH ** np.arange(arrays))
     places = np.round(ends / ends[-1] * (elements - arrays)).astype(int)
-    return [int(each) + 1 for each in np.diff(places, prepend=0)]
+    return [int(size) + 1 for size in np.diff(places, prepend=0)]
 
 
 def cases_of(
@@ -72,13 +72,13 @@ def cases_of(
     given = config.bench.block_size
     block_size = (0 if isinstance(given, tuple) else given) or config.protocol.block_size
     if pattern is not None:
-        found = [each for each in find_arrays(pattern, size) if each.elements]
-        if not found:
+        recorded = [array for array in find_arrays(pattern, size) if array.elements]
+        if not recorded:
             raise ConfigError(f"--input {pattern}: the arrays are empty")
-        return [RecordedCase(each, "sum", block_size) for each in found]
+        return [RecordedCase(array, "sum", block_size) for array in recorded]
     return [
         SyntheticCase(
-            elements=each,
+            elements=count,
             dtype="float32",
             op="sum",
             block_size=block_size,
@@ -86,7 +86,7 @@ def cases_of(
             density=density,
             seed=config.bench.seed + i,
         )
-        for i, each in enumerate(synthetic_sizes(elements, arrays))
+        for i, count in enumerate(synthetic_sizes(elements, arrays))
     ]
 
 
