@@ -112,24 +112,28 @@ def settings_of(environ: Mapping[str, str], keys: Collection[str]) -> Iterator[t
 def meaningless(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
     """Horovod's variables that have no effect here, each with the reason."""
     active = {row.variable for row in ROWS if row.key in keys}
-    found = {}
+    reasons = {}
     for name in sorted(environ):
         rest = name.removeprefix(PREFIX)
         if rest == name or rest in _OF_LAUNCHERS or name in active:
             continue
         stem = "HOROVOD_AUTOTUNE" if rest.startswith("AUTOTUNE") else name
-        found[name] = MEANINGLESS.get(stem, "it is not known here")
-    return found
+        reasons[name] = MEANINGLESS.get(stem, "it is not known here")
+    return reasons
 
 
 def tell_meaningless(environ: Mapping[str, str], keys: Collection[str]) -> None:
     """Warn once in a process, on rank 0, of the variables without effect."""
     global _said
-    if _said or any(environ.get(each.rank, "0") not in ("0", "") for each in LAUNCHERS) or "OMNIRUN_TOLD" in environ:
+    if (
+        _said
+        or any(environ.get(launcher.rank, "0") not in ("0", "") for launcher in LAUNCHERS)
+        or "OMNIRUN_TOLD" in environ
+    ):
         return
-    found = meaningless(environ, keys)
-    if found:
+    ignored = meaningless(environ, keys)
+    if ignored:
         _said = True
-        text = "; ".join(f"{name}: {why}" for name, why in found.items())
-        extra = {"event": "horovod_ignored", "fields": {"variables": list(found)}}
+        text = "; ".join(f"{name}: {why}" for name, why in ignored.items())
+        extra = {"event": "horovod_ignored", "fields": {"variables": list(ignored)}}
         logging.getLogger("omnireduce").warning("these variables have no effect here: %s", text, extra=extra)

@@ -81,7 +81,7 @@ class Key:
         """Whether `text`, which is no TOML, means a list. It does if only a list is allowed, or if a list is allowed
         and the text has a comma."""
         hint = _bare(self.type)
-        may_be_list = any(get_origin(_bare(each)) is tuple for each in get_args(hint))
+        may_be_list = any(get_origin(_bare(member)) is tuple for member in get_args(hint))
         return get_origin(hint) is tuple or (may_be_list and "," in text)
 
     def read(self, value: object, file: str | Path | None = None) -> object:
@@ -140,8 +140,8 @@ def _allowed(hint: Any) -> str:
 def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
     """The keys of one section, or of another file whose struct is written like that of a section."""
     for field in msgspec.structs.fields(struct):
-        metas = [each for each in get_args(field.type) if isinstance(each, Meta)]
-        extra = {name: value for each in metas for name, value in (each.extra or {}).items()}
+        metas = [arg for arg in get_args(field.type) if isinstance(arg, Meta)]
+        extra = {name: value for meta in metas for name, value in (meta.extra or {}).items()}
         yield Key(
             section=section,
             name=field.name,

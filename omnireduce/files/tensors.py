@@ -149,7 +149,7 @@ def _safetensors_header(path: Path) -> tuple[dict[str, _Entry], int]:
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise FileError(f"{path}: malformed header: {error}") from None
     return entries, 8 + length

@@ -91,15 +91,17 @@ def study(
         loads: dict[Plan, Load] = {}  # there is room for those of one tensor
         patterns = RememberedPatterns(tensors.patterns)
         for at, plan in enumerate(compared):
-            each = predict_plan(patterns, tensors.block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads)
-            sums[at] = sums[at].and_then(each, tensors.times)
+            prediction = predict_plan(
+                patterns, tensors.block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads
+            )
+            sums[at] = sums[at].and_then(prediction, tensors.times)
         first = next(iter(loads.values()))
         own, union = own + tensors.nbytes * first.density, union + tensors.nbytes * first.union_density
-    found = [Candidate(*each) for each in zip(compared, sums, strict=True)]
-    nbytes = sum(each.nbytes for each in work)
+    candidates = [Candidate(*pair) for pair in zip(compared, sums, strict=True)]
+    nbytes = sum(tensors.nbytes for tensors in work)
     slowest = min(hosts.bytes_per_s, hosts.rack_bytes_per_s if hosts.racks else hosts.bytes_per_s)
     ring_s = 2 * (hosts.number - 1) / hosts.number * nbytes / slowest
-    return Study(found, best(found), ring_s, own / max(1, nbytes), union / max(1, nbytes))
+    return Study(candidates, best(candidates), ring_s, own / max(1, nbytes), union / max(1, nbytes))
 
 
 def predict_plan(
@@ -135,9 +137,17 @@ def predict_plan(
 def best(candidates: Sequence[Candidate]) -> Candidate:
     """Of those that are nearly as fast as the fastest: without hosts of their own, or relays, with few shards, by
     host."""
-    limit = AS_GOOD * min(each.prediction.seconds for each in candidates)
-    good = [each for each in candidates if each.prediction.seconds <= limit]
-    return min(good, key=lambda each: (each.plan.dedicated, each.plan.relays, each.plan.shards, not each.plan.by_host))
+    limit = AS_GOOD * min(candidate.prediction.seconds for candidate in candidates)
+    good = [candidate for candidate in candidates if candidate.prediction.seconds <= limit]
+    return min(
+        good,
+        key=lambda candidate: (
+            candidate.plan.dedicated,
+            candidate.plan.relays,
+            candidate.plan.shards,
+            not candidate.plan.by_host,
+        ),
+    )
 
 
 def as_toml(plan: Plan, hosts: int, block_size: int | None) -> str:
@@ -151,7 +161,7 @@ def as_toml(plan: Plan, hosts: int, block_size: int | None) -> str:
     lines = [f"# on each of these hosts: omnireduce aggregator --listen :7400 --shards {shards}"]
     if plan.relays:
         lines += [
-            *(f"#   {each}" for each in rows),
+            *(f"#   {row}" for row in rows),
             f"# on a host of each rack: omnireduce aggregator --listen :7400 --shards {plan.shards}",
             "#   with aggregator.upstream = the list above; its ranks name it as follows",
         ]

@@ -48,8 +48,8 @@ def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> L
 
     def counted(chosen: Array) -> Array:
         of_neighbours = np.add.reduceat(chosen.view(np.int8), starts, dtype=np.int64) if starts.size else starts
-        found = np.bincount(place[starts], weights=of_neighbours, minlength=windows * layout.shards)
-        return found.astype(np.int32).reshape(windows, layout.shards)
+        counts = np.bincount(place[starts], weights=of_neighbours, minlength=windows * layout.shards)
+        return counts.astype(np.int32).reshape(windows, layout.shards)
 
     alone, shape = owners == 1, (senders, windows, layout.shards)
     own, sole = np.empty(shape, np.int32), np.zeros(shape, np.int32)

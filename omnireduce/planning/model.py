@@ -43,8 +43,8 @@ class Hosts(NamedTuple):
 
     def rack_of(self, host: Array) -> Array:
         """The rack of each host; what is in none gets the number of racks."""
-        found: Array = np.minimum(host * self.racks // self.number, self.racks)
-        return found
+        racks: Array = np.minimum(host * self.racks // self.number, self.racks)
+        return racks
 
 
 class Plan(NamedTuple):
@@ -178,7 +178,7 @@ class _Exchange:
     def _work(self, costs: Costs) -> _Work:
         """One window at a time: of all together there may be too much for the memory."""
         windows = [self._window(window, costs) for window in range(len(self._load.all))]
-        return _Work._make(np.stack(each, 1) for each in zip(*windows, strict=True))
+        return _Work._make(np.stack(field, 1) for field in zip(*windows, strict=True))
 
     def _window(self, window: int, costs: Costs) -> _Work:
         """The same for one window, without that dimension."""
@@ -216,13 +216,13 @@ class _Exchange:
 
     def _by_rack(self, racks: Array, nbytes: Array) -> Array:
         """The bytes of each rack; those of what is in none are on no rack's link."""
-        found = np.bincount(racks, nbytes, self._hosts.racks + 1)
-        found[-1] = 0
-        return found
+        totals = np.bincount(racks, nbytes, self._hosts.racks + 1)
+        totals[-1] = 0
+        return totals
 
     def _by_node(self, of_senders: Array, of_shards: Array) -> Array:
-        found = np.bincount(self._home, of_senders, self._nodes)
-        return found + np.bincount(self._node, of_shards, self._nodes)
+        totals = np.bincount(self._home, of_senders, self._nodes)
+        return totals + np.bincount(self._node, of_shards, self._nodes)
 
     def _seconds(self, work: _Work) -> float:
         """The time at which the last sender has placed the last window."""

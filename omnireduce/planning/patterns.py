@@ -53,8 +53,8 @@ class DrawnPatterns:
         if self._overlap == "none":
             drawn -= rank * self._density
             return (drawn >= 0) & (drawn < self._density)
-        found: Array = drawn < self._density
-        return found
+        mask: Array = drawn < self._density
+        return mask
 
 
 class TracedPatterns:
@@ -68,13 +68,13 @@ class TracedPatterns:
         random = np.random.default_rng([seed, 0])
         ends = np.floor(np.cumsum(shares) * blocks + random.random()).astype(np.int64)  # few blocks: right on average
         ends[-1] = blocks
-        each = np.repeat(likelihoods.astype(np.float32), np.diff(ends, prepend=0))
-        self._likelihoods = random.permutation(each)
+        block_likelihoods = np.repeat(likelihoods.astype(np.float32), np.diff(ends, prepend=0))
+        self._likelihoods = random.permutation(block_likelihoods)
 
     def of(self, rank: int) -> Array:
         drawn = np.random.default_rng([self._seed, 1 + rank]).random(self.blocks, np.float32)
-        found: Array = drawn < self._likelihoods
-        return found
+        mask: Array = drawn < self._likelihoods
+        return mask
 
 
 def popularity(density: float, union_density: float, ranks: int) -> tuple[Array, Array]:
@@ -124,10 +124,10 @@ class RememberedPatterns:
         known = self._known.get(rank)
         if known is not None:
             return np.unpackbits(known, count=self.blocks).view(np.bool_)
-        found = self._patterns.of(rank)
+        mask = self._patterns.of(rank)
         if len(self._known) < self._most:
-            self._known[rank] = np.packbits(found)
-        return found
+            self._known[rank] = np.packbits(mask)
+        return mask
 
 
 class KnownPatterns:
@@ -148,7 +148,7 @@ class SummedPatterns:
 
     def of(self, rank: int) -> Array:
         first = rank * self._size
-        found = self._patterns.of(first).copy()
+        mask = self._patterns.of(first).copy()
         for other in range(first + 1, first + self._size):
-            found |= self._patterns.of(other)
-        return found
+            mask |= self._patterns.of(other)
+        return mask

@@ -32,16 +32,16 @@ def read_blocks(path: str, block_size: int) -> Saved:
             raise UsageError(f"{path}: {tensor.name}: {error}") from None
         sizes.add(tensor.values.itemsize)
     if len(sizes) != 1:
-        found = "no arrays" if not sizes else f"elements of {' and '.join(map(str, sorted(sizes)))} bytes"
-        raise UsageError(f"{path} holds {found}; expected arrays whose elements have one size")
+        contents = "no arrays" if not sizes else f"elements of {' and '.join(map(str, sorted(sizes)))} bytes"
+        raise UsageError(f"{path} holds {contents}; expected arrays whose elements have one size")
     return Saved(np.concatenate(masks), sizes.pop())
 
 
 def read_all(paths: Sequence[str], block_size: int) -> tuple[list[Array], int]:
     """The blocks of each file, and the bytes of an element. Raises what `read_blocks` raises, and UsageError where the
     files do not hold the same tensors."""
-    found = [read_blocks(path, block_size) for path in paths]
-    for path, each in zip(paths, found, strict=True):
-        if (each.mask.size, each.itemsize) != (found[0].mask.size, found[0].itemsize):
+    all_saved = [read_blocks(path, block_size) for path in paths]
+    for path, saved in zip(paths, all_saved, strict=True):
+        if (saved.mask.size, saved.itemsize) != (all_saved[0].mask.size, all_saved[0].itemsize):
             raise UsageError(f"{path} holds other tensors than {paths[0]}; expected one file of each rank")
-    return [each.mask for each in found], found[0].itemsize
+    return [saved.mask for saved in all_saved], all_saved[0].itemsize

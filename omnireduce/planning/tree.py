@@ -42,7 +42,7 @@ class _Tree:
         self._result = load.union.T * block_bytes + HEADER_BYTES  # (shards, windows)
         self._down = self._result.sum(0)  # (windows,)
         lengths = messages.lengths
-        self._lengths = [lengths.of(int(each)) for each in (self._up.sum(1).mean(), self._lifted.sum(1).mean())]
+        self._lengths = [lengths.of(int(nbytes)) for nbytes in (self._up.sum(1).mean(), self._lifted.sum(1).mean())]
 
     def run(self) -> Prediction:
         seconds, racks = self._seconds(), self._hosts.racks
@@ -53,8 +53,8 @@ class _Tree:
 
     def _messages_of(self, nbytes: Array, level: int) -> Array:
         """The number of messages for so many bytes, to or from all shards."""
-        found: Array = np.maximum(self._plan.shards, -(-nbytes // self._lengths[level]))
-        return found
+        counts: Array = np.maximum(self._plan.shards, -(-nbytes // self._lengths[level]))
+        return counts
 
     def _seconds(self) -> float:
         """When the last sender has placed the last window. Work is in seconds of processor."""
@@ -113,6 +113,6 @@ class _Tree:
 
     def _last_of_racks(self, times: Array) -> Array:
         """The last time of each rack's senders."""
-        found = np.zeros(self._hosts.racks)
-        np.maximum.at(found, self._rack, times)
-        return found
+        last_times = np.zeros(self._hosts.racks)
+        np.maximum.at(last_times, self._rack, times)
+        return last_times
