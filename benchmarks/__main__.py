@@ -69,8 +69,8 @@ def run(quick: bool, only: str, peers: str, rounds: int | None, resume: bool, re
     if not cases:
         raise click.UsageError(f"no case's name contains {only!r}")
     expected = {replace(case, rounds=rounds or case.rounds): labels(case, chosen) for case in cases}
-    found, left = _opened(results, "rows.json", expected, resume, rounds=rounds, peers=chosen)
-    _measure(found, left, sweep(left, chosen))
+    measured, left = _opened(results, "rows.json", expected, resume, rounds=rounds, peers=chosen)
+    _measure(measured, left, sweep(left, chosen))
 
 
 def _known(peers: str) -> list[str]:
@@ -104,17 +104,17 @@ def shaped(
     resume: bool,
     results: Path,
 ) -> None:
-    settings = [Setting.of(*each, rate) for each in itertools.product(layout, ranks)]
-    cases = {each: [case for case in each.cases(rounds) if only in case.name] for each in settings}
-    expected = {case: labels(case, each.peers) for each in settings for case in cases[each]}
+    settings = [Setting.of(*pair, rate) for pair in itertools.product(layout, ranks)]
+    cases = {setting: [case for case in setting.cases(rounds) if only in case.name] for setting in settings}
+    expected = {case: labels(case, setting.peers) for setting in settings for case in cases[setting]}
     if not expected:
         if not optional:
             raise click.UsageError(f"no case's name contains {only!r}")
         return click.echo(f"no case between shaped links has a name that contains {only!r}")
-    found, left = _opened(results, "testbed.json", expected, resume, rounds=rounds, sets=sets)
-    chosen = {each: [case for case in cases[each] if case in left] for each in settings}
+    measured, left = _opened(results, "testbed.json", expected, resume, rounds=rounds, sets=sets)
+    chosen = {setting: [case for case in cases[setting] if case in left] for setting in settings}
     try:
-        _measure(found, left, run_settings(chosen, sets))
+        _measure(measured, left, run_settings(chosen, sets))
     except TestbedError as error:
         _not_measured(error, optional)
 
@@ -127,9 +127,9 @@ def shaped(
 @RESULTS
 def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results: Path) -> None:
     expected = {case: set(relays_between.ENTRANTS) for case in relays_between.cases(rate, rounds)}
-    found, left = _opened(results, "relays.json", expected, resume, rounds=rounds)
+    measured, left = _opened(results, "relays.json", expected, resume, rounds=rounds)
     try:
-        _measure(found, left, relays_between.run_relays(rate, left), relays_between.ENTRANTS)
+        _measure(measured, left, relays_between.run_relays(rate, left), relays_between.ENTRANTS)
     except TestbedError as error:
         _not_measured(error, optional)
 
@@ -147,13 +147,13 @@ def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results:
 def training(
     links: tuple[str, ...], ranks: tuple[str, ...], only: str, turns: int, optional: bool, resume: bool, results: Path
 ) -> None:
-    every = [Training(model, int(size), each) for each, model, size in itertools.product(links, MODELS, ranks)]
+    every = [Training(model, int(size), link) for link, model, size in itertools.product(links, MODELS, ranks)]
     expected = {case: set(case.labels) for case in every if only in case.name}
     if not expected:
         raise click.UsageError(f"no training's name contains {only!r}")
-    found, left = _opened(results, "training.json", expected, resume, turns=turns)
+    measured, left = _opened(results, "training.json", expected, resume, turns=turns)
     try:
-        _measure(found, left, run_trainings(left, turns))
+        _measure(measured, left, run_trainings(left, turns))
     except TestbedError as error:
         _not_measured(error, optional)
 
@@ -176,12 +176,12 @@ def all_reduce(ranks: int, device: str, only: str) -> None:
 @RESULTS
 def plan(results: Path) -> None:
     try:
-        if not (found := compare_plans(results)):
+        if not (comparisons := compare_plans(results)):
             raise ValueError("no row of omnireduce")
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{results / 'testbed.json'}: {error}. `shaped` writes it") from error
-    show_plans(Console(width=140, markup=False), found)
-    if not all(each.verdict.met for each in found):
+    show_plans(Console(width=140, markup=False), comparisons)
+    if not all(comparison.verdict.met for comparison in comparisons):
         sys.exit(3)
 
 
@@ -209,11 +209,11 @@ def _opened(
         options.append(f"--turns {turns}")
     if set(peers) != set(PEERS):
         options.append(f"--peers {','.join(sorted(peers))}")
-    options += [f"--set {each}" for each in sorted(sets)]
-    found = Results(folder, rows, " ".join(options))
-    left = [case for case, entrants in expected.items() if not (resume and found.has(case, entrants))]
-    found.forget(left)
-    return found, left
+    options += [f"--set {setting}" for setting in sorted(sets)]
+    results = Results(folder, rows, " ".join(options))
+    left = [case for case, entrants in expected.items() if not (resume and results.has(case, entrants))]
+    results.forget(left)
+    return results, left
 
 
 def _measure(
@@ -221,9 +221,9 @@ def _measure(
 ) -> None:
     """Take the outcomes of the cases as they come; end the program if one of these entrants is missing, or wrong."""
     console, started = Console(width=140, markup=False), time.monotonic()
-    for each in outcomes:
-        found.add(each)
-        show_case(console, each)
+    for outcome in outcomes:
+        found.add(outcome)
+        show_case(console, outcome)
     show_verdicts(console, found.verdicts)
     console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {found.folder}")
     missing = [case.name for case in cases if not found.has(case, entrants)]
@@ -232,7 +232,7 @@ def _measure(
     if found.wrong:
         raise click.ClickException(f"{found.wrong} elements were wrong")
     if found.undecided and "--peers" not in found.options:  # else it was the user who left someone out
-        lines = "; ".join(f"{each.case} ({each.peer})" for each in found.undecided)
+        lines = "; ".join(f"{verdict.case} ({verdict.peer})" for verdict in found.undecided)
         raise click.ClickException(f"targets without a verdict: {lines}. Try again with --resume")
 
 
@@ -243,8 +243,8 @@ def _measure(
 @click.option("--starts", type=click.IntRange(1), default=STARTS, show_default=True, help="Of all processes.")
 @ONLY
 def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> None:
-    settings = [Setting.of(*each) for each in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
-    of_setting = {each: [case for case in each.cases() if only in case.name] for each in settings}
+    settings = [Setting.of(*pair) for pair in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
+    of_setting = {setting: [case for case in setting.cases() if only in case.name] for setting in settings}
     cases = [] if shaped else [case for case in target_cases() if only in case.name]
     if not any([*of_setting.values(), cases]):
         raise click.UsageError(f"no case's name contains {only!r}")
@@ -252,11 +252,11 @@ def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> 
     cases = _measurable(cases, older)
     if not any([*of_setting.values(), cases]):
         raise UsageError("nothing is left to compare")
-    between_hosts = (compare_shaped(each, chosen, older, starts) for each, chosen in of_setting.items() if chosen)
+    between_hosts = (compare_shaped(setting, chosen, older, starts) for setting, chosen in of_setting.items() if chosen)
     try:
-        for found in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
-            more += [found.name] if found.ratio > most else []
-            click.echo(found)
+        for compared in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
+            more += [compared.name] if compared.ratio > most else []
+            click.echo(compared)
     except TestbedError as error:
         raise click.ClickException(str(error)) from error
     if more:
@@ -266,13 +266,13 @@ def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> 
 
 def _measurable(cases: list[Case], older: Tree) -> list[Case]:
     """Without those that an older checkout cannot measure, which are named."""
-    found = []
+    measurable = []
     for case in cases:
         if case.repeats == 1 or older.repeats:
-            found.append(case)
+            measurable.append(case)
         else:
             click.echo(f"left out, because {older.root} cannot measure it: {case.name}", err=True)
-    return found
+    return measurable
 
 
 @main.command(help="Trace all-reduces on this host, print where the time goes, and write a timeline, profile.json.")

@@ -23,13 +23,13 @@ class AGsparse:
     def elements(self, tensor: Array) -> Array:
         """Sum tensors element by element, in place."""
         mask = np.not_equal(tensor, 0, out=self._buffer("mask", tensor.shape, np.bool_))
-        found = np.flatnonzero(mask)  # many times as fast as of the tensor itself
-        places = self._buffer("places", found.shape, np.int32)
-        places[:] = found
-        values = np.take(tensor, found, out=self._buffer("values", found.shape, tensor.dtype), mode="clip")
-        counts = self._counts(found.size)
+        indices = np.flatnonzero(mask)  # many times as fast as of the tensor itself
+        places = self._buffer("places", indices.shape, np.int32)
+        places[:] = indices
+        values = np.take(tensor, indices, out=self._buffer("values", indices.shape, tensor.dtype), mode="clip")
+        counts = self._counts(indices.size)
         every, parts = self._gather("every place", places, counts), self._gather("parts", values, counts)
-        tensor[found] = 0
+        tensor[indices] = 0
         ends = np.cumsum(counts)
         for end, count in zip(ends, counts, strict=True):  # of each rank: every place at most once
             of_rank = every[end - count : end]

@@ -82,7 +82,7 @@ def _times_ms(x: Any, rounds: int, groups: list[Any]) -> tuple[Any, str]:
                 _finish(x)
                 times[at, number] = time.perf_counter() - begin
         carried += received
-        if not all(torch.equal(results[0], each) for each in results):
+        if not all(torch.equal(results[0], result) for result in results):
             raise SystemExit("the results differ")
     dist.all_reduce(times, dist.ReduceOp.MAX, group=groups[-1])
     return times[:, UNTIMED:] * 1e3, carriers_text(carried)

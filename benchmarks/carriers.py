@@ -53,7 +53,7 @@ class Watch:
 
     def carried(self) -> Counter[str]:
         """The bytes that they have carried so far."""
-        return together(each.statistics().carried for each in self._seen)
+        return together(comm.statistics().carried for comm in self._seen)
 
 
 @contextlib.contextmanager
@@ -69,11 +69,11 @@ def by_sockets() -> Iterator[Counter[str]]:
 def tcp_bytes() -> int:
     """The bytes that this process's open TCP connections have received so far, as the kernel counts them."""
     total = 0
-    for each in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile, as that of the folder is
-            if not stat.S_ISSOCK(os.fstat(each).st_mode):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(each)) as sock:
+            with socket.socket(fileno=os.dup(descriptor)) as sock:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED.size)
                     total += BYTES_RECEIVED.unpack(info)[0]

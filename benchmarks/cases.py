@@ -106,8 +106,8 @@ def target_cases() -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Those with a target, then every other combination of transport, ranks, size, density and overlap."""
-    found = target_cases()
-    names = {case.name for case in found}
+    cases = target_cases()
+    names = {case.name for case in cases}
     for transport, ranks, size, density, overlap in itertools.product(
         TRANSPORTS, (2, 4), SIZES, DENSITIES, ("random", "full", "none")
     ):
@@ -117,5 +117,5 @@ def all_cases() -> list[Case]:
             continue
         case = Case(transport, ranks, size, density, overlap, rounds=5 if size == "100 MiB" else 10)
         if case.name not in names:
-            found.append(case)
-    return found
+            cases.append(case)
+    return cases

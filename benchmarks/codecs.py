@@ -44,13 +44,13 @@ class Rank:
 
     def _of(self, density: float) -> list[Any]:
         """Each rank's tensor."""
-        found = []
+        tensors = []
         for rank in range(self._comm.size):
             rng = np.random.default_rng([rank, int(1000 * density)])
             values = rng.integers(-LARGEST, LARGEST + 1, self._tensor.size, np.int8).astype(np.float32)
             values.reshape(-1, BLOCK)[rng.random(values.size // BLOCK) >= density] = 0
-            found.append(values)
-        return found
+            tensors.append(values)
+        return tensors
 
     def turn(self, density: float, codec: str) -> dict[str, float]:
         """Milliseconds of one all-reduce, bytes that it sent, and how far its result is from the sum: as a share of the
@@ -74,13 +74,13 @@ def measure(console: Console, turns: int, rate: str) -> bool:
     for way in (SHAPED, SHM):
         with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, _group(way, rate, folder) as group:
             rows = _turns(group, turns)
-        if any(row["wrong"] for found in rows.values() for row in found):
+        if any(row["wrong"] for codec_rows in rows.values() for row in codec_rows):
             raise PeerError(way, "gave wrong sums")
         _show(console, f"{f'{way} {rate}' if way == SHAPED else way}, carried by {group.carrier}", rows)
         ms = {codec: _median(rows[1.0, codec], "ms") for codec in ("int8", NONE)}
         verdicts.append(at_least(f"{way}, dense: int8", ms["int8"], "float32", ms[NONE], LEAST[way]))
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def _turns(group: Group, turns: int) -> Rows:
@@ -88,9 +88,9 @@ def _turns(group: Group, turns: int) -> Rows:
     for turn in range(turns + 1):
         for density in DENSITIES:
             for codec in (NONE, *BUILT_IN):
-                found = group.tell(do="turn", density=density, codec=codec)
+                answers = group.tell(do="turn", density=density, codec=codec)
                 if turn:  # the first one warms up
-                    slowest = max(found, key=lambda row: row["ms"])
+                    slowest = max(answers, key=lambda row: row["ms"])
                     rows.setdefault((density, codec), []).append(slowest)
     return rows
 
@@ -113,7 +113,7 @@ def _group(way: str, rate: str, folder: str) -> Iterator[Group]:
             stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
             for host in of_shards
         ]
-        addresses = [address for each in daemons for address in each.addresses]
+        addresses = [address for servers in daemons for address in servers.addresses]
         prefixes = [host.prefix for host in of_ranks]
         yield stack.enter_context(
             service_group(
@@ -130,10 +130,10 @@ def _show(console: Console, way: str, rows: Rows) -> None:
             table.add_column(title, justify="right")
         plain = _median(rows[density, NONE], "ms")
         for codec in (NONE, *BUILT_IN):
-            found = rows[density, codec]
-            ms, p90 = _median(found, "ms"), float(np.percentile([row["ms"] for row in found], 90))
-            numbers = (f"{ms:.1f}", f"{p90:.1f}", f"{plain / ms:.2f}", f"{_median(found, 'sent') / 1e6:.2f}")
-            table.add_row(codec, *numbers, f"{_median(found, 'distance'):.2g}")
+            codec_rows = rows[density, codec]
+            ms, p90 = _median(codec_rows, "ms"), float(np.percentile([row["ms"] for row in codec_rows], 90))
+            numbers = (f"{ms:.1f}", f"{p90:.1f}", f"{plain / ms:.2f}", f"{_median(codec_rows, 'sent') / 1e6:.2f}")
+            table.add_row(codec, *numbers, f"{_median(codec_rows, 'distance'):.2g}")
         console.print(table, "")
 
 

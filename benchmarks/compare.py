@@ -84,7 +84,7 @@ def compare_in_turns(
     """Compare the entrants BEFORE and AFTER in all contests together. Raises PeerError when one fails, or its result is
     wrong."""
     trees = [(BEFORE, older), (AFTER, HERE)]
-    found: dict[Case, list[Array]] = {case: [] for case in cases}
+    times: dict[Case, list[Array]] = {case: [] for case in cases}
     carriers = dict[Case, str]()
     for number in range(starts):
         with start(trees if number % 2 else trees[::-1]) as contest:
@@ -92,12 +92,12 @@ def compare_in_turns(
                 results = contest.run(case).results
                 before, after = results[BEFORE], results[AFTER]
                 _check(case, before.wrong, after.wrong)
-                found[case].append(np.array([before.ms, after.ms]))
+                times[case].append(np.array([before.ms, after.ms]))
                 carriers[case] = carriers_text(after.carried)
-    for case, of_starts in found.items():
+    for case, of_starts in times.items():
         low, high = np.percentile([np.median(new / old) for old, new in of_starts], (25, 75)).tolist()
         old, new = np.hstack(of_starts)
-        old_ms, new_ms, ratio = (float(np.median(each)) for each in (old, new, new / old))
+        old_ms, new_ms, ratio = (float(np.median(samples)) for samples in (old, new, new / old))
         yield Compared(case.name, "ms", old_ms, new_ms, ratio, middle=(low, high), carried_by=carriers[case])
 
 
@@ -138,7 +138,7 @@ def _between_hosts(setting: Setting, trees: Trees) -> Iterator[Contest]:
 
 
 def _entrants(name: str, group: Group) -> list[Entrant]:
-    return [Entrant(replace(each, label=name), group) for each in OWN]
+    return [Entrant(replace(method, label=name), group) for method in OWN]
 
 
 def _check(case: Case, *wrong: int) -> None:

@@ -56,7 +56,7 @@ PEERS = tuple(METHODS)
 
 def labels(case: Case, peers: Sequence[str]) -> set[str]:
     """The labels that must have a row of the case when all these competitors run."""
-    return {OURS} | {each.label for peer in peers for each in METHODS[peer] if each.fits(case)}
+    return {OURS} | {method.label for peer in peers for method in METHODS[peer] if method.fits(case)}
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Measured:
 
     def best_rival(self) -> Result | None:
         """The fastest of the others that move everything, if there are any."""
-        rivals = [each for each in self.results.values() if each.rival]
-        return min(rivals, key=lambda each: each.median, default=None)
+        rivals = [result for result in self.results.values() if result.rival]
+        return min(rivals, key=lambda result: result.median, default=None)
 
     def absent(self, *peers: str) -> list[str]:
         """Those of these competitors that should have a row of this case and have none."""
@@ -123,9 +123,9 @@ def order(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
     """
     left, apart = list(entrants), list[Entrant]()
     while left:
-        counts = Counter(each.group for each in left)
-        others = [each for each in left if not apart or each.group is not apart[-1].group]
-        apart.append(max(others or left, key=lambda each: counts[each.group]))
+        counts = Counter(entrant.group for entrant in left)
+        others = [entrant for entrant in left if not apart or entrant.group is not apart[-1].group]
+        apart.append(max(others or left, key=lambda entrant: counts[entrant.group]))
         left.remove(apart[-1])
     start = number // 2 % len(apart) if apart else 0
     turned = apart[start:] + apart[:start]
@@ -140,12 +140,12 @@ class Contest:
 
     def run(self, case: Case) -> Measured:
         """Measure one case. Raises PeerError when a competitor fails."""
-        entrants = [each for each in self._entrants if each.method.fits(case)]
+        entrants = [entrant for entrant in self._entrants if entrant.method.fits(case)]
         data: dict[str, Any] = {"overlap": case.overlap, "distribution": case.distribution, "density": case.density}
-        for group in dict.fromkeys(each.group for each in entrants):
+        for group in dict.fromkeys(entrant.group for entrant in entrants):
             told = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
             group.has_only_zeros = not told[0]["union_density"]
-        results = {each.label: Result(each.label, each.method.rival) for each in entrants}
+        results = {entrant.label: Result(entrant.label, entrant.method.rival) for entrant in entrants}
         for number in range(WARM_UP + case.rounds):
             for entrant in order(entrants, number):
                 self._round(entrant, case, number, results[entrant.label])
@@ -160,17 +160,18 @@ class Contest:
         answers = entrant.group.tell(
             do="round", kind=case.kind, method=entrant.method.name, number=number, check=checked, **repeats
         )
-        result.wrong += sum(each["wrong"] for each in answers)
+        result.wrong += sum(answer["wrong"] for answer in answers)
         if number < WARM_UP:
             return
-        seconds = np.array([np.atleast_1d(each["seconds"]) for each in answers])  # an older checkout says one number
+        # An older checkout says one number.
+        seconds = np.array([np.atleast_1d(answer["seconds"]) for answer in answers])
         result.ms += (1e3 * seconds.max(axis=0)).tolist()
-        result.cpu_s.append(sum(each["cpu"] for each in answers) + (entrant.servers_s() - servers_s) / case.repeats)
-        wire_bytes = np.array([each["wire_bytes"] for each in answers])
-        result.up, result.down = (round(float(each)) for each in wire_bytes[:, :2].mean(axis=0))
+        result.cpu_s.append(sum(answer["cpu"] for answer in answers) + (entrant.servers_s() - servers_s) / case.repeats)
+        wire_bytes = np.array([answer["wire_bytes"] for answer in answers])
+        result.up, result.down = (round(float(nbytes)) for nbytes in wire_bytes[:, :2].mean(axis=0))
         result.shard_bytes = wire_bytes[:, 2:].sum(axis=0).tolist()
         result.carried += entrant.group.carried_last
-        result.peak_mib = max(result.peak_mib, *(each["peak_mib"] for each in answers))
+        result.peak_mib = max(result.peak_mib, *(answer["peak_mib"] for answer in answers))
 
 
 @contextlib.contextmanager
@@ -198,12 +199,12 @@ def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
 
 
 def _own_entrants(group: Group, shards: Servers, echoes: Servers) -> list[Entrant]:
-    found = [Entrant(method, group, shards.cpu_seconds) for method in OWN]
-    found.append(Entrant(Method(SCAN, "scan", "dense"), group))
+    entrants = [Entrant(method, group, shards.cpu_seconds) for method in OWN]
+    entrants.append(Entrant(Method(SCAN, "scan", "dense"), group))
     if echoes.addresses:
         bound = Method(BOUND, "carry", "dense", densities=(1.0, 1.0))
-        found.append(Entrant(bound, group, echoes.cpu_seconds))
-    return found
+        entrants.append(Entrant(bound, group, echoes.cpu_seconds))
+    return entrants
 
 
 def _peer_group(name: str, setup: Setup, folder: str) -> Group:

@@ -93,9 +93,9 @@ def _time_us(way: Way, rank: int) -> float:
     begin = time.perf_counter()
     for _ in range(way.calls):
         way.call()
-    found = (time.perf_counter() - begin) / way.calls * 1e6
+    us = (time.perf_counter() - begin) / way.calls * 1e6
     _check(way)
-    return found
+    return us
 
 
 def _check(way: Way) -> None:
@@ -108,7 +108,7 @@ def _check(way: Way) -> None:
 def _show(ways: Sequence[Way], times: Sequence[Sequence[float]], carried: Mapping[str, Carried]) -> None:
     """Tables of the medians, and what torch's calls, or comparing, take more; and what has carried the tensors."""
     console = Console(width=120)
-    medians = {(way.library, way.name): float(np.median(each)) for way, each in zip(ways, times, strict=True)}
+    medians = {(way.library, way.name): float(np.median(samples)) for way, samples in zip(ways, times, strict=True)}
     lines = list[Verdict]()
     parts = (OURS, TORCH, (SYNC, ASYNC), MOST_US), (ALONE, COMPARED, (SMALL, LARGE), MOST_COMPARED_US)
     for without, with_, names, most_us in parts:
@@ -118,7 +118,7 @@ def _show(ways: Sequence[Way], times: Sequence[Sequence[float]], carried: Mappin
             table.add_column(title, justify="right")
         for name in names:
             less, more = medians[without, name], medians[with_, name]
-            numbers = (f"{each:.0f}" for each in (less, more, more - less))
+            numbers = (f"{us:.0f}" for us in (less, more, more - less))
             table.add_row(name, *numbers, carriers_text(carried[name]))
             lines.append(below(f"dispatch, {name}", more - less, most_us, "us"))
         console.print(table, "")
@@ -135,10 +135,10 @@ def _run_rank(turns: int) -> None:
     ways = _reductions() + _gathers()
     times, carried = [list[float]() for _ in ways], {way.name: Counter[str]() for way in ways}
     for _ in range(turns):
-        for way, found in zip(ways, times, strict=True):
+        for way, samples in zip(ways, times, strict=True):
             before = watch.carried()
             with by_sockets() as received:
-                found.append(_time_us(way, dist.get_rank()))
+                samples.append(_time_us(way, dist.get_rank()))
             carried[way.name] += watch.carried() - before if way.name in (SYNC, ASYNC) else received
     if dist.get_rank() == 0:
         _show(ways, times, carried)

@@ -62,8 +62,8 @@ class Rank:
         import torch.distributed as dist
 
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-        own = [each for each in options["set"] if not each.startswith("store=")]
-        [store] = [each.removeprefix("store=") for each in options["set"] if each.startswith("store=")]
+        own = [setting for setting in options["set"] if not setting.startswith("store=")]
+        [store] = [setting.removeprefix("store=") for setting in options["set"] if setting.startswith("store=")]
         config = omni.load_config(overrides=own, environ={})
         self._comm = omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"])
         dist.init_process_group("gloo", init_method=store, rank=options["rank"], world_size=options["size"])
@@ -73,12 +73,12 @@ class Rank:
     def _drawn(self, kind: str, ratio: float) -> list[tuple[Array, Array]]:
         """The places and values that each rank has selected."""
         common = np.random.default_rng(7).standard_normal(ELEMENTS, np.float32) if kind == TOGETHER else 0
-        found = []
+        selected = []
         for rank in range(self._comm.size):
             x = common + np.random.default_rng([7, rank]).standard_normal(ELEMENTS, np.float32)
             places = TopK(ratio).select(x.astype(np.float32))
-            found.append((places, np.clip(np.rint(x[places] * 8), -LARGEST, LARGEST).astype(np.float32)))
-        return found
+            selected.append((places, np.clip(np.rint(x[places] * 8), -LARGEST, LARGEST).astype(np.float32)))
+        return selected
 
     def turn(self, kind: str, ratio: float, way: str) -> dict[str, Any]:
         """Milliseconds of one exchange, and how many elements of its result are wrong."""
@@ -92,14 +92,14 @@ class Rank:
             if way in (SERVICE, BF16):
                 codec, key = "bf16" if way == BF16 else "none", (kind, ratio, way)
                 compression = self._compressions.setdefault(key, Compression(Chosen(places), codec=codec))
-                found = compression.allreduce(self._comm, gradient, name=f"{kind} {ratio} {codec}", op="sum")
+                summed = compression.allreduce(self._comm, gradient, name=f"{kind} {ratio} {codec}", op="sum")
             else:
-                found = self._gathered(places, values, np.dtype(np.int32 if way == GATHERED_32 else np.int64))
+                summed = self._gathered(places, values, np.dtype(np.int32 if way == GATHERED_32 else np.int64))
             ms = (time.perf_counter() - begin) * 1e3
         expected = np.zeros(ELEMENTS, np.float32)
         for some, theirs in selected:
             expected[some] += theirs
-        wrong, union = (int(np.count_nonzero(each)) for each in (found != expected, expected))
+        wrong, union = (int(np.count_nonzero(array)) for array in (summed != expected, expected))
         return {"ms": ms, "wrong": wrong, "union": union} | ({} if way in (SERVICE, BF16) else {"carried": carried})
 
     def _gathered(self, places: Array, values: Array, of_places: np.dtype[Any]) -> Array:
@@ -107,14 +107,14 @@ class Rank:
         import torch.distributed as dist
 
         own = torch.from_numpy(places.astype(of_places)), torch.from_numpy(values)
-        every = [[torch.empty_like(each) for _ in range(self._comm.size)] for each in own]
-        for each, room in zip(own, every, strict=True):
-            dist.all_gather(room, each)
+        every = [[torch.empty_like(tensor) for _ in range(self._comm.size)] for tensor in own]
+        for tensor, room in zip(own, every, strict=True):
+            dist.all_gather(room, tensor)
         total = torch.zeros(ELEMENTS)
         for some, theirs in zip(*every, strict=True):
             total.index_add_(0, some, theirs)
-        found: Array = total.numpy()
-        return found
+        summed: Array = total.numpy()
+        return summed
 
 
 def measure(console: Console, turns: int, rate: str) -> bool:
@@ -128,12 +128,12 @@ def measure(console: Console, turns: int, rate: str) -> bool:
         for turn in range(turns + 1):
             for kind, ratio in cases:
                 for way in WAYS:
-                    found = group.tell(do="turn", kind=kind, ratio=ratio, way=way)
+                    answers = group.tell(do="turn", kind=kind, ratio=ratio, way=way)
                     if turn:  # the first one warms up
-                        rows.setdefault((kind, ratio, way), []).append(max(found, key=lambda row: row["ms"]))
-    if any(row["wrong"] for (_, _, way), found in rows.items() if way != BF16 for row in found):
+                        rows.setdefault((kind, ratio, way), []).append(max(answers, key=lambda row: row["ms"]))
+    if any(row["wrong"] for (_, _, way), way_rows in rows.items() if way != BF16 for row in way_rows):
         raise PeerError("elements", "gave wrong sums")
-    ms = {key: float(np.median([row["ms"] for row in found])) for key, found in rows.items()}
+    ms = {key: float(np.median([row["ms"] for row in way_rows])) for key, way_rows in rows.items()}
     for kind, ratio in cases:
         union = rows[kind, ratio, SERVICE][0]["union"] / ELEMENTS
         table = Table(box=None)
@@ -159,7 +159,7 @@ def _group(rate: str, folder: str) -> Iterator[Group]:
             stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
             for host in of_shards
         ]
-        addresses = [address for each in daemons for address in each.addresses]
+        addresses = [address for servers in daemons for address in servers.addresses]
         prefixes = [host.prefix for host in of_ranks]
         sets = (
             "transport.kind=tcp",

@@ -28,8 +28,8 @@ class Tree(NamedTuple):
     def known(self, sets: Sequence[str]) -> list[str]:
         """Those of these `section.key=value` for which this checkout has a setting: an older one may lack some."""
         sections = tomllib.loads((self.root / "configs" / "reference.toml").read_text())
-        parts = [(each, *each.partition("=")[0].split(".")) for each in sets]
-        return [each for each, section, key in parts if key in sections.get(section, {})]
+        parts = [(setting, *setting.partition("=")[0].split(".")) for setting in sets]
+        return [setting for setting, section, key in parts if key in sections.get(section, {})]
 
     @property
     def repeats(self) -> bool:

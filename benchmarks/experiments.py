@@ -81,17 +81,17 @@ def runs_of(experiment: str, scale: Scale) -> list[Run]:
     """The runs of an experiment. Raises UsageError for an unknown one."""
     if experiment == "data-parallel":
         words = ("--first", str(scale.first), "--last", str(scale.last))
-        return [Run(program, each, "", words) for program in ("adam", "lamb") for each in schedules(program)]
+        return [Run(program, schedule, "", words) for program in ("adam", "lamb") for schedule in schedules(program)]
     if experiment not in EXPERIMENTS:
         raise UsageError(f"experiment {experiment!r}: expected one of {', '.join(EXPERIMENTS)}")
     sizes = [{"T": batch * scale.sequence, "H": scale.hidden, "K": 4 * scale.hidden} for batch in BATCHES]
     if experiment == "pipeline-parallel":
-        sizes = [{name: size for name, size in each.items() if name != "K"} for each in sizes]
-    found = []
-    for batch, each in zip(BATCHES, sizes, strict=True):
-        told = tuple(word for name, size in each.items() for word in ("--size", f"{name}={size}"))
-        found += [Run(experiment, schedule, f"B={batch}", told) for schedule in schedules(experiment)]
-    return found
+        sizes = [{name: size for name, size in dimensions.items() if name != "K"} for dimensions in sizes]
+    runs = []
+    for batch, dimensions in zip(BATCHES, sizes, strict=True):
+        told = tuple(word for name, size in dimensions.items() for word in ("--size", f"{name}={size}"))
+        runs += [Run(experiment, schedule, f"B={batch}", told) for schedule in schedules(experiment)]
+    return runs
 
 
 EXPERIMENTS = ("data-parallel", "model-parallel", "pipeline-parallel")
@@ -124,16 +124,16 @@ def mpirun() -> list[str]:
 def in_words_of_mpich(words: Sequence[str]) -> list[str]:
     """Open MPI's `-x NAME=VALUE` as MPICH says it, and nothing for `-x NAME`: MPICH hands on all that is set. Raises
     UsageError for an `-x` without a name."""
-    found, rest = list[str](), iter(words)
+    translated, rest = list[str](), iter(words)
     for word in rest:
         if word != "-x":
-            found.append(word)
+            translated.append(word)
             continue
         name, has_value, value = next(rest, "").partition("=")
         if not name:
             raise UsageError("MPI_ARGS ends with -x: expected -x NAME=VALUE")
-        found += ["-genv", name, value] if has_value else []
-    return found
+        translated += ["-genv", name, value] if has_value else []
+    return translated
 
 
 def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds: int) -> list[Row]:
@@ -142,7 +142,7 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
     wanted, ranks = runs_of(experiment, scale), processes(experiment)
     make_folder(results)
     start = [*mpirun(), "-n", str(ranks), sys.executable]
-    found: dict[tuple[Run, int, str], list[float]] = {}
+    times: dict[tuple[Run, int, str], list[float]] = {}
     carriers: dict[Run, set[str]] = {run: set() for run in wanted}
     with tempfile.TemporaryDirectory(prefix="omnireduce-experiment-") as folder:
         for run in wanted:
@@ -158,10 +158,10 @@ def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds
                         f"{run.program}, {run.schedule}", "sent nothing to a shard: memory carried all tensors"
                     )
                 for elements, stage, ms in parsed(said, run):
-                    found.setdefault((run, elements, stage), []).append(ms)
+                    times.setdefault((run, elements, stage), []).append(ms)
     rows = [
         Row(*run[:3], ranks, elements, epochs, rounds, stage, float(np.median(ms)), ", ".join(sorted(carriers[run])))
-        for (run, elements, stage), ms in found.items()
+        for (run, elements, stage), ms in times.items()
     ]
     write_rows(rows, results / f"{experiment}.csv")
     return rows
@@ -190,8 +190,8 @@ def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
         said = next(filter(str.strip, text.splitlines()), "nothing")
         raise UsageError(f"{run.program}, {run.schedule}: expected lines such as {{SZ: 1024, ...}}, it printed {said}")
     for match in lines:
-        for each in match[3].split(", "):
-            stage, _, ms = each.partition(": ")
+        for part in match[3].split(", "):
+            stage, _, ms = part.partition(": ")
             yield int(match[1]), stage, float(ms)
 
 

@@ -31,10 +31,10 @@ def draw(rows: Sequence[Row], results: Path) -> list[Path]:
             if not own:
                 continue
             figure = _over_sizes(own, title) if name in OVER_SIZES else _over_batches(own, title)
-            for each in FORMATS:
-                made.append(results / f"{name}.{each}")
+            for extension in FORMATS:
+                made.append(results / f"{name}.{extension}")
                 drawn = BytesIO()
-                figure.savefig(drawn, format=each, metadata=METADATA[each])
+                figure.savefig(drawn, format=extension, metadata=METADATA[extension])
                 write_file(drawn.getvalue(), made[-1])
     return made
 
@@ -51,12 +51,12 @@ def speedups(rows: Sequence[Row]) -> dict[str, dict[tuple[str, int], float]]:
     """How many times as fast as the first schedule each is, by its name, of each case and number of elements."""
     first = rows[0].schedule
     base = {(row.case, row.elements): row.ms for row in rows if row.schedule == first}
-    found: dict[str, dict[tuple[str, int], float]] = {}
+    ratios: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
         at = row.case, row.elements
         if row.ms > 0 and at in base:
-            found.setdefault(row.schedule, {})[at] = base[at] / row.ms
-    return found
+            ratios.setdefault(row.schedule, {})[at] = base[at] / row.ms
+    return ratios
 
 
 def _over_sizes(rows: Sequence[Row], title: str) -> Figure:
@@ -83,7 +83,7 @@ def _over_batches(rows: Sequence[Row], title: str) -> Figure:
         at = [cases.index(row.case) + (number + 0.5) * 0.8 / len(names) - 0.4 for row in own]
         bars = axes.bar(at, [row.ms for row in own], 0.8 / len(names), label=schedule)
         times = [ratios.get(schedule, {}).get((row.case, row.elements)) for row in own]
-        axes.bar_label(bars, ["" if each is None else f"{each:.2f}x" for each in times])
+        axes.bar_label(bars, ["" if ratio is None else f"{ratio:.2f}x" for ratio in times])
     axes.set_xticks(range(len(cases)), cases)
     axes.legend()
     return figure

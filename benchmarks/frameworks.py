@@ -83,23 +83,23 @@ class Averaging:
     def turn(self, model: str, way: str) -> dict[str, Any]:
         """The milliseconds of an exchange, and a sum of all its numbers, which is exact."""
         parameters, values, optimizer = self._models[model]
-        for parameter, each in zip(parameters, values, strict=True):
-            parameter.grad = self._needle.Tensor(each, device=self._device, requires_grad=False)
+        for parameter, gradient in zip(parameters, values, strict=True):
+            parameter.grad = self._needle.Tensor(gradient, device=self._device, requires_grad=False)
         self._world.Barrier()
         with by_sockets() as carried:
             begin = time.perf_counter()
             self._ways[way](parameters, optimizer)
             ms = (time.perf_counter() - begin) * 1e3
-        total = sum((at + 1) * float(each.grad.numpy().sum()) for at, each in enumerate(parameters))
+        total = sum((at + 1) * float(parameter.grad.numpy().sum()) for at, parameter in enumerate(parameters))
         return {"ms": ms, "sum": total} | ({"carried": carried} if way == OWN else {})
 
     def _own(self, parameters: list[Any], optimizer: Any) -> None:
-        for each in parameters:
-            sent = np.ascontiguousarray(each.grad.numpy())
-            summed = np.empty_like(sent, dtype=each.dtype)
+        for parameter in parameters:
+            sent = np.ascontiguousarray(parameter.grad.numpy())
+            summed = np.empty_like(sent, dtype=parameter.dtype)
             self._world.Allreduce(sent, summed, op=self._mpi.SUM)
             summed = summed / self._world.size
-            each.grad.data = self._needle.Tensor(summed, device=self._device, dtype=each.grad.dtype)
+            parameter.grad.data = self._needle.Tensor(summed, device=self._device, dtype=parameter.grad.dtype)
 
     def _ours(self, parameters: list[Any], optimizer: Any) -> None:
         optimizer.average_gradients()
@@ -117,9 +117,9 @@ def measure(console: Console, turns: int) -> bool:
                     for _ in range(STEPS):
                         _take_step(group, model, rows)
     table = Table(box=None)
-    for each in ("averages on two ranks", "way", "ms", "carried by"):
-        table.add_column(each, justify="right" if each == "ms" else "left")
-    medians = {key: float(np.median(found[STEPS:])) for key, found in rows.items()}  # the first turn warms up
+    for title in ("averages on two ranks", "way", "ms", "carried by"):
+        table.add_column(title, justify="right" if title == "ms" else "left")
+    medians = {key: float(np.median(times[STEPS:])) for key, times in rows.items()}  # the first turn warms up
     for (model, way), ms in medians.items():
         table.add_row(model, way, f"{ms:.4g}", group.carrier_of(way))
     console.print(table, "")
@@ -127,7 +127,7 @@ def measure(console: Console, turns: int) -> bool:
         at_least(model, medians[model, OURS], OWN, medians[model, OWN], LEAST) for model in _models()
     ]  # fmt: skip
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def _take_step(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:

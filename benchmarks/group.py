@@ -100,7 +100,7 @@ class Group:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                if time.monotonic() >= deadline or any(each.poll() is not None for each in self._processes):
+                if time.monotonic() >= deadline or any(process.poll() is not None for process in self._processes):
                     raise PeerError(self.name, f"did not start: {self._last_words()}") from None
         connection.settimeout(ORDER_S)
         with connection:  # the file object keeps it open
@@ -112,10 +112,10 @@ class Group:
             line = lines.readline()
         except OSError:  # a time-out, too
             line = ""
-        found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
-        if "error" in found:
-            raise PeerError(self.name, f"failed: {found['error']}: {self._last_words()}")
-        return found
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
+        if "error" in answer:
+            raise PeerError(self.name, f"failed: {answer['error']}: {self._last_words()}")
+        return answer
 
     def _last_words(self) -> str:
         said = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
@@ -129,7 +129,8 @@ class Group:
                 lines.write(json.dumps(order) + "\n")
                 lines.flush()
         answers = [self._answer(lines) for lines in self._ranks]
-        self.carried_last = together(each.pop("carried", {}) for each in answers)  # an older checkout does not count
+        # An older checkout does not count.
+        self.carried_last = together(answer.pop("carried", {}) for answer in answers)
         for way in {str(order.get("way", ALL)), ALL}:
             self._carried[way] += self.carried_last
             if self.carried_last:
@@ -283,7 +284,7 @@ def daemon(
     with _server(name, command, start_s, tree) as (pid, addresses):
         ready_s = time.perf_counter() - started
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        yield Servers(name, addresses, [int(each) for each in pids], ready_s)
+        yield Servers(name, addresses, [int(child) for child in pids], ready_s)
 
 
 @contextlib.contextmanager
@@ -293,7 +294,7 @@ def echo_servers(count: int) -> Iterator[Servers]:
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "benchmarks.loopback"]
         running = [stack.enter_context(_server("an echo server", command)) for _ in range(count)]
-        addresses = [address for _, found in running for address in found]
+        addresses = [address for _, of_server in running for address in of_server]
         yield Servers("an echo server", addresses, [pid for pid, _ in running], time.perf_counter() - started)
 
 

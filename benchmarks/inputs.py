@@ -66,18 +66,18 @@ def measure(console: Console, turns: int) -> bool:
             for size in SIZES:
                 rows: dict[str, list[float]] = {COMPARING: [], BELIEVING: []}
                 for turn in range(turns + 1):
-                    for way, found in rows.items():
+                    for way, times in rows.items():
                         both = ranks.tell(do="turn", size=size, way=way)
-                        if any(each["wrong"] for each in both):
+                        if any(answer["wrong"] for answer in both):
                             raise PeerError(way, "gave a wrong result")
                         if turn:  # the first one warms up
-                            found.append(max(each["ms"] for each in both))
-                ms = {way: float(np.median(found)) for way, found in rows.items()}
+                            times.append(max(answer["ms"] for answer in both))
+                ms = {way: float(np.median(times)) for way, times in rows.items()}
                 _show(console, f"{RANKS} ranks, carried by {ranks.carrier}, {size}", ms)
                 name = f"inputs, {place}, {size}"
                 verdicts.append(at_most(name, ms[COMPARING], BELIEVING, ms[BELIEVING], MOST[size]))
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def _show(console: Console, title: str, ms: dict[str, float]) -> None:

@@ -29,7 +29,7 @@ class Carrier:
     """One rank's connections to all echo servers."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._sockets = [_ready(socket.create_connection(parse_address(each))) for each in addresses]
+        self._sockets = [_ready(socket.create_connection(parse_address(address))) for address in addresses]
 
     def close(self) -> None:
         for sock in self._sockets:
@@ -40,7 +40,7 @@ class Carrier:
 
         Raises TimeoutError or OSError when an echo server fails.
         """
-        source, target = (each.reshape(-1).view(np.uint8).data for each in (tensor, result))
+        source, target = (array.reshape(-1).view(np.uint8).data for array in (tensor, result))
         step = -(-len(source) // len(self._sockets))
         poll, unfinished = select.poll(), {}
         for number, sock in zip(range(0, len(source), step), self._sockets, strict=False):  # fewer parts: a tiny tensor
@@ -111,8 +111,8 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"ready 127.0.0.1:{listener.getsockname()[1]}", flush=True)
     poll, echoes = select.poll(), {}
-    for each in (listener, sys.stdin):
-        poll.register(each, select.POLLIN)
+    for readable in (listener, sys.stdin):
+        poll.register(readable, select.POLLIN)
     while True:
         for number, _ in poll.poll():
             if number == sys.stdin.fileno():

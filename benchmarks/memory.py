@@ -80,12 +80,12 @@ def measure(case: Case, tree: Tree = HERE) -> Memory:
     slots = (setup.ranks + 1) * SLOTS
     return Memory(
         case,
-        worker=max(each["peak_mib"] for each in answers),
-        joined=max(each["joined_mib"] for each in answers),
+        worker=max(answer["peak_mib"] for answer in answers),
+        joined=max(answer["joined_mib"] for answer in answers),
         shard=resident - imports - slots,
         slots=slots,
         resident=resident,
-        wrong=int(sum(each["wrong"] for each in answers)),
+        wrong=int(sum(answer["wrong"] for answer in answers)),
         ready_s=running.ready_s,
         carried_by=group.carrier,
     )

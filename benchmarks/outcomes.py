@@ -85,7 +85,7 @@ def _head(case: Case, entrant: str) -> Row:
 
 def _row(measured: Measured, result: Result) -> Row:
     case, nbytes = measured.case, measured.case.elements * 4
-    low, median, high = (float(each) for each in np.percentile(result.ms, (10, 50, 90)))
+    low, median, high = (float(ms) for ms in np.percentile(result.ms, (10, 50, 90)))
     return _head(case, result.label) | {
         "density": measured.density,
         "union_density": measured.union_density,
@@ -146,7 +146,7 @@ def show_case(console: Console, found: Outcome) -> None:
     table.add_column("")
     for title in columns:
         table.add_column(title, justify="right")
-    for row in sorted(found.rows, key=lambda each: float(each.get("ms", 0))):
+    for row in sorted(found.rows, key=lambda row: float(row.get("ms", 0))):
         figures = ["" if row[key] is None else format(row[key] * scale, how) for key, how, scale in columns.values()]
         table.add_row(row["entrant"], *figures, style="bold" if row["entrant"] == OURS else None)
     console.print(table, "")
@@ -156,14 +156,14 @@ def show_verdicts(console: Console, lines: Sequence[Verdict]) -> None:
     table = Table(title="Targets", title_justify="left", box=None, pad_edge=False)
     for name in ("case", "ours", "peer", "theirs", "ratio", "target", ""):
         table.add_column(name, justify="left" if name in ("case", "peer", "") else "right")
-    for each in lines:
-        verdict = Text("met") if each.met else Text("MISSED", "bold red")
-        ours, theirs, ratio = f"{each.value:.4g} {each.unit}", "", ""
-        if each.peer_value is None or each.ratio is None:
+    for line in lines:
+        verdict = Text("met") if line.met else Text("MISSED", "bold red")
+        ours, theirs, ratio = f"{line.value:.4g} {line.unit}", "", ""
+        if line.peer_value is None or line.ratio is None:
             verdict = Text("NO VERDICT", "bold red")
         else:
-            theirs, ratio = f"{each.peer_value:.4g} {each.unit}", f"{each.ratio:.2f}"
-        table.add_row(each.case, ours, each.peer, theirs, ratio, each.target, verdict)
+            theirs, ratio = f"{line.peer_value:.4g} {line.unit}", f"{line.ratio:.2f}"
+        table.add_row(line.case, ours, line.peer, theirs, ratio, line.target, verdict)
     console.print(table)
 
 
@@ -180,7 +180,7 @@ class Results:
         make_folder(folder)
         try:
             self.rows = self._read(rows)
-            self.verdicts = [Verdict(**each) for each in self._read(SUMMARY)]
+            self.verdicts = [Verdict(**entry) for entry in self._read(SUMMARY)]
             self._entrants = defaultdict[str, set[str]](set)
             for row in self.rows:
                 self._entrants[row["case"]].add(row["entrant"])
@@ -197,7 +197,7 @@ class Results:
         for name in names:
             self._entrants.pop(name, None)
         self.rows = [row for row in self.rows if row["case"] not in names]
-        self.verdicts = [each for each in self.verdicts if each.case.partition(":")[0] not in names]
+        self.verdicts = [verdict for verdict in self.verdicts if verdict.case.partition(":")[0] not in names]
 
     def add(self, found: Outcome) -> None:
         """Put the outcome of a case in the place of what was known of it, and write the files."""
@@ -206,30 +206,34 @@ class Results:
         self.rows += found.rows
         self.verdicts += found.verdicts
         self._write(self._file, self.rows)
-        self._write(SUMMARY, [asdict(each) for each in self.verdicts])
+        self._write(SUMMARY, [asdict(verdict) for verdict in self.verdicts])
 
     def _read(self, name: str) -> list[Row]:
         """The entries of a file, without the options."""
         path = self.folder / name
         try:
-            found: list[Row] = json.loads(path.read_text()) if path.exists() else []
+            entries: list[Row] = json.loads(path.read_text()) if path.exists() else []
         except ValueError as error:
             raise UsageError(f"{path}: not what a run wrote ({error}): remove it") from None
-        if other := {each.pop("options", "") for each in found} - {self.options}:
-            theirs, ours = (each or "the defaults" for each in (other.pop(), self.options))
+        if other := {entry.pop("options", "") for entry in entries} - {self.options}:
+            theirs, ours = (options or "the defaults" for options in (other.pop(), self.options))
             raise UsageError(
                 f"{path} has results of {theirs}, and this is a run of {ours}: choose another folder with --results"
             )
-        return found
+        return entries
 
     def _write(self, name: str, content: list[Row]) -> None:
-        marked = [each | {"options": self.options} for each in content] if self.options else content
+        marked = [entry | {"options": self.options} for entry in content] if self.options else content
         write_json(json.dumps(marked).encode(), self.folder / name)
 
     @property
     def undecided(self) -> list[Verdict]:
         """The targets of cases in these rows that a competitor was absent for."""
-        return [each for each in self.verdicts if each.met is None and each.case.partition(":")[0] in self._entrants]
+        return [
+            verdict
+            for verdict in self.verdicts
+            if verdict.met is None and verdict.case.partition(":")[0] in self._entrants
+        ]
 
     @property
     def wrong(self) -> int:

@@ -61,21 +61,21 @@ class Rank:
         """Milliseconds of one run, of the product alone on one rank, and how many elements are wrong."""
         self._comm.barrier()
         begin = time.perf_counter()
-        found = self._pipelines[way].run(self._comm, self._values)["out"]
+        output = self._pipelines[way].run(self._comm, self._values)["out"]
         ms = (time.perf_counter() - begin) * 1e3
         begin = time.perf_counter()
         np.matmul(self._values["x"], self._values["weight"])
         product_ms = (time.perf_counter() - begin) * 1e3
-        return {"ms": ms, "product_ms": product_ms, "wrong": int(np.count_nonzero(found != self._expected))}
+        return {"ms": ms, "product_ms": product_ms, "wrong": int(np.count_nonzero(output != self._expected))}
 
 
 def pipelines() -> dict[str, Pipeline]:
     """The layer in each way. Nothing is dropped."""
     serial = model_parallel(p=0.0)
-    found = {SERIAL: serial}
+    by_way = {SERIAL: serial}
     for chunks in CHUNKS:
-        found[f"{chunks} chunks"] = serial.overlap(["product", "total"], chunks=chunks)
-    return found
+        by_way[f"{chunks} chunks"] = serial.overlap(["product", "total"], chunks=chunks)
+    return by_way
 
 
 def measure(console: Console, turns: int, rate: str) -> bool:
@@ -86,21 +86,21 @@ def measure(console: Console, turns: int, rate: str) -> bool:
         rows: dict[str, list[dict[str, float]]] = {way: [] for way in pipelines()}
         with group as ranks:
             for turn in range(turns + 1):
-                for way, found in rows.items():
+                for way, answers in rows.items():
                     both = ranks.tell(do="turn", way=way)
-                    if any(each["wrong"] for each in both):
+                    if any(answer["wrong"] for answer in both):
                         raise PeerError(way, "gave a wrong result")
                     if turn:  # the first one warms up
-                        found.append(max(both, key=lambda each: each["ms"]))
-        ms = {way: float(np.median([each["ms"] for each in found])) for way, found in rows.items()}
-        product_ms = float(np.median([each["product_ms"] for found in rows.values() for each in found]))
+                        answers.append(max(both, key=lambda answer: answer["ms"]))
+        ms = {way: float(np.median([answer["ms"] for answer in answers])) for way, answers in rows.items()}
+        product_ms = float(np.median([answer["product_ms"] for answers in rows.values() for answer in answers]))
         where = f"{RANKS} ranks, {place}, carried by {ranks.carrier}"
         _show(console, f"{where}; the product alone takes {product_ms:.0f} ms", ms)
         best = min((way for way in ms if way != SERIAL), key=lambda way: ms[way])
         if place == rate:
             verdicts.append(at_least(f"overlap, {rate}, {best}", ms[best], SERIAL, ms[SERIAL], LEAST))
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def _show(console: Console, title: str, ms: dict[str, float]) -> None:
@@ -131,7 +131,7 @@ def _shaped(rate: str) -> Iterator[Group]:
             stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
             for host in of_shards
         ]
-        addresses = [address for each in daemons for address in each.addresses]
+        addresses = [address for servers in daemons for address in servers.addresses]
         prefixes = [host.prefix for host in of_ranks]
         program = ("benchmarks.overlap",)
         yield stack.enter_context(

@@ -31,10 +31,10 @@ ROUNDS = 2  # of each
 def memory_mib(what: str, pid: int | str = "self") -> float:
     """Resident memory of a process now (`VmRSS`; of it `RssAnon`), or its peak since `forget_peak` (`VmHWM`). Raises
     FileNotFoundError or ProcessLookupError when it is gone."""
-    found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    if found is None:  # it waits for its parent
+    match = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    if match is None:  # it waits for its parent
         raise ProcessLookupError(f"process {pid} has ended")
-    return int(found[1]) / 1024
+    return int(match[1]) / 1024
 
 
 def forget_peak() -> None:

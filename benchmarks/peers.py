@@ -73,8 +73,8 @@ class Service(Peer):
         self._comm.barrier()
 
     def wire_bytes(self) -> Array:
-        found = self._comm.statistics()
-        return np.array([found.sent_bytes, found.received_bytes, *found.shard_bytes])
+        statistics = self._comm.statistics()
+        return np.array([statistics.sent_bytes, statistics.received_bytes, *statistics.shard_bytes])
 
 
 class Mpi(Peer):

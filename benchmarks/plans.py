@@ -58,8 +58,8 @@ class Compared(NamedTuple):
 def compare_plans(folder: Path) -> list[Compared]:
     """Predict what `testbed.json` and `relays.json` in this folder have. Raises OSError, ValueError where they cannot
     be read."""
-    found = [folder / name for name in ("testbed.json", "relays.json")]
-    rows = [row for path in found if path.exists() for row in json.loads(path.read_text())]
+    paths = [folder / name for name in ("testbed.json", "relays.json")]
+    rows = [row for path in paths if path.exists() for row in json.loads(path.read_text())]
     rows = [row for row in rows if row["entrant"] in OWN and row["kind"] == "dense"]
     costs = Costs().at(speed_of([Compared(row, _predicted(row, Costs())) for row in rows]))
     return [Compared(row, _predicted(row, costs)) for row in rows]
@@ -67,7 +67,9 @@ def compare_plans(folder: Path) -> list[Compared]:
 
 def speed_of(found: Sequence[Compared]) -> float:
     """How fast the processors were, by what all rows took of them: machines that others use, too, differ by hours."""
-    return float(np.median([each.prediction.processor_s * 1e3 / each.processor_ms for each in found] or [1.0]))
+    return float(
+        np.median([comparison.prediction.processor_s * 1e3 / comparison.processor_ms for comparison in found] or [1.0])
+    )
 
 
 def _predicted(row: dict[str, Any], costs: Costs) -> Prediction:
@@ -91,12 +93,12 @@ def show_plans(console: Console, found: Sequence[Compared]) -> None:
     table.add_column("carried by")
     for title in ("ms", "predicted", "ratio", "processor ms", "predicted", "ratio"):
         table.add_column(title, justify="right")
-    for each in found:
+    for comparison in found:
         pairs = [
-            (each.row["ms"], each.predicted_ms),
-            (each.processor_ms, each.prediction.processor_s * 1e3),
+            (comparison.row["ms"], comparison.predicted_ms),
+            (comparison.processor_ms, comparison.prediction.processor_s * 1e3),
         ]
         cells = [(f"{measured:.4g}", f"{guess:.4g}", f"{guess / measured:.2f}") for measured, guess in pairs]
-        table.add_row(each.name, each.row.get("carried_by", ""), *cells[0], *cells[1])
+        table.add_row(comparison.name, comparison.row.get("carried_by", ""), *cells[0], *cells[1])
     console.print(table, "")
-    show_verdicts(console, [each.verdict for each in found])
+    show_verdicts(console, [comparison.verdict for comparison in found])

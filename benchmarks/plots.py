@@ -37,9 +37,9 @@ def draw(results: Path, out: Path, formats: Sequence[str] = ("png", "svg")) -> l
     with mpl.rc_context(STYLE):
         read = [_read(results / f"{name}.json") for name in ("rows", "testbed", "relays", "training")]
         for name, figure in _figures(*read):
-            for each in formats:
-                made.append(out / f"{name}.{each}")
-                figure.savefig(made[-1], metadata=SAME[each])
+            for extension in formats:
+                made.append(out / f"{name}.{extension}")
+                figure.savefig(made[-1], metadata=SAME[extension])
     return made
 
 
@@ -93,10 +93,10 @@ def _over_density(title: str, y: str) -> tuple[Figure, Any]:
 
 def _curves(rows: Iterable[Row], key: str, x: str, y: str) -> dict[Any, Points]:
     """The points of each value of `key`, in order."""
-    found = defaultdict(list)
+    curves = defaultdict(list)
     for row in rows:
-        found[row[key]].append((max(row[x], ZERO) if x == "density" else row[x], row[y]))
-    return {name: sorted(points) for name, points in found.items()}
+        curves[row[key]].append((max(row[x], ZERO) if x == "density" else row[x], row[y]))
+    return {name: sorted(points) for name, points in curves.items()}
 
 
 def _time_over_density(rows: list[Row], transport: str) -> Figure:
@@ -117,11 +117,11 @@ def _panel(row: Row) -> Panel:
 
 def _best_dense(rows: Iterable[Row]) -> dict[Panel, float]:
     """The milliseconds of the fastest of the others that move everything."""
-    found: dict[Panel, float] = {}
+    fastest: dict[Panel, float] = {}
     for row in rows:
         if row["entrant"] in DENSE:
-            found[_panel(row)] = min(row["ms"], found.get(_panel(row), row["ms"]))
-    return found
+            fastest[_panel(row)] = min(row["ms"], fastest.get(_panel(row), row["ms"]))
+    return fastest
 
 
 def _speedup_over_density(rows: list[Row]) -> Figure:

@@ -28,13 +28,13 @@ def profile_case(console: Console, case: Case, shards: int, results: Path) -> in
     """
     make_folder(results)
     lanes, exchanges, scans = _trace(case, shards)
-    found = break_down(lanes, skip=WARM_UP)
+    breakdown = break_down(lanes, skip=WARM_UP)
     title = f"{case.transport}, {case.ranks} ranks, {shards} shards, {case.size}, density {case.density:g}"
     scan_ms = [1e3 * float(np.median([answers[rank]["seconds"] for answers in scans])) for rank in range(case.ranks)]
-    references = [(f"rank {rank}, {SCAN}", each) for rank, each in enumerate(scan_ms)]
-    show_breakdown(console, title, found, lanes, references)
+    references = [(f"rank {rank}, {SCAN}", ms) for rank, ms in enumerate(scan_ms)]
+    show_breakdown(console, title, breakdown, lanes, references)
     path = results / "profile.json"
-    write_file(chrome_trace(lanes, found.begin, found.end), path)
+    write_file(chrome_trace(lanes, breakdown.begin, breakdown.end), path)
     console.print(f"{path}: open it in ui.perfetto.dev")
     return sum(answer["wrong"] for answers in exchanges for answer in answers)
 

@@ -65,21 +65,21 @@ class Named:
     def turn(self, way: str) -> dict[str, float]:
         """Milliseconds: the median of several steps, once they are known to be alike. That takes longer each time that
         a program has changed what it does."""
-        found: list[float] = []
+        times: list[float] = []
         for _ in range(MOST_STEPS):
             session.queue().barrier()
             before, begin = session.queue().statistics().rounds, time.perf_counter()
             self._ways[way]()
             took_s, rounds = time.perf_counter() - begin, session.queue().statistics().rounds
-            found = [*found, took_s * 1e3] if rounds == before else []
-            if len(found) == ALIKE + TIMED:
+            times = [*times, took_s * 1e3] if rounds == before else []
+            if len(times) == ALIKE + TIMED:
                 break
-        return {"ms": float(np.median(found[ALIKE:]))}
+        return {"ms": float(np.median(times[ALIKE:]))}
 
     def _many(self) -> None:
         tasks = [session.queue().allreduce_async(x, name=f"w{i}", op="max") for i, x in enumerate(self._small)]
-        for each in tasks:
-            each.wait()
+        for task in tasks:
+            task.wait()
 
     def _grouped(self) -> None:
         session.queue().grouped_allreduce_async(self._small, name="group", op="max").wait()
@@ -106,16 +106,16 @@ class Hooked:
 
     def turn(self, way: str) -> dict[str, float]:
         """Milliseconds of a backward pass, without what comes after it."""
-        (net, optimizer), found = self._models[way], []
+        (net, optimizer), times = self._models[way], []
         for _ in range(ALIKE + TIMED):
             optimizer.zero_grad()
             loss = net(self._x).sum()
             session.queue().barrier()
             begin = time.perf_counter()
             loss.backward()
-            found.append((time.perf_counter() - begin) * 1e3)
+            times.append((time.perf_counter() - begin) * 1e3)
             optimizer.step()
-        return {"ms": float(np.median(found[ALIKE:]))}
+        return {"ms": float(np.median(times[ALIKE:]))}
 
 
 class Embedding:
@@ -186,7 +186,7 @@ def measure(console: Console, turns: int, rate: str) -> bool:
     verdicts = [_small(console, MEMORY, turns, _here("named")), _small(console, rate, turns, _between(rate))]
     verdicts += [_hooks(console, turns), *_embedding(console, turns)]
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 Groups = Callable[[str], contextlib.AbstractContextManager[Group]]
@@ -197,32 +197,33 @@ def _medians(group: Group, ways: tuple[str, ...], turns: int, **more: object) ->
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for turn in range(turns + 1):
         for way in ways:
-            found = group.tell(do="turn", way=way, **({"seed": turn} if "seed" in more else {}))
-            rows[way].append(max(found, key=lambda row: row["ms"]))
+            answers = group.tell(do="turn", way=way, **({"seed": turn} if "seed" in more else {}))
+            rows[way].append(max(answers, key=lambda row: row["ms"]))
         if "seed" in more and len({row[-1]["sum"] for row in rows.values()}) > 1:
             raise PeerError("embedding", "gave wrong sums")
     return {
-        way: {key: float(np.median([row[key] for row in found[1:]])) for key in found[0]} for way, found in rows.items()
+        way: {key: float(np.median([row[key] for row in way_rows[1:]])) for key in way_rows[0]}
+        for way, way_rows in rows.items()
     }
 
 
 def _small(console: Console, where: str, turns: int, groups: Groups) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, groups(folder) as group:
-        found = _medians(group, SMALL, turns)
+        medians = _medians(group, SMALL, turns)
     title = f"two ranks, {where}, carried by {group.carrier}"
-    _show(console, title, {way: {"ms": row["ms"]} for way, row in found.items()})
-    return at_most(f"small tensors, {where}", found[MANY]["ms"], ONE, found[ONE]["ms"], MOST)
+    _show(console, title, {way: {"ms": row["ms"]} for way, row in medians.items()})
+    return at_most(f"small tensors, {where}", medians[MANY]["ms"], ONE, medians[ONE]["ms"], MOST)
 
 
 def _hooks(console: Console, turns: int) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, _here("hooked")(folder) as group:
-        found = _medians(group, (WITH, WITHOUT), turns)
+        medians = _medians(group, (WITH, WITHOUT), turns)
     _show(
         console,
         f"backward of {2 * LAYERS} parameters, two ranks, carried by {group.carrier}",
-        {way: {"ms": row["ms"]} for way, row in found.items()},
+        {way: {"ms": row["ms"]} for way, row in medians.items()},
     )
-    us = (found[WITH]["ms"] - found[WITHOUT]["ms"]) * 1e3 / (2 * LAYERS)
+    us = (medians[WITH]["ms"] - medians[WITHOUT]["ms"]) * 1e3 / (2 * LAYERS)
     return below("hook of a gradient", us, HOOK_US, "us")
 
 
@@ -232,10 +233,10 @@ def _embedding(console: Console, turns: int) -> list[Verdict]:
         command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *own]
         with Group("embedding", 4, [command], folder, carrier={SUMMED: MEMORY}) as group:
             of_union = max(row["of_union"] for row in group.tell(do="memory"))
-            found = _medians(group, (SUMMED, GATHERED), turns, seed=True)
+            medians = _medians(group, (SUMMED, GATHERED), turns, seed=True)
     title = f"an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up on each of four ranks"
-    _show(console, f"{title}; carried by {group.carrier_of(SUMMED)}, gathered by {group.carrier_of(GATHERED)}", found)
-    ours, theirs = found[SUMMED], found[GATHERED]
+    _show(console, f"{title}; carried by {group.carrier_of(SUMMED)}, gathered by {group.carrier_of(GATHERED)}", medians)
+    ours, theirs = medians[SUMMED], medians[GATHERED]
     return [
         at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], LEAST),
         at_least("its memory", ours["peak_mib"], GATHERED, theirs["peak_mib"], 1.0, "MiB"),
@@ -259,9 +260,9 @@ def _here(kind: str) -> Groups:
     def group(folder: str) -> Iterator[Group]:
         with (
             daemon(1) as servers,
-            service_group(2, folder, servers.addresses, program=_program(kind), carrier=MEMORY) as found,
+            service_group(2, folder, servers.addresses, program=_program(kind), carrier=MEMORY) as ranks,
         ):
-            yield found
+            yield ranks
 
     return group
 

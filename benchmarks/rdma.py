@@ -103,11 +103,11 @@ def bench(addresses: list[str], folder: Path, *sets: str) -> list[dict[str, Any]
     settings = [f"cluster.aggregators={json.dumps(addresses)}", *WAY, "cluster.timeout_s=300", *sets]
     mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", "2"]
     command = [*mpirun, sys.executable, "-m", "omnireduce", "bench", "--json", str(rows)]
-    command += [word for each in settings for word in ("--set", each)]
+    command += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT_S)
-    found: list[dict[str, Any]] = json.loads(rows.read_text())
-    check_carrier(found)
-    return found
+    parsed_rows: list[dict[str, Any]] = json.loads(rows.read_text())
+    check_carrier(parsed_rows)
+    return parsed_rows
 
 
 def check_carrier(rows: list[dict[str, Any]]) -> None:

@@ -69,7 +69,7 @@ def verdict_of(measured: Measured) -> Verdict:
 
 def _seconds(servers: Sequence[Servers]) -> float:
     """Processor time of all of them so far."""
-    return sum(each.cpu_seconds() for each in servers)
+    return sum(server.cpu_seconds() for server in servers)
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _racks(rate: str) -> Iterator[tuple[Contest, float]]:
         for (name, addresses), folder in zip(ways.items(), folders, strict=True):
             group = service_group(
                 len(of_ranks), folder, [], "transport.kind=tcp", prefixes=prefixes, carrier="tcp",
-                per_rank=[(f"cluster.aggregators={json.dumps(each)}",) for each in addresses],
+                per_rank=[(f"cluster.aggregators={json.dumps(of_rank)}",) for of_rank in addresses],
             )  # fmt: skip
             method = Method(name, "allreduce", "dense", own=True)
             entrants.append(Entrant(method, stack.enter_context(group), partial(_seconds, servers[name])))

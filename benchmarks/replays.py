@@ -42,7 +42,7 @@ LEAST = {"backward": 1.3, URGENT: 1.5}  # times as fast as without overlap
 def measure(console: Console, turns: int, rate: str) -> bool:
     """Let the ways take turns; return whether all aims are met. Raises PeerError where a training fails, TestbedError
     where there can be no hosts with shaped links."""
-    found: dict[str, list[float]] = {name: [] for name in WAYS}
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-")))
         write_layers(LAYERS, folder / "model.csv")
@@ -52,9 +52,9 @@ def measure(console: Console, turns: int, rate: str) -> bool:
         for turn in range(turns):
             for number, (name, options) in enumerate(WAYS.items()):
                 sets = (f"cluster.aggregators={listen}", f"cluster.job=replay-{turn}-{number}")
-                words = [word for each in sets for word in ("--set", each)]
-                found[name].append(_iteration_ms(of_ranks, folder, [*options, *words]))
-    return _show(console, rate, found)
+                words = [word for setting in sets for word in ("--set", setting)]
+                times[name].append(_iteration_ms(of_ranks, folder, [*options, *words]))
+    return _show(console, rate, times)
 
 
 def _iteration_ms(hosts: Sequence[Host], folder: Path, options: Sequence[str]) -> float:
@@ -78,10 +78,10 @@ def _iteration_ms(hosts: Sequence[Host], folder: Path, options: Sequence[str]) -
             raise PeerError("replay", f"took more than {LIMIT_S} s") from None
     if any(statuses):
         raise PeerError("replay", "failed: " + (folder / "errors-0").read_text().strip().rpartition("\n")[2])
-    found = msgspec.json.decode(report.read_bytes())
-    if wrong := wrong_carrier(CARRIER, found["transport"]):
+    reported = msgspec.json.decode(report.read_bytes())
+    if wrong := wrong_carrier(CARRIER, reported["transport"]):
         raise PeerError("replay", f"failed: {wrong}")
-    times: list[int] = found["ns"]
+    times: list[int] = reported["ns"]
     return statistics.median(times) / 1e6
 
 
@@ -97,4 +97,4 @@ def _show(console: Console, rate: str, found: Mapping[str, Sequence[float]]) -> 
     console.print(table)
     verdicts = [at_least(f"overlap: {name}", ms[name], NONE, ms[NONE], least) for name, least in LEAST.items()]
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)

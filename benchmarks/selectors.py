@@ -49,16 +49,16 @@ def measure(console: Console, turns: int) -> bool:
             way()
             if turn:  # the first one warms up
                 ms[name].append((time.perf_counter() - begin) * 1e3)
-    medians = {name: float(np.median(found)) for name, found in ms.items()}
+    medians = {name: float(np.median(times)) for name, times in ms.items()}
     table = Table(box=None)
     for title in (f"1 Mi elements, ratio {RATIO:g}", "ms", "p90"):
         table.add_column(title, justify="right")
-    for name, found in ms.items():
-        table.add_row(name, f"{medians[name]:.3f}", f"{np.percentile(found, 90):.3f}")
+    for name, times in ms.items():
+        table.add_row(name, f"{medians[name]:.3f}", f"{np.percentile(times, 90):.3f}")
     console.print(table, "")
     verdicts = verdicts_of(medians)
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def verdicts_of(medians: dict[str, float]) -> list[Verdict]:

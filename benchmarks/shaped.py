@@ -120,14 +120,14 @@ def _shaped(setting: Setting, sets: Sequence[str]) -> Iterator[tuple[Contest, fl
             stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix))
             for host in of_shards
         ]
-        addresses = [address for each in daemons for address in each.addresses]
+        addresses = [address for servers in daemons for address in servers.addresses]
         prefixes = [host.prefix for host in of_ranks]
         service = service_group(
             ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes, carrier=setting.carrier
         )
 
         def shards_s() -> float:
-            return sum(each.cpu_seconds() for each in daemons)
+            return sum(servers.cpu_seconds() for servers in daemons)
 
         entrants = [Entrant(DENSE, stack.enter_context(service), shards_s)]
         for name in setting.peers:
@@ -192,5 +192,5 @@ def _against_best(name: str, peers: Sequence[str], measured: Measured, target: f
     if absent := measured.absent(*peers):
         return undecided(name, ours, absent, target)
     rivals = [results[label] for label in labels(measured.case, peers) - {OURS}]
-    best = min(rivals, key=lambda each: each.median)
+    best = min(rivals, key=lambda result: result.median)
     return at_least(name, ours, best.label, best.median, target)

@@ -117,8 +117,8 @@ def _small(measured: Measured) -> list[Verdict]:
         return [below(f"{case.name}: p50", ours, LATENCY_MS, "ms")]
     if measured.absent("openmpi"):
         return [undecided(case.name, ours, ["openmpi"], 1.0)]
-    theirs = [each for label, each in measured.results.items() if label.startswith("openmpi")]
-    fastest = min(theirs, key=lambda each: each.median)
+    theirs = [result for label, result in measured.results.items() if label.startswith("openmpi")]
+    fastest = min(theirs, key=lambda result: result.median)
     return [at_least(case.name, ours, fastest.label, fastest.median, 1.0)]
 
 

@@ -196,7 +196,7 @@ def _namespaces() -> list[str]:
 
 
 def _remove_leftovers() -> None:
-    owned = [(name, found[1]) for name in _namespaces() if (found := NAMES.fullmatch(name))]
+    owned = [(name, match[1]) for name in _namespaces() if (match := NAMES.fullmatch(name))]
     _remove([name for name, pid in owned if not Path("/proc", pid).exists()])
 
 

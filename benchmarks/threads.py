@@ -68,20 +68,20 @@ def measure(console: Console, turns: int) -> bool:
     for title in ("1 rank, 100 MiB", "1 thread ms", "2 threads ms", "ratio", "at most", *works, "carried by"):
         table.add_column(title, justify="right")
     for way in (ALONE, *WAYS):
-        found, carrier = (_times_alone(turns), NOTHING) if way == ALONE else _times(way, turns)
+        times, carrier = (_times_alone(turns), NOTHING) if way == ALONE else _times(way, turns)
         for density in DENSITIES:
-            (one, works, shards_work), (two, _, _) = (np.median(found[threads, density], 0) for threads in THREADS)
+            (one, works, shards_work), (two, _, _) = (np.median(times[threads, density], 0) for threads in THREADS)
             name, most = f"{way}, density {density:g}", one / ((works + shards_work) / 2)
             numbers = (one, two, one / two, most, works, shards_work)
-            table.add_row(name, *(f"{each:.2f}" for each in numbers), carrier)
+            table.add_row(name, *(f"{number:.2f}" for number in numbers), carrier)
             verdicts += [at_least(f"{name}: 2 threads", two, "1 thread", one, LEAST)] if density == 1 else []
     console.print(table, "at most: two processors share the work of the rank and of the shards\n")
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def _times_alone(turns: int) -> Times:
-    found: Times = {}
+    times: Times = {}
     tensor = np.empty(SIZES["100 MiB"], np.float32)
     with contextlib.ExitStack() as stack:
         ranks = {threads: stack.enter_context(rank_alone(threads, SHARDS)) for threads in THREADS}
@@ -89,13 +89,13 @@ def _times_alone(turns: int) -> Times:
             row = timed(rank.all_reduce, tensor, density)
             if row["wrong"]:
                 raise PeerError(ALONE, "gave wrong sums")
-            found.setdefault((threads, density), []).append((row["ms"], row["used_ms"], 0.0))
-    return found
+            times.setdefault((threads, density), []).append((row["ms"], row["used_ms"], 0.0))
+    return times
 
 
 def _times(way: str, turns: int) -> tuple[Times, str]:
     """Also what has carried the tensors."""
-    found: Times = {}
+    times: Times = {}
     with contextlib.ExitStack() as stack:
         entrants = {threads: _entrant(stack, way, threads) for threads in THREADS}
         for _, density, (threads, (shards, rank)) in itertools.product(range(turns), DENSITIES, entrants.items()):
@@ -104,9 +104,9 @@ def _times(way: str, turns: int) -> tuple[Times, str]:
             if row["wrong"]:
                 raise PeerError(way, "gave wrong sums")
             shards_ms = (shards.cpu_seconds() - before) * 1e3
-            found.setdefault((threads, density), []).append((row["ms"], row["used_ms"], shards_ms))
+            times.setdefault((threads, density), []).append((row["ms"], row["used_ms"], shards_ms))
     [carrier] = {rank.carrier for _, rank in entrants.values()}
-    return found, carrier
+    return times, carrier
 
 
 def _entrant(stack: contextlib.ExitStack, way: str, threads: int) -> tuple[Servers, Group]:

@@ -102,19 +102,19 @@ def run_trainings(cases: Sequence[Training], turns: int) -> Iterator[Outcome]:
     installed."""
     for case in cases:
         with _place(case) as place:
-            found = {label: Runs() for label in case.labels}
+            runs = {label: Runs() for label in case.labels}
             for turn in range(turns):
-                labels = list(found)
+                labels = list(runs)
                 for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
                     try:
                         step_ms, quality, carrier = _run(case, label, place)
                     except PeerError as error:
                         sys.stderr.write(f"bench: LEFT OUT: a run of {case.name}: {error}\n")
                         continue
-                    found[label].ms.append(step_ms)
-                    found[label].quality.append(quality)
-                    found[label].carriers.add(carrier)
-        yield outcome_of(case, found)
+                    runs[label].ms.append(step_ms)
+                    runs[label].quality.append(quality)
+                    runs[label].carriers.add(carrier)
+        yield outcome_of(case, runs)
 
 
 def outcome_of(case: Training, found: Mapping[str, Runs]) -> Outcome:
@@ -133,7 +133,7 @@ def _place(case: Training) -> Iterator[Place]:
         ]
         environ = {
             "GLOO_SOCKET_IFNAME": INTERFACE,
-            "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(each for found in daemons for each in found.addresses),
+            "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(address for servers in daemons for address in servers.addresses),
             "OMNIREDUCE_TRANSPORT_KIND": "tcp",
         }
         yield Place([host.prefix for host in hosts], environ, hosts[0].address)
@@ -261,7 +261,7 @@ def _targets(case: Training) -> list[tuple[str, str, str, float]]:
 
 
 def _verdict(name: str, medians: Mapping[str, float], ours: str, peer: str, target: float) -> Verdict:
-    absent = [each for each in (ours, peer) if each not in medians]
+    absent = [label for label in (ours, peer) if label not in medians]
     if absent:
         return undecided(name, medians.get(ours, 0.0), absent, target)
     if target < 1:

@@ -152,9 +152,11 @@ class Updating:
         self._own[COMPILED].compiled_step(self._mean)
         self._torch.step()
         others = [self._own[NUMPY].w, self._own[COMPILED].w, self._parameter.detach().numpy()]
-        dense = [each for each in others if isinstance(self._optimizer.rule, Adam) and not self._optimizer.rule.lazy]
+        dense = [
+            weights for weights in others if isinstance(self._optimizer.rule, Adam) and not self._optimizer.rule.lazy
+        ]
         return {
-            "apart": max((float(np.abs(self._weights - each).max()) for each in dense), default=0.0),
+            "apart": max((float(np.abs(self._weights - weights).max()) for weights in dense), default=0.0),
             "kept_mib": self._kept_mib,
         }
 
@@ -200,11 +202,11 @@ class Embedding:
         session.communicator().barrier()
         with by_sockets() as carried:
             begin = perf_counter()
-            for each in optimizers:
-                each.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             model(words).square().mean().backward()
-            for each in optimizers:
-                each.step()
+            for optimizer in optimizers:
+                optimizer.step()
             ms = (perf_counter() - begin) * 1e3
         return {"ms": ms} | ({"carried": carried} if way == DDP else {})
 
@@ -225,7 +227,7 @@ def measure(console: Console, turns: int) -> bool:
             verdicts += _adam(console, ranks, density, target, turns)
     verdicts.append(_embedding(console, turns))
     show_verdicts(console, verdicts)
-    return all(each.met for each in verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
 def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
@@ -235,7 +237,8 @@ def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[
         for way in ways:
             rows[way].append(max(group.tell(do="turn", way=way), key=lambda row: row["ms"]))
     return {
-        way: {key: float(np.median([row[key] for row in found[2:]])) for key in found[0]} for way, found in rows.items()
+        way: {key: float(np.median([row[key] for row in way_rows[2:]])) for key in way_rows[0]}
+        for way, way_rows in rows.items()
     }
 
 
@@ -246,7 +249,7 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
         daemon(1) as servers,
         service_group(ranks, folder, servers.addresses, program=program, carrier=CARRIERS) as group,
     ):
-        found = _medians(group, WAYS, turns)
+        medians = _medians(group, WAYS, turns)
         checks = group.tell(do="check")
     apart, kept = (max(row[what] for row in checks) for what in ("apart", "kept_mib"))
     if apart > TOLERANCE:
@@ -255,13 +258,13 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
     table = Table(box=None)
     for name in (case, "ms", "of it the exchange", "times", "carried by"):
         table.add_column(name, justify="right" if name != case else "left")
-    ours = found[FUSED]["ms"]
-    for way, row in found.items():
+    ours = medians[FUSED]["ms"]
+    for way, row in medians.items():
         numbers = f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}"
         table.add_row(way, *numbers, group.carrier_of(way))
     console.print(table, "")
     return [
-        *(at_least(case, ours, way, found[way]["ms"], target) for way in OTHERS),
+        *(at_least(case, ours, way, medians[way]["ms"], target) for way in OTHERS),
         below(f"{case}: memory of a rank for it", kept, 1.0, "MiB"),
     ]
 
@@ -273,11 +276,11 @@ def _embedding(console: Console, turns: int) -> Verdict:
         daemon(1) as servers,
         service_group(2, folder, servers.addresses, program=program, carrier=CARRIERS_OF_EMBEDDING) as group,
     ):
-        found = _medians(group, (SHARDED, DDP), turns)
+        medians = _medians(group, (SHARDED, DDP), turns)
     case = f"step of an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up"
-    said = (f"{way}: {found[way]['ms']:.2f} ms, carried by {group.carrier_of(way)}" for way in found)
+    said = (f"{way}: {medians[way]['ms']:.2f} ms, carried by {group.carrier_of(way)}" for way in medians)
     console.print(f"{case}: {'; '.join(said)}", "")
-    return at_least(case, found[SHARDED]["ms"], DDP, found[DDP]["ms"], EMBEDDING_TARGET)
+    return at_least(case, medians[SHARDED]["ms"], DDP, medians[DDP]["ms"], EMBEDDING_TARGET)
 
 
 def _start(kind: str, options: dict[str, Any], path: str) -> tuple[int, Mapping[str, Order]]:

@@ -76,12 +76,12 @@ def measure(console: Console, turns: int) -> bool:
                     rows[name] += group.tell(do="turn")
         carriers = {name: group.carrier for name, group in groups.items()}
         _show(console, way, rows, carriers)
-        if any(row["wrong"] for found in rows.values() for row in found):
+        if any(row["wrong"] for job_rows in rows.values() for row in job_rows):
             raise PeerError(way, "gave wrong sums")
         last = [row["beside_ms"] for row in list(rows.values())[-1]]
         lines.append(below(f"{way}: 4 KiB beside 64 MiB", float(np.median(last)), MOST_MS, "ms"))
     show_verdicts(console, lines)
-    return all(each.met for each in lines)
+    return all(verdict.met for verdict in lines)
 
 
 def _group(stack: contextlib.ExitStack, sets: Sequence[str], carrier: str) -> Group:
@@ -96,11 +96,11 @@ def _show(console: Console, way: str, rows: dict[str, list[dict[str, float]]], c
     table.add_column(f"{way}, {RANKS} ranks, ms")
     for title in ("4 KiB alone", "4 KiB beside", "p90", "64 MiB", "carried by", "wrong"):
         table.add_column(title, justify="right")
-    for name, found in rows.items():
-        alone, beside, large = ([row[key] for row in found] for key in ("alone_ms", "beside_ms", "large_ms"))
+    for name, job_rows in rows.items():
+        alone, beside, large = ([row[key] for row in job_rows] for key in ("alone_ms", "beside_ms", "large_ms"))
         numbers = np.median(alone), np.median(beside), np.percentile(beside, 90), np.median(large)
-        wrong = str(sum(int(row["wrong"]) for row in found))
-        table.add_row(name, *(f"{each:.2f}" for each in numbers), carriers[name], wrong)
+        wrong = str(sum(int(row["wrong"]) for row in job_rows))
+        table.add_row(name, *(f"{number:.2f}" for number in numbers), carriers[name], wrong)
     console.print(table, "")
 
 
