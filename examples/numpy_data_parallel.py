@@ -21,7 +21,7 @@ class Momentum:
 
     def __init__(self, params: Parameters, rate: float, momentum: float = 0.9) -> None:
         self.params, self.rate, self.momentum = params, rate, momentum
-        self.velocity = {name: np.zeros_like(each) for name, each in params.items()}
+        self.velocity = {name: np.zeros_like(param) for name, param in params.items()}
 
     def step(self, gradients: Parameters) -> None:
         for name, gradient in gradients.items():

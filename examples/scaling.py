@@ -17,14 +17,14 @@ PROGRAM = str(Path(sys.executable).parent / "omnireduce")
 
 def seconds_of(ranks: int, command: list[str]) -> float:
     """Run the command on so many ranks; what it prints is printed."""
-    found = subprocess.run(
+    completed = subprocess.run(
         [PROGRAM, "run", "-np", str(ranks), *command], stdout=subprocess.PIPE, text=True, check=False
     )
-    sys.stdout.write(found.stdout)
+    sys.stdout.write(completed.stdout)
     sys.stdout.flush()
-    if found.returncode:
-        sys.exit(f"{ranks} ranks ended with status {found.returncode}")
-    said = re.search(r"Total time: ([0-9.]+) second", found.stdout)
+    if completed.returncode:
+        sys.exit(f"{ranks} ranks ended with status {completed.returncode}")
+    said = re.search(r"Total time: ([0-9.]+) second", completed.stdout)
     if said is None:
         sys.exit(f"{ranks} ranks have not said 'Total time: S second'")
     return float(said[1])
@@ -36,15 +36,15 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     given = parser.parse_args()
     try:
-        numbers = [int(each) for each in given.np.split(",")]
+        numbers = [int(text) for text in given.np.split(",")]
     except ValueError:
         parser.error(f"--np {given.np}: expected numbers with commas between them, such as 1,2,4")
     if not given.command or min(numbers) < 1:
         parser.error("expected a program to run, and numbers of ranks from 1")
-    found = {ranks: seconds_of(ranks, given.command) for ranks in numbers}
+    times = {ranks: seconds_of(ranks, given.command) for ranks in numbers}
     table = Table("ranks", "seconds", "times as fast", "of what ranks could", box=None)
-    for ranks, seconds in found.items():
-        speed = found[numbers[0]] / seconds
+    for ranks, seconds in times.items():
+        speed = times[numbers[0]] / seconds
         table.add_row(f"{ranks}", f"{seconds:.2f}", f"{speed:.2f}", f"{speed * numbers[0] / ranks:.0%}")
     Console().print(table)
 

@@ -56,11 +56,11 @@ def main() -> None:
         losses = []
         for step in range(asked.steps):
             batch = slice(step * asked.batch, (step + 1) * asked.batch)
-            loss, found = gradients(tables, who[batch], what[batch], given[batch])
-            optimizer.step(found)
+            loss, grads = gradients(tables, who[batch], what[batch], given[batch])
+            optimizer.step(grads)
             losses.append(loss)
         if comm.rank == 0:
-            rows = sum(len(np.unique(numbers)) for numbers, _ in found.values())
+            rows = sum(len(np.unique(numbers)) for numbers, _ in grads.values())
             print(
                 f"{comm.size} rank{'s' * (comm.size > 1)}: mean squared error {np.mean(losses[:10]):.3f} at first, "
                 f"{np.mean(losses[-10:]):.3f} after {optimizer.steps} steps; a rank sent {rows} rows in the last one, "

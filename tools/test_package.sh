@@ -27,15 +27,15 @@ pythons() {
     done
 }
 
-if (($#)); then found=("$@"); else mapfile -t found < <(pythons); fi
-((${#found[@]})) || fail 'no Python from 3.11 on with its venv module was found'
+if (($#)); then interpreters=("$@"); else mapfile -t interpreters < <(pythons); fi
+((${#interpreters[@]})) || fail 'no Python from 3.11 on with its venv module was found'
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONSAFEPATH=1
 unset PYTHONPATH
 
-say "building with $("${found[0]}" --version)"
-"${found[0]}" -m venv "$work/build"
+say "building with $("${interpreters[0]}" --version)"
+"${interpreters[0]}" -m venv "$work/build"
 "$work/build/bin/pip" install -q build
 # What git does not know is no part of it: an old build could leave modules behind.
 git ls-files -z --cached --others --exclude-standard | xargs -0 tar c --no-recursion | (mkdir "$work/tree" && tar x -C "$work/tree")
@@ -103,6 +103,6 @@ beside() {
 }
 
 beside
-for python in "${found[@]}"; do try "$python"; done
-try_sdist "${found[-1]}"
+for python in "${interpreters[@]}"; do try "$python"; done
+try_sdist "${interpreters[-1]}"
 say "passed: $(basename "$wheel"), $(basename "$sdist")"

@@ -48,14 +48,14 @@ class Image(NamedTuple):
 
 def distribution() -> str:
     """Return `debian` or `ubuntu`, whose kernel packages are known."""
-    found: dict[str, str] = {}
+    os_release: dict[str, str] = {}
     with contextlib.suppress(OSError):
         lines = Path("/etc/os-release").read_text("utf-8").splitlines()
-        found = {key: value.strip('"') for key, _, value in (line.partition("=") for line in lines)}
-    for name in [found.get("ID", ""), *found.get("ID_LIKE", "").split()]:
+        os_release = {key: value.strip('"') for key, _, value in (line.partition("=") for line in lines)}
+    for name in [os_release.get("ID", ""), *os_release.get("ID_LIKE", "").split()]:
         if name in KERNEL_PACKAGES and os.uname().machine == "x86_64":
             return name
-    here = f"{found.get('PRETTY_NAME', 'an unknown system')} on {os.uname().machine}"
+    here = f"{os_release.get('PRETTY_NAME', 'an unknown system')} on {os.uname().machine}"
     raise CannotRunError(f"expected Debian 12, 13 or Ubuntu 24.04 on x86_64, found {here}: use a container with one")
 
 
@@ -116,7 +116,7 @@ def build(work: Path, package: str) -> None:
 
 def kernel_packages(package: str) -> list[str]:
     """Return the packages of kernel and modules that the meta package stands for."""
-    found, waiting = [], [package]
+    packages, waiting = [], [package]
     while waiting:
         name = waiting.pop()
         try:
@@ -125,8 +125,8 @@ def kernel_packages(package: str) -> list[str]:
             raise CannotRunError(f"apt does not know the package {name}: run apt-get update first") from error
         waiting += re.findall(r"Depends: (linux-(?:image|modules)-\S+)", depends)
         if re.search(r"\d+\.\d+", name):
-            found.append(name)
-    return found
+            packages.append(name)
+    return packages
 
 
 def unpack_kernel(vmlinuz: bytes, config: str) -> bytes:
