@@ -55,8 +55,8 @@ def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
     def weighed(comm: Communicator, arrays: list[Array]) -> list[Array]:
         *own, given = arrays
         share = share_of(comm, given)
-        for each in own:
-            scaled(each, share, each)
+        for array in own:
+            scaled(array, share, array)
         return [*combined(comm, own), given]
 
     if weights is None:
@@ -93,7 +93,7 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     names = [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
     def of_root(comm: Communicator, arrays: list[Array]) -> list[Array]:
-        own = [(name, f"{each.dtype}{list(each.shape)}") for name, each in zip(names, arrays, strict=True)]
+        own = [(name, f"{array.dtype}{list(array.shape)}") for name, array in zip(names, arrays, strict=True)]
         check_agreement(comm, [("root", str(root)), *own], "")
         return moved(comm, check_root(root, comm.size), arrays, "")
 
@@ -114,10 +114,10 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         try:
             return jax.block_until_ready(compiled(*args, **kwargs))
         except Exception as error:
-            found = _failures.pop() if _failures else None
-            if found is None or str(found) not in str(error):
+            failure = _failures.pop() if _failures else None
+            if failure is None or str(failure) not in str(error):
                 raise
-            raise found from error
+            raise failure from error
 
     return called
 
@@ -127,23 +127,23 @@ def _through_host(function: OnHost, tree: Any) -> Any:
     dtypes."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
     with told_to_others(communicator()):
-        if any(_is_key(each) for each in leaves):
+        if any(_is_key(leaf) for leaf in leaves):
             raise UsageError(
                 "a leaf is a key of jax.random, which is no array of numbers; expected its jax.random.key_data, of "
                 "which jax.random.wrap_key_data makes a key again"
             )
-    if any(isinstance(each, jax.core.Tracer) for each in leaves):
-        found = _when_it_runs(function, leaves)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        results = _when_it_runs(function, leaves)
     else:
         jax.effects_barrier()  # callbacks of what was called before come first, on all ranks
         with told_to_others(communicator()):
-            own = [np.array(each, order="C") for each in leaves]
+            own = [np.array(leaf, order="C") for leaf in leaves]
         arrays = _on_host(function, own)
-        found = [
+        results = [
             jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
             for array, leaf in zip(arrays, leaves, strict=True)
         ]
-    return jax.tree_util.tree_unflatten(structure, found)
+    return jax.tree_util.tree_unflatten(structure, results)
 
 
 def _is_key(leaf: Any) -> bool:
@@ -160,10 +160,10 @@ def _on_host(function: OnHost, arrays: list[Array]) -> list[Array]:
 def _when_it_runs(function: OnHost, leaves: Sequence[Any]) -> list[Any]:
     def called(*given: Any) -> list[Array]:
         try:
-            return _on_host(function, [np.array(each, order="C") for each in given])
+            return _on_host(function, [np.array(leaf, order="C") for leaf in given])
         except Exception as error:
             _failures[:] = [error]
             raise
 
-    shapes = [jax.ShapeDtypeStruct(np.shape(each), jax.dtypes.result_type(each)) for each in leaves]
+    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
     return list(io_callback(called, shapes, *leaves, ordered=True))
