@@ -58,8 +58,8 @@ class NeedleAdapter:
 
     def read(self, x: Any) -> Array:
         """The values. They may be a copy."""
-        found = self.memory(x)
-        return np.asarray(x if isinstance(x, np.ndarray) else x.numpy()) if found is None else found
+        memory = self.memory(x)
+        return np.asarray(x if isinstance(x, np.ndarray) else x.numpy()) if memory is None else memory
 
     def write(self, x: Any, values: Array) -> None:
         """The tensor gets new data. What else refers to the old data keeps it."""
@@ -88,14 +88,14 @@ class NeedleAdapter:
         if isinstance(x, self._needle.Tensor):
             yield path.lstrip("."), x
         elif isinstance(x, dict):
-            for key, each in x.items():
-                yield from self._within(each, f"{path}[{key!r}]", seen)
+            for key, child in x.items():
+                yield from self._within(child, f"{path}[{key!r}]", seen)
         elif isinstance(x, list | tuple):
-            for at, each in enumerate(x):
-                yield from self._within(each, f"{path}[{at}]", seen)
+            for at, child in enumerate(x):
+                yield from self._within(child, f"{path}[{at}]", seen)
         elif isinstance(x, self._needle.nn.Module):
-            for name, each in vars(x).items():
-                yield from self._within(each, f"{path}.{name}", seen)
+            for name, child in vars(x).items():
+                yield from self._within(child, f"{path}.{name}", seen)
 
 
 def _memory_of(data: Any) -> Array | None:
@@ -105,8 +105,8 @@ def _memory_of(data: Any) -> Array | None:
     if data._strides != strides or handle.size != size or data._offset != 0:
         return None
     if device == "cpu_numpy":
-        found: Array = handle.array.reshape(shape)
-        return found
+        array: Array = handle.array.reshape(shape)
+        return array
     if device != "cpu" or not hasattr(handle, "ptr"):
         return None
     return np.ndarray(shape, FLOAT32, memory.from_address(handle.ptr())) if size else np.empty(shape, FLOAT32)
@@ -117,6 +117,6 @@ def _compact(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, Any]:
     """The strides of an NDArray of this shape that lies in one piece, in elements, how many it has, and the type of its
     memory."""
     strides = [1]
-    for each in reversed(shape):
-        strides.append(strides[-1] * each)
+    for dimension in reversed(shape):
+        strides.append(strides[-1] * dimension)
     return tuple(reversed(strides[:-1])), strides[-1], ctypes.c_char * (strides[-1] * FLOAT32.itemsize)

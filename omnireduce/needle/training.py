@@ -26,11 +26,11 @@ def _device_of(needle: Any, local_rank: int) -> Any:
     cuda = getattr(needle, "cuda", None)
     if cuda is not None:
         try:
-            found = cuda(local_rank)
+            device = cuda(local_rank)
         except TypeError:
-            found = cuda()
-        if found.enabled():
-            return found
+            device = cuda()
+        if device.enabled():
+            return device
     return needle.cpu()
 
 
