@@ -223,7 +223,7 @@ class Context:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            jobs = [*self._running, *(each for each in self._queue if isinstance(each, Job))]
+            jobs = [*self._running, *(queued for queued in self._queue if isinstance(queued, Job))]
         first = None
         for job in jobs:
             try:
@@ -277,7 +277,7 @@ class Context:
 
     def _settle(self) -> None:
         """Count the jobs that are over."""
-        for job in [each for each in self._running if each.over]:
+        for job in [job for job in self._running if job.over]:
             self._running.remove(job)
             self._count(job)
 
@@ -285,7 +285,7 @@ class Context:
         self._ended[job.state] += 1
 
     def _in_the_way_of(self, job: Job) -> Job | None:
-        return next((each for each in self._running if not each.over and each.collides(job)), None)
+        return next((other for other in self._running if not other.over and other.collides(job)), None)
 
     # the queue
 

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
     def rows(self, packets: Sequence[int]) -> list[int]:
         """The rows of these packets."""
-        return [each % len(self.entries) for each in packets]
+        return [packet % len(self.entries) for packet in packets]
 
 
 class Exchange(Protocol):
@@ -136,14 +136,14 @@ class Packets:
             raise ClosedError(f"the context was stopped before {name} was begun")
         many = len(self._processors)
         parts = zip(self._processors, np.array_split(x, many), np.array_split(out, many), strict=True)
-        own = [
+        futures = [
             self._parts.submit(exchange_slice, processor, JobSlice(*part), self._exchange, name)
             for processor, *part in parts
             if part[0].size
         ]
         try:
-            for each in own:
-                each.result()
+            for future in futures:
+                future.result()
         except OmniReduceError:
             raise
         except BaseException as error:  # it is a user's own, and may raise anything, also SystemExit

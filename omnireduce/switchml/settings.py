@@ -209,11 +209,11 @@ def _defaults(file: _File) -> dict[str, tuple[str, object]]:
     """What the keys set, by the key here, each with its place."""
     is_rdma = file.peek(BACKEND, "") == "rdma"
     direct = {name: key for name, key in DIRECT.items() if is_rdma or not name.startswith("backend")}
-    found = {key: (file.where(name), file.get(name, None)) for name, key in direct.items() if name in file.keys}
+    defaults = {key: (file.where(name), file.get(name, None)) for name, key in direct.items() if name in file.keys}
     if "general.packet_numel" in file.keys and not _needs_packets(file):
         block = min(file.get("general.packet_numel", 0), LARGEST_BLOCK)
-        found["protocol.block_size"] = (file.where("general.packet_numel"), block)
-    return found
+        defaults["protocol.block_size"] = (file.where("general.packet_numel"), block)
+    return defaults
 
 
 def _needs_packets(file: _File) -> bool:
@@ -233,7 +233,9 @@ def _in_packets(file: _File, config: Config) -> InPackets | None:
             file.get("backend.dummy.process_packets", usual.process_packets),
         )
         file.used |= {BACKEND, "general.scheduler"}
-    usual_numel, usual_most = (InPackets._field_defaults[each] for each in ("packet_numel", "max_outstanding_packets"))
+    usual_numel, usual_most = (
+        InPackets._field_defaults[field] for field in ("packet_numel", "max_outstanding_packets")
+    )
     most = file.get("general.max_outstanding_packets", usual_most)
     if most < (config.transport.threads or 1):
         raise ConfigError(
@@ -246,16 +248,16 @@ def _in_packets(file: _File, config: Config) -> InPackets | None:
 
 def _own_processor(name: str, where: str) -> type[PrePostProcessor]:
     try:
-        found = load_named(name, name, "module:Class")
+        processor = load_named(name, name, "module:Class")
     except UsageError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, PrePostProcessor)):
+    if not (isinstance(processor, type) and issubclass(processor, PrePostProcessor)):
         raise ConfigError(
-            f"{where}: {name} is {found!r}, expected a class that derives from omnireduce.switchml.PrePostProcessor"
+            f"{where}: {name} is {processor!r}, expected a class that derives from omnireduce.switchml.PrePostProcessor"
         )
-    if missing := ", ".join(sorted(found.__abstractmethods__)):
+    if missing := ", ".join(sorted(processor.__abstractmethods__)):
         raise ConfigError(f"{where}: {name} is abstract, expected a class that has {missing}")
-    return found
+    return processor
 
 
 def _read(path: str) -> dict[str, _Given]:
@@ -282,7 +284,7 @@ def _key_and_value(where: str, section: str, line: str) -> tuple[str, object]:
     if not equals:
         raise ConfigError(f"{where}: got {show(line)}, expected a section in brackets, or key = value")
     if name not in KEYS:
-        near = [each.removeprefix(f"{section}.") for each in KEYS if each.rpartition(".")[0] == section]
+        near = [known.removeprefix(f"{section}.") for known in KEYS if known.rpartition(".")[0] == section]
         raise ConfigError(f"{where}: {name}: unknown key, {unknown(key, near or KEYS)}")
     try:
         return name, KEYS[name].read(text)

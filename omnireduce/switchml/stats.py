@@ -23,9 +23,11 @@ class Distribution:
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
         """The distribution of `values`."""
-        found = sorted(values) or [0]
-        mean = statistics.fmean(found)
-        return cls(sum(found), mean, found[-1], found[0], statistics.median(found), statistics.pstdev(found, mean))
+        ordered = sorted(values) or [0]
+        mean = statistics.fmean(ordered)
+        return cls(
+            sum(ordered), mean, ordered[-1], ordered[0], statistics.median(ordered), statistics.pstdev(ordered, mean)
+        )
 
     def __str__(self) -> str:
         return (
