@@ -121,9 +121,9 @@ def run(
         ]
         return _results(calls)
     finally:
-        for each in actors:
+        for actor in actors:
             with suppress(Exception):  # it may be gone
-                ray.kill(each)
+                ray.kill(actor)
         remove_placement_group(group)
 
 
@@ -134,8 +134,8 @@ def _start(
     variables of each rank."""
     options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at) for at in range(size)]
-    actors += [ray.remote(_Worker).options(scheduling_strategy=each, **options).remote() for each in strategies]
-    places = _answers([each.where.remote() for each in actors], "the ranks")
+    actors += [ray.remote(_Worker).options(scheduling_strategy=strategy, **options).remote() for strategy in strategies]
+    places = _answers([actor.where.remote() for actor in actors], "the ranks")
     nodes = list(dict.fromkeys(node for node, _, _ in places))
     order = sorted(range(size), key=lambda at: nodes.index(places[at][0]))
     actors[:] = [actors[at] for at in order]
@@ -166,12 +166,12 @@ def _await_room(group: Any, limit_s: float) -> bool:
 def _answers(calls: Sequence[Any], whose: str) -> list[Any]:
     """What actors answer at their start. Raises TransportError where they do not."""
     try:
-        found: list[Any] = ray.get(list(calls), timeout=ACTORS_S)
+        answers: list[Any] = ray.get(list(calls), timeout=ACTORS_S)
     except ray.exceptions.GetTimeoutError:
         raise TransportError(f"{whose} have not started on the Ray cluster after {ACTORS_S:g} s") from None
     except ray.exceptions.RayError as error:
         raise TransportError(f"{whose} cannot start on the Ray cluster: {in_a_line(error)}") from error
-    return found
+    return answers
 
 
 def _results(calls: Sequence[Any]) -> list[Any]:
@@ -183,25 +183,25 @@ def _results(calls: Sequence[Any]) -> list[Any]:
         done, waiting = ray.wait(waiting, timeout=GRACE_S if failed else None)
         if not done:
             break
-        for each in done:
-            found = _outcome(each)
-            if not found[0]:
-                failed.append((calls.index(each), found))
-                if not isinstance(found[1], AbortedError):
+        for call in done:
+            outcome = _outcome(call)
+            if not outcome[0]:
+                failed.append((calls.index(call), outcome))
+                if not isinstance(outcome[1], AbortedError):
                     waiting = []
     if failed:
         rank, (_, error, text) = failed[-1] if not isinstance(failed[-1][1][1], AbortedError) else failed[0]
         what = "raised an exception:" if text else "died"
         raise RankFailedError(f"rank {rank} {what}", rank, text) from error
-    return [_outcome(each)[1] for each in calls]
+    return [_outcome(call)[1] for call in calls]
 
 
 def _outcome(call: Any) -> tuple[bool, Any, str]:
     try:
-        found: tuple[bool, Any, str] = ray.get(call)
+        outcome: tuple[bool, Any, str] = ray.get(call)
     except ray.exceptions.RayError as error:
         return False, error, ""
-    return found
+    return outcome
 
 
 def _can_travel(error: BaseException) -> bool:
