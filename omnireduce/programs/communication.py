@@ -42,10 +42,10 @@ class ReduceScatter(Reducing):
     """The same, of which rank i gets the i-th part: Sliced."""
 
     def derive(self) -> Type:
-        found = super().derive()
-        if not found.shape:
+        result_type = super().derive()
+        if not result_type.shape:
             raise self.refuse("the operand has no dimension along which it could be cut")
-        return found
+        return result_type
 
 
 class AllGather(Communication):

@@ -42,9 +42,9 @@ def draw(pipeline: Pipeline, path: Path) -> None:
             _frame(axes, stage, spots)
     boxes = {node: _box(axes, pipeline, node, spot) for node, spot in spots.items()}
     for node, spot in spots.items():
-        for each in _needed(pipeline, node):
-            ends = {"patchA": boxes[each], "patchB": boxes[node], "arrowstyle": "->", "color": "#555555"}
-            axes.annotate("", xy=spot, xytext=spots[each], arrowprops=ends, zorder=3)
+        for operand in _needed(pipeline, node):
+            ends = {"patchA": boxes[operand], "patchB": boxes[node], "arrowstyle": "->", "color": "#555555"}
+            axes.annotate("", xy=spot, xytext=spots[operand], arrowprops=ends, zorder=3)
     drawn = BytesIO()
     figure.savefig(drawn, format="svg")
     write_file(drawn.getvalue(), path)
@@ -55,26 +55,33 @@ def places(pipeline: Pipeline) -> dict[Expression, Spot]:
     the order of the program. Inputs stand to the left of the first stage that needs them."""
     layers: dict[Expression, int] = {}
     filled: dict[int, int] = {}
-    found: dict[Expression, Spot] = {}
+    spots: dict[Expression, Spot] = {}
     for node in pipeline.nodes:
         if node in pipeline.names and not isinstance(node, Input):
-            layers[node] = 1 + max((layers[each] for each in _needed(pipeline, node) if each in layers), default=-1)
-            found[node] = float(filled.setdefault(layers[node], 0)), float(-layers[node])
+            layers[node] = 1 + max(
+                (layers[operand] for operand in _needed(pipeline, node) if operand in layers), default=-1
+            )
+            spots[node] = float(filled.setdefault(layers[node], 0)), float(-layers[node])
             filled[layers[node]] += 1
     beside: dict[int, int] = {}
-    for each in pipeline.inputs:
-        layer = min(layers[node] for node in layers if each in _needed(pipeline, node))
+    for input_node in pipeline.inputs:
+        layer = min(layers[node] for node in layers if input_node in _needed(pipeline, node))
         beside[layer] = beside.get(layer, 0) + 1
         raised = 0.5 * (beside[layer] % 2 == 0)  # so that an arrow passes beside the next box
-        found[each] = -0.6 * beside[layer] - 0.2, raised - layer
-    return found
+        spots[input_node] = -0.6 * beside[layer] - 0.2, raised - layer
+    return spots
 
 
 def _needed(pipeline: Pipeline, node: Expression) -> list[Expression]:
     """The named operands that `node` is made from."""
     inside = [node] if isinstance(node, Input) else pipeline.belonging_to(node)
-    found = [each for own in inside for each in own.operands if each in pipeline.names and each not in inside]
-    return list(dict.fromkeys(found))
+    operands = [
+        operand
+        for member in inside
+        for operand in member.operands
+        if operand in pipeline.names and operand not in inside
+    ]
+    return list(dict.fromkeys(operands))
 
 
 def _box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> Any:
@@ -90,7 +97,7 @@ def _box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> Any:
 
 def _frame(axes: Any, stage: Stage, spots: dict[Expression, Spot]) -> None:
     """A frame around the boxes of a stage, and what they are together."""
-    inside = [spots[each] for each in nodes_of(stage) if each in spots]
+    inside = [spots[node] for node in nodes_of(stage) if node in spots]
     left, right = min(x for x, _ in inside) - 0.46, max(x for x, _ in inside) + 0.46
     low, high = min(y for _, y in inside) - 0.42, max(y for _, y in inside) + 0.42
     from matplotlib.patches import Rectangle

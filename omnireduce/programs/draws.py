@@ -21,13 +21,13 @@ def uniforms(seed: int, step: int, region: Region, shape: tuple[int, ...]) -> Ar
     if not out.size:
         return out
     key = stream_key(seed, step, region.stream)
-    steps = [math.prod(region.whole[at + 1 :]) for at in range(len(region.whole))]
-    origin = sum(start * each for start, each in zip(region.starts, steps, strict=True))
+    strides = [math.prod(region.whole[at + 1 :]) for at in range(len(region.whole))]
+    origin = sum(start * stride for start, stride in zip(region.starts, strides, strict=True))
     if len(shape) < 2 or shape[-1] == region.whole[-1]:  # rows lie behind one another
         firsts, runs = np.array([origin]), out.reshape(1, -1)
     else:
         within = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
-        firsts, runs = origin + np.array(steps[:-1], np.int64) @ within, out.reshape(-1, shape[-1])
+        firsts, runs = origin + np.array(strides[:-1], np.int64) @ within, out.reshape(-1, shape[-1])
     for run, own in zip(runs, block_keys(key, firsts), strict=True):
         fill_uniform(own, run)
     return out

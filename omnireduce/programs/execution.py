@@ -43,7 +43,7 @@ class Execution:
     @property
     def inputs(self) -> list[tuple[Input, Array]]:
         """The arrays that this rank has been given, before anything is evaluated."""
-        return [(each, array) for each, array in self._values.items() if isinstance(each, Input)]
+        return [(node, array) for node, array in self._values.items() if isinstance(node, Input)]
 
     def put(self, node: Expression, array: Array) -> None:
         """`node` has been evaluated."""
@@ -57,10 +57,10 @@ class Execution:
         """An array for what this rank has of `node`: the same one in each run, unless the caller of `run` gets it."""
         if node in self.pipeline.outputs and not isinstance(node, Update):  # an Update is copied to its tensor
             return np.empty(shape, node.type.dtype)
-        found = self._rooms.get(node)
-        if found is None or found.shape != shape:
-            found = self._rooms[node] = np.empty(shape, node.type.dtype)
-        return found
+        array = self._rooms.get(node)
+        if array is None or array.shape != shape:
+            array = self._rooms[node] = np.empty(shape, node.type.dtype)
+        return array
 
     def name(self, node: Expression) -> str:
         """The name of `node` in the names of collectives and in timelines."""
@@ -94,7 +94,7 @@ class Execution:
     def _result(self, node: Expression) -> Array:
         if isinstance(node, Recv):
             return self._under_way[node.operands[0]].wait()
-        arrays = [self.value(each) for each in node.operands]
+        arrays = [self.value(operand) for operand in node.operands]
         if isinstance(node, AllReduce):
             return self.ranks.allreduce(
                 arrays[0], node.reduction, self.name(node), out=self.room(node, arrays[0].shape)

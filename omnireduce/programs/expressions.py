@@ -30,7 +30,7 @@ Int8, Int16, Int32, Int64 = (ELEMENT_TYPES[f"int{bits}"].dtype for bits in (8, 1
 UInt8, UInt16, UInt32, UInt64 = (ELEMENT_TYPES[f"uint{bits}"].dtype for bits in (8, 16, 32, 64))
 
 FLOATS = frozenset({Float16, BFloat16, Float32, Float64})
-DTYPES = frozenset({Bool, *(each.dtype for each in ELEMENT_TYPES.values())})
+DTYPES = frozenset({Bool, *(element_type.dtype for element_type in ELEMENT_TYPES.values())})
 Number = int | float | bool
 LONGEST_FORMULA = 80  # characters, in a message
 LONGEST_TEXT, DEEPEST_TEXT, CUT = 2000, 100, "..."  # of what a program prints
@@ -55,7 +55,7 @@ class Type(NamedTuple):
     group: int | None = None
 
     def __str__(self) -> str:
-        sizes = ", ".join(str(each) if isinstance(each, int) else each.name for each in self.shape)
+        sizes = ", ".join(str(dimension) if isinstance(dimension, int) else dimension.name for dimension in self.shape)
         where = f" group {self.group}" if self.group else ""
         return f"{self.dtype}[{sizes}] {self.layout.value}{where}"
 
@@ -76,7 +76,7 @@ class Expression(ABC):
 
     def _form(self, operands: Sequence[Expression], place: SourceLine) -> None:
         self.__dict__.update(operands=tuple(operands), place=place)
-        if not self.takes_what_is_under_way and any(each.is_under_way for each in operands):
+        if not self.takes_what_is_under_way and any(operand.is_under_way for operand in operands):
             raise self.refuse("an operand is under way between two groups: Recv it first")
         self.__dict__.update(type=self.derive())
 
@@ -110,7 +110,7 @@ class Expression(ABC):
         """An error about this expression, at its place."""
         what = formula(self, {})
         if len(what) > LONGEST_FORMULA:
-            what = self.text([short(each) for each in self.operands])
+            what = self.text([short(operand) for operand in self.operands])
         return wrong(self.place, f"{what}: {message}")
 
     def __bool__(self) -> bool:
@@ -211,13 +211,15 @@ class Tensor(Input):
         declared: Type = self.__dict__["declared"]
         if not isinstance(declared.layout, Layout):
             raise wrong(self.place, f"layout {declared.layout!r}: expected Local, Replicated, Sliced or Sliced_2")
-        for each in declared.shape:
-            if isinstance(each, bool) or not isinstance(each, Variable | int):
-                raise wrong(self.place, f"a dimension of {self.name} is {each!r}: expected an int or a Variable")
-            if isinstance(each, Variable) and each.type.dtype.kind not in "iu":
-                raise wrong(self.place, f"dimension {each.name} is {each.type.dtype}: expected an integer type, Int32")
-            if isinstance(each, int) and each < 1:
-                raise wrong(self.place, f"a dimension of {self.name} is {each}: expected at least 1")
+        for dimension in declared.shape:
+            if isinstance(dimension, bool) or not isinstance(dimension, Variable | int):
+                raise wrong(self.place, f"a dimension of {self.name} is {dimension!r}: expected an int or a Variable")
+            if isinstance(dimension, Variable) and dimension.type.dtype.kind not in "iu":
+                raise wrong(
+                    self.place, f"dimension {dimension.name} is {dimension.type.dtype}: expected an integer type, Int32"
+                )
+            if isinstance(dimension, int) and dimension < 1:
+                raise wrong(self.place, f"a dimension of {self.name} is {dimension}: expected at least 1")
         if declared.layout.is_sliced and not declared.shape:
             raise wrong(self.place, f"{self.name} has no dimension along which it could be {declared.layout.value}")
         if isinstance(declared.group, bool) or not isinstance(declared.group, int) or declared.group < 0:
@@ -254,8 +256,8 @@ class Constant(Expression):
     @property
     def array(self) -> Array:
         """The number as an array without dimensions."""
-        found: Array = self.__dict__["array"]
-        return found
+        array: Array = self.__dict__["array"]
+        return array
 
     def text(self, operands: Sequence[str]) -> str:
         return repr(self.__dict__["value"])
@@ -309,10 +311,10 @@ def number_array(value: Number | np.generic, dtype: DType) -> Array:
     plain = value.item() if isinstance(value, np.generic) else value
     plain = float(plain) if dtype in FLOATS else plain
     with np.errstate(over="ignore"):
-        found = np.asarray(dtype.type(plain))
-    if dtype in FLOATS and math.isfinite(plain) and not np.isfinite(found):
+        array = np.asarray(dtype.type(plain))
+    if dtype in FLOATS and math.isfinite(plain) and not np.isfinite(array):
         raise OverflowError(plain)
-    return found
+    return array
 
 
 def is_half(dtype: DType) -> bool:
@@ -322,14 +324,14 @@ def is_half(dtype: DType) -> bool:
 
 def common_group(expression: Expression) -> int | None:
     """The group of ranks that has all operands. Raises UsageError where no group does."""
-    found: int | None = None
-    for each in expression.operands:
-        if found is not None and each.type.group not in (None, found):
+    group: int | None = None
+    for operand in expression.operands:
+        if group is not None and operand.type.group not in (None, group):
             raise expression.refuse(
-                f"{short(each)} is in group {each.type.group}, other operands in group {found}: Send it there"
+                f"{short(operand)} is in group {operand.type.group}, other operands in group {group}: Send it there"
             )
-        found = each.type.group if found is None else found
-    return found
+        group = operand.type.group if group is None else group
+    return group
 
 
 def check_dtype(dtype: object) -> DType:

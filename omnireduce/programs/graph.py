@@ -11,40 +11,40 @@ Changes = Mapping[Expression, Expression]
 
 def in_order(outputs: Iterable[Expression]) -> list[Expression]:
     """All expressions that `outputs` are made of, each once, operands before users; the same order on every rank."""
-    found: dict[Expression, None] = {}
+    ordered: dict[Expression, None] = {}
     for output in outputs:
         waiting = [(output, False)]
         while waiting:
             node, is_ready = waiting.pop()
-            if node in found:
+            if node in ordered:
                 continue
             if is_ready:
-                found[node] = None
+                ordered[node] = None
             else:
                 waiting.append((node, True))
-                waiting.extend((each, False) for each in reversed(node.operands) if each not in found)
-    return list(found)
+                waiting.extend((operand, False) for operand in reversed(node.operands) if operand not in ordered)
+    return list(ordered)
 
 
 def users_of(nodes: Sequence[Expression]) -> dict[Expression, list[Expression]]:
     """For each of `nodes`, which of them have it as an operand."""
-    found: dict[Expression, list[Expression]] = {each: [] for each in nodes}
+    users: dict[Expression, list[Expression]] = {node: [] for node in nodes}
     for node in nodes:
         for operand in dict.fromkeys(node.operands):
-            found[operand].append(node)
-    return found
+            users[operand].append(node)
+    return users
 
 
 def reachable(starts: Iterable[Expression], users: Mapping[Expression, Sequence[Expression]]) -> set[Expression]:
     """What depends on `starts`, these themselves not counted unless one depends on another."""
-    found: set[Expression] = set()
+    dependents: set[Expression] = set()
     waiting = list(starts)
     while waiting:
-        for each in users[waiting.pop()]:
-            if each not in found:
-                found.add(each)
-                waiting.append(each)
-    return found
+        for user in users[waiting.pop()]:
+            if user not in dependents:
+                dependents.add(user)
+                waiting.append(user)
+    return dependents
 
 
 def between(nodes: Sequence[Expression], members: Collection[Expression]) -> set[Expression]:
@@ -52,10 +52,10 @@ def between(nodes: Sequence[Expression], members: Collection[Expression]) -> set
     users = users_of(nodes)
     after, before = set(members), set(members)
     for node in nodes:
-        if any(each in after for each in node.operands):
+        if any(operand in after for operand in node.operands):
             after.add(node)
     for node in reversed(nodes):
-        if any(each in before for each in users[node]):
+        if any(user in before for user in users[node]):
             before.add(node)
     return after & before
 
@@ -63,10 +63,12 @@ def between(nodes: Sequence[Expression], members: Collection[Expression]) -> set
 def rebuilt(nodes: Sequence[Expression], changes: Changes) -> dict[Expression, Expression]:
     """Each of `nodes`, which are in order, as it is once `changes` are made. Raises UsageError where a user of what has
     changed does not go with it."""
-    found: dict[Expression, Expression] = {}
+    new_nodes: dict[Expression, Expression] = {}
     for node in nodes:
-        found[node] = changes[node] if node in changes else node.with_operands([found[each] for each in node.operands])
-    return found
+        new_nodes[node] = (
+            changes[node] if node in changes else node.with_operands([new_nodes[operand] for operand in node.operands])
+        )
+    return new_nodes
 
 
 def way_around(
@@ -77,19 +79,19 @@ def way_around(
     before: dict[Expression, Expression] = {}
     waiting = []
     for member in members:
-        for each in users[member]:
-            if each not in members and each not in before:
-                before[each] = member
-                waiting.append(each)
+        for user in users[member]:
+            if user not in members and user not in before:
+                before[user] = member
+                waiting.append(user)
     while waiting:
         node = waiting.pop()
-        for each in users[node]:
-            if each in members:
-                way = [each, node]
+        for user in users[node]:
+            if user in members:
+                way = [user, node]
                 while way[-1] not in members:
                     way.append(before[way[-1]])
                 return way[::-1]
-            if each not in before:
-                before[each] = node
-                waiting.append(each)
+            if user not in before:
+                before[user] = node
+                waiting.append(user)
     return None

@@ -20,8 +20,14 @@ from omnireduce.protocol.operands import as_writable
 
 def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
     """Names and values for `check_alike`: the program, its sizes, numbers and Replicated tensors."""
-    inputs = [(each.name, _said(array)) for each, array in given if each.type.layout is Layout.REPLICATED]
-    return [("the program", pipeline.digest), *((each.name, str(size)) for each, size in sizes.items()), *inputs]
+    inputs = [
+        (input_node.name, _said(array)) for input_node, array in given if input_node.type.layout is Layout.REPLICATED
+    ]
+    return [
+        ("the program", pipeline.digest),
+        *((variable.name, str(size)) for variable, size in sizes.items()),
+        *inputs,
+    ]
 
 
 def _said(array: Array) -> str:

@@ -35,19 +35,19 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not least <= ranks <= MOST_RANKS:
         raise UsageError(f"ranks is {ranks!r}: expected an int from {least} to {MOST_RANKS}")
     check_names(values, pipeline.known_values, pipeline.name)
-    given = [{each: _of_rank(values, each, rank, ranks, pipeline) for each in values} for rank in range(ranks)]
+    given = [{name: _of_rank(values, name, rank, ranks, pipeline) for name in values} for rank in range(ranks)]
     placements = [
         RankPlacement(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank]))
         for rank in range(ranks)
     ]
-    found: dict[Expression, PerRank] = {}
+    results: dict[Expression, PerRank] = {}
     for node in pipeline.nodes:
         if isinstance(node, Input):
-            found[node] = [input_value(node, given[placement.rank], placement) for placement in placements]
+            results[node] = [input_value(node, given[placement.rank], placement) for placement in placements]
         else:
-            found[node] = _evaluate(node, [found[each] for each in node.operands], placements)
+            results[node] = _evaluate(node, [results[operand] for operand in node.operands], placements)
     outputs = zip(pipeline.output_names, pipeline.outputs, strict=True)
-    return {name: [array.copy() for array in found[each]] for name, each in outputs}
+    return {name: [array.copy() for array in results[output]] for name, output in outputs}
 
 
 def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeline: Pipeline) -> Any:
@@ -57,7 +57,7 @@ def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeli
         if len(value) != ranks:
             raise UsageError(f"{name} has {len(value)} arrays; expected one for each of the {ranks} ranks")
         return value[rank]
-    tensor = next((each for each in pipeline.inputs if each.name == name), None)
+    tensor = next((input_node for input_node in pipeline.inputs if input_node.name == name), None)
     if isinstance(tensor, Tensor) and tensor.type.layout.value != "Replicated":
         raise UsageError(f"{name} is {tensor.type.layout.value}: expected a list of {ranks} arrays, one for each rank")
     return value
@@ -87,19 +87,19 @@ def _evaluate(node: Expression, operands: Sequence[PerRank], placements: Sequenc
         ]
     if isinstance(node, WholeReduction):
         return _reduced(node, operands[0])
-    return [compute(node, [each[placement.rank] for each in operands], placement) for placement in placements]
+    return [compute(node, [per_rank[placement.rank] for per_rank in operands], placement) for placement in placements]
 
 
 def _reduced(node: WholeReduction, parts: PerRank) -> PerRank:
-    partial = [node.partial(each) for each in parts]
+    partial = [node.partial(part) for part in parts]
     if node.operands[0].type.layout.is_sliced:
         partial = [combined(node.reduction, partial)] * len(parts)
-    return [node.finish(each).reshape(()) for each in partial]
+    return [node.finish(array).reshape(()) for array in partial]
 
 
 def combined(reduction: Reduction, parts: PerRank) -> Array:
     """The parts, combined in their order. 16-bit floats are combined in float32 and rounded once."""
     dtype = parts[0].dtype
-    wide = [each.astype(np.float32) if is_half(dtype) else each for each in parts]
+    wide = [part.astype(np.float32) if is_half(dtype) else part for part in parts]
     with np.errstate(all="ignore"):
         return np.asarray(reduce(reduction.ufunc, wide)).astype(dtype)

@@ -147,8 +147,8 @@ MOVES: Mapping[str, Mapping[Layout, Rule]] = {
         Sliced: "the root has one part only: AllGather gives the whole",
         Sliced_2: "the root has one part only: AllGather gives the whole",
     },
-    "Send": {each: each for each in Layout},
-    "Recv": {each: each for each in Layout},
+    "Send": {layout: layout for layout in Layout},
+    "Recv": {layout: layout for layout in Layout},
     "Norm": {Local: Local, Replicated: Replicated, Sliced: Replicated, Sliced_2: Replicated},
     "ReduceTensor": {Local: Local, Replicated: Replicated, Sliced: Replicated, Sliced_2: Replicated},
 }
@@ -156,11 +156,11 @@ MOVES: Mapping[str, Mapping[Layout, Rule]] = {
 
 def folded(table: Mapping[tuple[Layout, Layout], Rule], layouts: Sequence[Layout]) -> Rule:
     """The layout of a result of several operands, by a table for two operands; or why there is none."""
-    found: Rule = layouts[0]
-    for each in layouts[1:]:
-        if isinstance(found, Layout):
-            found = table[found, each]
-    return found
+    rule: Rule = layouts[0]
+    for layout in layouts[1:]:
+        if isinstance(rule, Layout):
+            rule = table[rule, layout]
+    return rule
 
 
 def bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:

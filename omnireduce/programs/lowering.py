@@ -41,7 +41,7 @@ class Lowered(NamedTuple):
 def lowered(pipeline: Pipeline) -> Lowered:
     """The block programs of a pipeline whose work on tensors is one fused AllReduce. Raises UsageError for another one,
     and for what has no instruction."""
-    fused = [each for each in pipeline.compounds if isinstance(each, FusedAllReduce)]
+    fused = [compound for compound in pipeline.compounds if isinstance(compound, FusedAllReduce)]
     if len(fused) != 1:
         raise UsageError(f"{pipeline.name} has {len(fused)} fused all-reduces; expected one: fuse_into makes it")
     return _Lowering(pipeline, fused[0]).run()
@@ -54,16 +54,16 @@ class _Lowering:
         self._gather = stage.gathers[0]
         self._phase_of = dict[Expression, int]()
         for node in pipeline.nodes:
-            self._phase_of[node] = max((self._known_in(each) for each in node.operands), default=0)
+            self._phase_of[node] = max((self._known_in(operand) for operand in node.operands), default=0)
         self._last = self._phase_of[self._gather]
-        late = [each for each in self._phase_of.values() if each > self._last]
+        late = [phase for phase in self._phase_of.values() if phase > self._last]
         if any(late):
             raise UsageError(f"{pipeline.name} computes with totals after its result: leave that to another program")
-        self._updated = {each.value: each for each in stage.updates} | {
-            each.value.operands[0]: each for each in stage.updates if isinstance(each.value, AllGather)
+        self._updated = {update.value: update for update in stage.updates} | {
+            update.value.operands[0]: update for update in stage.updates if isinstance(update.value, AllGather)
         }
         self._columns: list[Expression] = list(dict.fromkeys([*self._tensors()]))
-        self._place = {each: FIRST_COLUMN + at for at, each in enumerate(self._columns)}
+        self._place = {column: FIRST_COLUMN + at for at, column in enumerate(self._columns)}
         self._place[stage.reduce_scatter] = 0
         self._done, mixing = set[Expression](), Mixing(pipeline, self._phase_of, self._updated)
         self._mixes, self._absorbed = mixing.mixes, mixing.absorbed
@@ -97,7 +97,7 @@ class _Lowering:
             if node.type.shape != shape or node.type.dtype not in (Float32, Bool):
                 raise UsageError(f"{short(node)} is {node.type}; shards compute with float32, in one shape")
         for node in pipeline.nodes:
-            used = next((each for each in node.operands if isinstance(each, AllGather | Update)), None)
+            used = next((operand for operand in node.operands if isinstance(operand, AllGather | Update)), None)
             if used is not None and isinstance(node, Pointwise | WholeReduction):
                 raise UsageError(f"{short(node)} uses {short(used)}, a result of the exchange: use what it is made of")
 
@@ -112,7 +112,11 @@ class _Lowering:
             )
 
     def _tensors(self) -> Iterable[Expression]:
-        return (each for each in self._pipeline.inputs if each.type.shape and each is not self._stage.input)
+        return (
+            input_node
+            for input_node in self._pipeline.inputs
+            if input_node.type.shape and input_node is not self._stage.input
+        )
 
     def run(self) -> Lowered:
         phases = [self._lower(phase) for phase in range(self._last + 1)]
@@ -139,7 +143,7 @@ class _Lowering:
             del self._place[node]
         if number:
             self._free.append(0)  # there is no sum
-        elif self._last and any(self._used_in(each) for each in self._users(self._stage.reduce_scatter)):
+        elif self._last and any(self._used_in(user) for user in self._users(self._stage.reduce_scatter)):
             self._columns.append(self._stage.reduce_scatter)
             self._place[self._stage.reduce_scatter] = FIRST_COLUMN + len(self._columns) - 1
             phase.add(Operation.COPY, self._place[self._stage.reduce_scatter], 0)
@@ -164,15 +168,15 @@ class _Lowering:
 
     def _users(self, node: Expression) -> set[Expression]:
         """Who needs `node`: what was made one instruction with another counts as that."""
-        found = set[Expression]()
-        for each in self._pipeline.users[node]:
-            found |= self._users(each) if each in self._absorbed else {each}
-        return found
+        users = set[Expression]()
+        for user in self._pipeline.users[node]:
+            users |= self._users(user) if user in self._absorbed else {user}
+        return users
 
     def _waiting(self, node: Expression) -> set[Expression]:
         """Who still needs it, but for what is done at the end."""
         return {
-            each for each in self._users(node) if each not in self._done and not isinstance(each, Update | AllGather)
+            user for user in self._users(node) if user not in self._done and not isinstance(user, Update | AllGather)
         }
 
     def _release(self, number: int) -> None:
@@ -183,7 +187,7 @@ class _Lowering:
                 del self._place[node]
 
     def _is_needed(self, node: Expression) -> bool:
-        at_end = any(isinstance(each, Update | AllGather) for each in self._users(node))
+        at_end = any(isinstance(user, Update | AllGather) for user in self._users(node))
         return at_end or bool(self._waiting(node))
 
     def _target(self, node: Expression, operands: Sequence[Expression]) -> int:
@@ -194,7 +198,7 @@ class _Lowering:
             others = self._waiting(tensor) - {node}
             if not others and (not operands or tensor not in operands[1:]) and not self._holds_other(tensor):
                 return self._place[tensor]
-        if any(self._used_in(each) > self._phase_of[node] for each in self._users(node)):
+        if any(self._used_in(user) > self._phase_of[node] for user in self._users(node)):
             self._columns.append(node)
             return FIRST_COLUMN + len(self._columns) - 1
         if operands and self._may_replace(node, operands):
@@ -204,12 +208,12 @@ class _Lowering:
     def _may_replace(self, node: Expression, operands: Sequence[Expression]) -> bool:
         """Whether the value of a node can take the register of its first operand."""
         first = operands[0]
-        at_end = any(isinstance(each, Update | AllGather) for each in self._users(first))
+        at_end = any(isinstance(user, Update | AllGather) for user in self._users(first))
         return (
             self._place[first] < FIRST_COLUMN
             and not at_end
             and self._waiting(first) == {node}
-            and all(self._place[each] != self._place[first] for each in operands[1:])
+            and all(self._place[operand] != self._place[first] for operand in operands[1:])
         )
 
     def _holds_other(self, tensor: Tensor) -> bool:
@@ -246,7 +250,7 @@ class _Lowering:
             phase.add(mix.operation, target, self._place[mix.second], *mix.scalars)
             self._put(node, target)
             return
-        operands = [each for each in node.operands if each.type.shape]
+        operands = [operand for operand in node.operands if operand.type.shape]
         target = self._target(node, operands)
         if isinstance(node, Arithmetic):
             self._arithmetic(phase, node, target)
@@ -264,8 +268,8 @@ class _Lowering:
     def _put(self, node: Expression, target: int) -> None:
         """The value of `node` is there, in place of another one."""
         if target < FIRST_COLUMN:
-            for each in [each for each, place in self._place.items() if place == target]:
-                del self._place[each]
+            for replaced in [replaced for replaced, place in self._place.items() if place == target]:
+                del self._place[replaced]
         self._place[node] = target
 
     def _copy(self, phase: Phase, target: int, node: Expression) -> None:
@@ -363,7 +367,7 @@ class _Lowering:
     def _finish(self, phase: Phase) -> None:
         """What is updated gets its new value, and all ranks get the result."""
         result = self._place[self._gather.operands[0]]
-        moves = [(self._place[each.tensor], self._value_of(each)) for each in self._stage.updates]
+        moves = [(self._place[update.tensor], self._value_of(update)) for update in self._stage.updates]
         moves = [(to, place) for to, place in moves if to != place]
         if {to for to, _ in moves} & {place for _, place in moves}:
             raise UsageError(f"{self._pipeline.name} exchanges tensors: let it compute something in between")

@@ -78,7 +78,7 @@ class Mixing:
     def _is_inner(self, node: Expression, user: Expression) -> bool:
         """Whether only `user` needs it, in the same phase."""
         same = self._phase_of[node] == self._phase_of[user]
-        others = [each for each in self._pipeline.users[node] if each is not user]
+        others = [other for other in self._pipeline.users[node] if other is not user]
         return same and not others and node not in self._updated and node not in self._pipeline.outputs
 
     def _scaled(self, node: Expression, user: Expression) -> Scaled | None:

@@ -46,7 +46,7 @@ def runs_on_shards(pipeline: Pipeline) -> bool:
 
 def given_in_runs(pipeline: Pipeline, lowered: Lowered) -> list[Input]:
     """The inputs that each run is given: numbers, and what is reduced. The shards keep the others."""
-    return [each for each in pipeline.inputs if each not in lowered.columns]
+    return [input_node for input_node in pipeline.inputs if input_node not in lowered.columns]
 
 
 class OnShards:
@@ -68,7 +68,7 @@ class OnShards:
         self, pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False, name: str = ""
     ) -> None:
         self._pipeline, self._lazy, self._lowered = pipeline, lazy, lowered(pipeline)
-        self._tensors = [each for each in self._lowered.columns if isinstance(each, Tensor)]
+        self._tensors = [column for column in self._lowered.columns if isinstance(column, Tensor)]
         self._given = given_in_runs(pipeline, self._lowered)
         name = name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name)
         arrays = run_agreed(comm, f"{name}.values", lambda: self._placed(comm, values))
@@ -79,8 +79,8 @@ class OnShards:
             state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),
         )
         try:
-            for each, array in arrays.items():
-                self._send(each, array)
+            for tensor, array in arrays.items():
+                self._send(tensor, array)
         except BaseException:
             self.close()
             raise
@@ -88,9 +88,9 @@ class OnShards:
     def _placed(self, comm: Communicator, values: Mapping[str, Any]) -> dict[Tensor, Array]:
         """This rank's arrays. Raises UsageError."""
         pipeline, sizes = self._pipeline, sizes_in(self._pipeline.nodes)
-        check_names(values, [each.name for each in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
+        check_names(values, [input_node.name for input_node in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
         placement = self._seat = RankPlacement(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
-        arrays = {each: input_value(each, values, placement) for each in self._tensors}
+        arrays = {tensor: input_value(tensor, values, placement) for tensor in self._tensors}
         self._results = self._arrays_of_result(arrays)
         self._shape = placement.shape(self._lowered.reduced.type.shape)
         self._elements = int(np.prod(self._shape))
@@ -103,10 +103,12 @@ class OnShards:
     def _arrays_of_result(self, arrays: Mapping[Tensor, Array]) -> dict[Expression, Array]:
         """Where results go, by Update: the tensors that are updated with them."""
         users = self._pipeline.users[self._lowered.gather]
-        found: dict[Expression, Array] = {each: arrays[each.tensor] for each in users if isinstance(each, Update)}
-        if not all(each.flags.writeable and each.flags.c_contiguous for each in found.values()):
+        results: dict[Expression, Array] = {
+            update: arrays[update.tensor] for update in users if isinstance(update, Update)
+        }
+        if not all(array.flags.writeable and array.flags.c_contiguous for array in results.values()):
             raise UsageError(f"{self._pipeline.name} updates an array that is read-only or not contiguous: pass a copy")
-        return found
+        return results
 
     def _send(self, tensor: Tensor, array: Array) -> None:
         """Give the shards a tensor, of which this rank has its part."""
@@ -134,8 +136,10 @@ class OnShards:
         part, and nothing that they keep is of use any more.
         """
         with told_to_others(self._group):
-            check_names(values, [each.name for each in self._given], f"a run of {self._pipeline.name}")
-            known: dict[Expression, Array] = {each: input_value(each, values, self._seat) for each in self._given}
+            check_names(values, [input_node.name for input_node in self._given], f"a run of {self._pipeline.name}")
+            known: dict[Expression, Array] = {
+                input_node: input_value(input_node, values, self._seat) for input_node in self._given
+            }
             x = np.ascontiguousarray(known[self._lowered.reduced]).reshape(self._shape)
         out, *others = self._results.values() or [np.empty(self._shape, np.float32)]
         for at, phase in enumerate(self._lowered.phases):
@@ -144,15 +148,15 @@ class OnShards:
             done = self._group.fused_allreduce(None if at else x, program, out=out, block_size=self._block_size)
             for node, total in zip(phase.totals, done.totals, strict=True):
                 known[node] = node.finish(np.asarray(total).reshape(1)).reshape(())
-        for each in others:
-            each[...] = out
+        for array in others:
+            array[...] = out
         return self._outputs(out, known)
 
     def _phase(self, phase: Phase, known: dict[Expression, Array], *, returns: bool) -> BlockProgram:
         scalars = []
-        for each in phase.scalars:
-            number = float(self._number(each.node, known))
-            scalars.append(-number if each.negated else number)
+        for scalar in phase.scalars:
+            number = float(self._number(scalar.node, known))
+            scalars.append(-number if scalar.negated else number)
         return BlockProgram(
             STATE, len(self._lowered.columns), 0, _code_of(phase), packed(*scalars),
             every_block=not self._lazy, totals=len(phase.totals), returns=returns,
@@ -163,31 +167,31 @@ class OnShards:
         if isinstance(node, Constant):
             return node.array
         if node not in known:
-            known[node] = compute(node, [self._number(each, known) for each in node.operands], self._seat)
+            known[node] = compute(node, [self._number(operand, known) for operand in node.operands], self._seat)
         return known[node]
 
     def _outputs(self, out: Array, known: dict[Expression, Array]) -> dict[str, Any]:
-        found = dict[str, Any]()
+        outputs = dict[str, Any]()
         for name, node in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
             if node is self._lowered.gather or node in self._results:
-                found[name] = self._results.get(node, out)
+                outputs[name] = self._results.get(node, out)
             elif not node.type.shape:
-                found[name] = known[node] if isinstance(node, WholeReduction) else self._number(node, known)
-        return found
+                outputs[name] = known[node] if isinstance(node, WholeReduction) else self._number(node, known)
+        return outputs
 
     def tensor(self, name: str) -> Array:
         """A tensor as the shards have it now: of a Sliced one this rank's part. All ranks call this."""
         with told_to_others(self._group):
-            tensor = next((each for each in self._tensors if each.name == name), None)
+            tensor = next((column for column in self._tensors if column.name == name), None)
             if tensor is None:
-                kept = ", ".join(each.name for each in self._tensors)
+                kept = ", ".join(column.name for column in self._tensors)
                 raise UsageError(f"the shards keep no {name!r}; they keep {kept}")
-        code, found = Assembly(), np.zeros(self._shape, np.float32)
+        code, fetched = Assembly(), np.zeros(self._shape, np.float32)
         code.fetch(self._operand(tensor))
         program = self._program(code, returns=True)
-        self._group.fused_allreduce(None, program, out=found, block_size=self._block_size)
+        self._group.fused_allreduce(None, program, out=fetched, block_size=self._block_size)
         is_cut = tensor.type.layout.is_sliced
-        return self._seat.part(found, tensor.type.layout).copy() if is_cut else found
+        return self._seat.part(fetched, tensor.type.layout).copy() if is_cut else fetched
 
     def close(self) -> None:
         """Give back what the shards keep."""
@@ -201,4 +205,4 @@ class OnShards:
 
 
 def _code_of(phase: Phase) -> bytes:
-    return b"".join(bytes(each) for each in phase.code)
+    return b"".join(bytes(instruction) for instruction in phase.code)

@@ -115,7 +115,7 @@ class MatMul(Expression):
         super().__init__(as_expression(left), as_expression(right))
 
     def derive(self) -> Type:
-        left, right = (each.type for each in self.operands)
+        left, right = (operand.type for operand in self.operands)
         if len(left.shape) < 2 or len(right.shape) != 2 or left.shape[-1] != right.shape[0]:
             raise self.refuse(f"the factors are {left} and {right}: expected shapes (..., K) and (K, M)")
         if left.dtype != right.dtype or left.dtype == Bool:
@@ -130,8 +130,8 @@ class MatMul(Expression):
         left, right = arrays
         with np.errstate(all="ignore"):  # as in `placement.compute`
             if not is_half(self.type.dtype):
-                found: Array = np.matmul(left, right, out=out)
-                return found
+                array: Array = np.matmul(left, right, out=out)
+                return array
             product = np.matmul(left.astype(np.float32), right.astype(np.float32))
             out = np.empty(product.shape, self.type.dtype) if out is None else out
             out[...] = product
@@ -156,8 +156,8 @@ class WholeReduction(Expression):
 
     def finish(self, combined: Array) -> Array:
         """The result, from what all parts give together."""
-        found: Array = combined.astype(self.type.dtype)
-        return found
+        converted: Array = combined.astype(self.type.dtype)
+        return converted
 
 
 class Norm(WholeReduction):

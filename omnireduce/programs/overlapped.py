@@ -17,7 +17,7 @@ def run_overlapped(stage: Overlapped, run: Execution) -> None:
     matmul, reduction = stage.matmul, stage.reduction
     if not run.is_here(matmul):
         return
-    left, right = (run.value(each) for each in matmul.operands)
+    left, right = (run.value(operand) for operand in matmul.operands)
     product = run.room(reduction, (*left.shape[:-1], right.shape[-1]))
     handles = []
     for chunk in range(stage.chunks):

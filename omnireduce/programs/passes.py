@@ -35,50 +35,50 @@ class _Piece(NamedTuple):
 
 def run_fused(stage: Fused, run: Execution) -> None:
     """Evaluate the expressions of `stage`, and keep those that others need."""
-    shaped = [each for each in stage.nodes if each.type.shape]
+    shaped = [node for node in stage.nodes if node.type.shape]
     for node in stage.nodes:
         if not node.type.shape:
             run.evaluate(node)  # once, not for each piece
     kind = kind_of(stage)
     region, shape = run.placement.region(kind)
-    wanted = [each for each in shaped if _is_needed_outside(each, stage, run)]
-    results = {each: run.room(each, shape) for each in wanted}
+    wanted = [node for node in shaped if _is_needed_outside(node, stage, run)]
+    results = {node: run.room(node, shape) for node in wanted}
     outside = _operands(shaped, kind, run)
-    pieces = _pieces(shape, max(each.type.dtype.itemsize for each in shaped))
-    scratch = {each: np.empty((pieces[0].rows if pieces else 0, *shape[1:]), each.type.dtype) for each in shaped}
+    pieces = _pieces(shape, max(node.type.dtype.itemsize for node in shaped))
+    scratch = {node: np.empty((pieces[0].rows if pieces else 0, *shape[1:]), node.type.dtype) for node in shaped}
     for piece in pieces:
         starts = (region.starts[0] + piece.start, *region.starts[1:])
         rooms = {
-            each: results[each][piece.start : piece.stop] if each in results else scratch[each][: piece.rows]
-            for each in shaped
+            node: results[node][piece.start : piece.stop] if node in results else scratch[node][: piece.rows]
+            for node in shaped
         }
         _evaluate(shaped, outside, piece, region._replace(starts=starts), rooms)
-    for each, result in results.items():
-        is_update = isinstance(each, Update)
-        run.put(each, run.placement.fitting(result, each.operands[1].type, each.type) if is_update else result)
+    for output, result in results.items():
+        is_update = isinstance(output, Update)
+        run.put(output, run.placement.fitting(result, output.operands[1].type, output.type) if is_update else result)
 
 
 def kind_of(stage: Fused) -> Type:
     """The type of what the pass computes. What is Replicated among Sliced expressions is computed in parts, too."""
-    types = [each.type for each in stage.nodes if each.type.shape and isinstance(each, Pointwise)]
-    return next((each for each in types if each.layout is not Layout.REPLICATED), types[0])
+    types = [node.type for node in stage.nodes if node.type.shape and isinstance(node, Pointwise)]
+    return next((kind for kind in types if kind.layout is not Layout.REPLICATED), types[0])
 
 
 def _is_needed_outside(node: Expression, stage: Fused, run: Execution) -> bool:
     users = run.pipeline.users[node]
-    return isinstance(node, Update) or node in run.pipeline.outputs or any(each not in stage.nodes for each in users)
+    return isinstance(node, Update) or node in run.pipeline.outputs or any(user not in stage.nodes for user in users)
 
 
 def _operands(shaped: Collection[Expression], kind: Type, run: Execution) -> Mapping[Expression, tuple[Array, bool]]:
     """What comes from outside: this rank's part, and whether it has rows, of which each piece takes some."""
-    found: dict[Expression, tuple[Array, bool]] = {}
+    outside: dict[Expression, tuple[Array, bool]] = {}
     for node in shaped:
         operands = node.operands[1:] if isinstance(node, Update) else node.operands
-        for each in operands:
-            if each not in shaped and each not in found:
-                has_rows = len(each.type.shape) == len(kind.shape) and each.type.shape[0] == kind.shape[0]
-                found[each] = run.placement.fitting(run.value(each), each.type, kind), has_rows
-    return found
+        for operand in operands:
+            if operand not in shaped and operand not in outside:
+                has_rows = len(operand.type.shape) == len(kind.shape) and operand.type.shape[0] == kind.shape[0]
+                outside[operand] = run.placement.fitting(run.value(operand), operand.type, kind), has_rows
+    return outside
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> list[_Piece]:
@@ -95,15 +95,15 @@ def _evaluate(
     rooms: Mapping[Expression, Array],
 ) -> None:
     """One piece of each expression, in its room."""
-    found: dict[Expression, Array] = dict(rooms)
-    for each, (array, has_rows) in outside.items():
-        found[each] = array[piece.start : piece.stop] if has_rows else array
+    arrays: dict[Expression, Array] = dict(rooms)
+    for operand, (array, has_rows) in outside.items():
+        arrays[operand] = array[piece.start : piece.stop] if has_rows else array
     with np.errstate(all="ignore"):  # as in `compute`
         for node in shaped:
             room = rooms[node]
             if isinstance(node, Update):
-                room[...] = found[node.value]
+                room[...] = arrays[node.value]
             elif isinstance(node, Pointwise):
-                made = node.compute([found[each] for each in node.operands], region, room)
+                made = node.compute([arrays[operand] for operand in node.operands], region, room)
                 if made is not room:
                     room[...] = made

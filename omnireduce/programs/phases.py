@@ -37,7 +37,7 @@ class Phase:
     def _place_of(self, wanted: list[Scalar]) -> int:
         """Where these scalars stand, one behind the other."""
         for at in range(len(self.scalars) - len(wanted) + 1):
-            if [each.key for each in self.scalars[at : at + len(wanted)]] == [each.key for each in wanted]:
+            if [scalar.key for scalar in self.scalars[at : at + len(wanted)]] == [scalar.key for scalar in wanted]:
                 return at
         self.scalars += wanted
         return len(self.scalars) - len(wanted)

@@ -65,9 +65,9 @@ class Pipeline:
         _check_outputs(outputs)
         _check_inputs(name, inputs, outputs)
         written = names_of_user()
-        names = {each: written[id(each)] for each in in_order(outputs) if id(each) in written}
+        names = {node: written[id(node)] for node in in_order(outputs) if id(node) in written}
         self._set(inputs, outputs, (), names)
-        self.output_names = tuple(self.names[each] for each in self.outputs)
+        self.output_names = tuple(self.names[output] for output in self.outputs)
 
     def _set(
         self,
@@ -84,9 +84,9 @@ class Pipeline:
 
     def _all_names(self, wanted: Mapping[Expression, str]) -> dict[Expression, str]:
         """The names of inputs and of all stages."""
-        found: dict[Expression, str] = {each: each.name for each in self.inputs}
-        found |= {size: size.name for size in sizes_in(self.inputs)}
-        taken = set(found.values()) | set(wanted.values())
+        names: dict[Expression, str] = {input_node: input_node.name for input_node in self.inputs}
+        names |= {size: size.name for size in sizes_in(self.inputs)}
+        taken = set(names.values()) | set(wanted.values())
         count = 0
         for node in self.nodes:
             if isinstance(node, Input | Constant):
@@ -97,9 +97,9 @@ class Pipeline:
                     count += 1
                     name = f"t{count}"
             if name is not None:
-                found[node] = _unique(name, set(found.values()))
-                taken.add(found[node])
-        return found
+                names[node] = _unique(name, set(names.values()))
+                taken.add(names[node])
+        return names
 
     def _needs_name(self, node: Expression) -> bool:
         return node in self.outputs or not isinstance(node, Pointwise) or len(self.users[node]) > 1
@@ -114,20 +114,20 @@ class Pipeline:
             raise UsageError(f"{self.name} has no stage '{stage}'; its stages are {known}")
         if not isinstance(stage, Expression):
             raise UsageError(f"got {stage!r}, {a_type(stage)}; expected a stage of {self.name}, or its name")
-        found = self._handles.get(stage, stage)
-        if found not in self.users:
+        current = self._handles.get(stage, stage)
+        if current not in self.users:
             raise UsageError(f"{self.name} has no such stage: {stage.text(['...'] * len(stage.operands))}")
-        return found
+        return current
 
     def belonging_to(self, stage: Expression) -> list[Expression]:
         """The expressions of a stage: its own, and those without a name that it is made of; in order."""
-        found, waiting = {stage}, [stage]
+        members, waiting = {stage}, [stage]
         while waiting:
-            for each in waiting.pop().operands:
-                if each not in self.names and each not in found and not isinstance(each, Constant):
-                    found.add(each)
-                    waiting.append(each)
-        return [each for each in self.nodes if each in found]
+            for operand in waiting.pop().operands:
+                if operand not in self.names and operand not in members and not isinstance(operand, Constant):
+                    members.add(operand)
+                    waiting.append(operand)
+        return [node for node in self.nodes if node in members]
 
     def changed(
         self,
@@ -143,43 +143,51 @@ class Pipeline:
         made = Pipeline.__new__(Pipeline)
         made.name, made.output_names = program or self.name, self.output_names
         kept = {changes.get(node, node): name for node, name in self.names.items() if not isinstance(node, Input)}
-        made._handles = {each: changes.get(now, now) for each, now in self._handles.items()}
-        for each, now in changes.items():
-            made._handles.setdefault(each, now)
+        made._handles = {handle: changes.get(now, now) for handle, now in self._handles.items()}
+        for old, now in changes.items():
+            made._handles.setdefault(old, now)
         if compounds is None:
-            compounds = [each.mapped({node: changes.get(node, node) for node in each.nodes}) for each in self.compounds]
-        inputs = [changes.get(each, each) for each in self.inputs]
+            compounds = [
+                compound.mapped({node: changes.get(node, node) for node in compound.nodes})
+                for compound in self.compounds
+            ]
+        inputs = [changes.get(input_node, input_node) for input_node in self.inputs]
         if outputs is None:
-            outputs = [changes.get(each, each) for each in self.outputs]
-        made._set([each for each in inputs if isinstance(each, Input)], outputs, compounds, {**kept, **(names or {})})
+            outputs = [changes.get(output, output) for output in self.outputs]
+        made._set(
+            [input_node for input_node in inputs if isinstance(input_node, Input)],
+            outputs,
+            compounds,
+            {**kept, **(names or {})},
+        )
         return made
 
     @property
     def known_values(self) -> set[str]:
         """The names of what a run may be given: inputs, and sizes of dimensions."""
-        return {name for each, name in self.names.items() if isinstance(each, Input)}
+        return {name for node, name in self.names.items() if isinstance(node, Input)}
 
     @property
     def groups(self) -> int:
         """The number of groups of ranks that the program is for."""
-        sent = [each.to for each in self.nodes if isinstance(each, Send)]
-        return 1 + max([0, *sent, *(each.type.group or 0 for each in self.inputs)])
+        sent = [node.to for node in self.nodes if isinstance(node, Send)]
+        return 1 + max([0, *sent, *(input_node.type.group or 0 for input_node in self.inputs)])
 
     @property
     def least_ranks(self) -> int:
         """The least number of ranks in a group."""
-        return 1 + max([0, *(each.root for each in self.nodes if isinstance(each, Broadcast))])
+        return 1 + max([0, *(node.root for node in self.nodes if isinstance(node, Broadcast))])
 
     def __str__(self) -> str:
         pairs = zip(self.output_names, self.outputs, strict=True)
-        outputs = [name if name == self.names[each] else f"{name} = {self.names[each]}" for name, each in pairs]
+        outputs = [name if name == self.names[output] else f"{name} = {self.names[output]}" for name, output in pairs]
         return program_text(self.name, self.inputs, outputs, self.stages, self.names)
 
     @cached_property
     def digest(self) -> str:
         """A text that no other program, or schedule, has: the number of stages, and a checksum."""
         at = {node: f"#{number}" for number, node in enumerate(self.nodes)}
-        whole = [str(self), *(each.text([at[operand] for operand in each.operands]) for each in self.nodes)]
+        whole = [str(self), *(node.text([at[operand] for operand in node.operands]) for node in self.nodes)]
         text = hashlib.blake2b("\n".join(whole).encode(errors="backslashreplace"), digest_size=8).hexdigest()
         return f"{len(self.stages)} stages, checksum {text}"
 
@@ -269,11 +277,11 @@ def _check_outputs(outputs: Sequence[Expression]) -> None:
     """Raises UsageError unless these are what stages compute, and no tensor would get two values."""
     if not outputs:
         raise wrong(line_of_user(), "no outputs: expected what a run returns, such as [w1]")
-    for each in outputs:
-        if not isinstance(each, Expression):
-            raise wrong(line_of_user(), f"{each!r} is {a_type(each)}; expected expressions as outputs")
-        if each.is_under_way or isinstance(each, Input | Constant):
-            raise wrong(each.place, f"an output is {short(each)}: expected what a stage computes")
+    for output in outputs:
+        if not isinstance(output, Expression):
+            raise wrong(line_of_user(), f"{output!r} is {a_type(output)}; expected expressions as outputs")
+        if output.is_under_way or isinstance(output, Input | Constant):
+            raise wrong(output.place, f"an output is {short(output)}: expected what a stage computes")
     updated: dict[Tensor, Update] = {}
     for node in in_order(outputs):
         if isinstance(node, Update) and updated.setdefault(node.tensor, node) is not node:
@@ -283,13 +291,13 @@ def _check_outputs(outputs: Sequence[Expression]) -> None:
 def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
     """Raises UsageError unless these are all that the outputs need, and each has a name of its own."""
     place, nodes = line_of_user(), in_order(outputs)
-    for each in inputs:
-        if not isinstance(each, Input):
-            raise wrong(place, f"an input is {each!r}: expected Tensors and Variables")
-        if inputs.count(each) > 1:
-            raise wrong(place, f"{each.name} is an input twice; expected once")
-        if each not in nodes:
-            raise wrong(place, f"{each.name} is an input, but the outputs do not need it: leave it out")
+    for input_node in inputs:
+        if not isinstance(input_node, Input):
+            raise wrong(place, f"an input is {input_node!r}: expected Tensors and Variables")
+        if inputs.count(input_node) > 1:
+            raise wrong(place, f"{input_node.name} is an input twice; expected once")
+        if input_node not in nodes:
+            raise wrong(place, f"{input_node.name} is an input, but the outputs do not need it: leave it out")
     for used in nodes:
         if isinstance(used, Input) and used not in inputs:
             raise wrong(used.place, f"{used.name} is used, but is not among the inputs of {program}")
@@ -300,8 +308,8 @@ def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expre
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    found, count = name, 1
-    while found in taken:
+    unique, count = name, 1
+    while unique in taken:
         count += 1
-        found = f"{name}_{count}"
-    return found
+        unique = f"{name}_{count}"
+    return unique

@@ -26,7 +26,7 @@ class RankPlacement(NamedTuple):
 
     def shape(self, shape: Sequence[Dimension]) -> tuple[int, ...]:
         """The sizes of these dimensions."""
-        return tuple(each if isinstance(each, int) else self.sizes[each] for each in shape)
+        return tuple(dimension if isinstance(dimension, int) else self.sizes[dimension] for dimension in shape)
 
     def region(self, kind: Type) -> tuple[Region, tuple[int, ...]]:
         """The part of a value of this type that this rank has: its region and its shape."""
@@ -71,7 +71,7 @@ def compute(node: Expression, arrays: Sequence[Array], placement: RankPlacement)
         return node.compute(arrays)
     assert isinstance(node, Pointwise)
     fitting = [
-        placement.fitting(array, each.type, node.type) for array, each in zip(arrays, node.operands, strict=True)
+        placement.fitting(array, operand.type, node.type) for array, operand in zip(arrays, node.operands, strict=True)
     ]
     region, _ = placement.region(node.type)
     with np.errstate(all="ignore"):  # infinities and NaN are values, as they are in what is reduced
@@ -80,7 +80,7 @@ def compute(node: Expression, arrays: Sequence[Array], placement: RankPlacement)
 
 def sizes_in(nodes: Iterable[Expression]) -> list[Variable]:
     """The Variables that are sizes of dimensions of `nodes`."""
-    return list(dict.fromkeys(size for each in nodes for size in each.type.shape if isinstance(size, Variable)))
+    return list(dict.fromkeys(size for node in nodes for size in node.type.shape if isinstance(size, Variable)))
 
 
 def check_names(values: object, known: Collection[str], taker: str) -> None:
@@ -95,12 +95,12 @@ def check_names(values: object, known: Collection[str], taker: str) -> None:
 def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values: Mapping[str, Any]) -> Sizes:
     """The sizes of dimensions: those given by name, and those that follow from whole arrays of `inputs`. Raises
     UsageError if a dimension has two different sizes, or none."""
-    found: dict[Variable, int] = {}
+    bound: dict[Variable, int] = {}
     said: dict[Variable, str] = {}
-    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    tensors = [input_node for input_node in inputs if isinstance(input_node, Tensor)]
     for size in sizes:
         if size.name in values:
-            found[size], said[size] = size_value(values[size.name], size.name), "as given"
+            bound[size], said[size] = size_value(values[size.name], size.name), "as given"
     for tensor in tensors:
         array = values.get(tensor.name)
         if not isinstance(array, np.ndarray) or array.ndim != len(tensor.type.shape):
@@ -109,14 +109,14 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
             is_cut = tensor.type.layout.is_sliced and tensor.type.layout.axis(array.ndim) == axis
             if isinstance(dimension, Variable) and not is_cut:
                 here = array.shape[axis]
-                if found.setdefault(dimension, here) != here:
-                    other = f"{found[dimension]} {said[dimension]}"
+                if bound.setdefault(dimension, here) != here:
+                    other = f"{bound[dimension]} {said[dimension]}"
                     raise UsageError(f"{dimension.name} is {here} in {tensor.name}, and {other}: expected one size")
                 said.setdefault(dimension, f"in {tensor.name}")
     for size in sizes:
-        if size not in found:
+        if size not in bound:
             raise UsageError(f"the size {size.name} follows from no whole array: give it as '{size.name}'")
-    return found
+    return bound
 
 
 def size_value(value: object, name: str) -> int:

@@ -63,35 +63,35 @@ class Pointwise(Expression):
     def derive(self) -> Type:
         dtype = self.result_dtype()
         shape: tuple[Dimension, ...] = ()
-        for each in self.operands:
-            shape = self._broadcast(shape, each.type.shape)
-        layout = folded(POINTWISE, [each.type.layout for each in self.operands])
+        for operand in self.operands:
+            shape = self._broadcast(shape, operand.type.shape)
+        layout = folded(POINTWISE, [operand.type.layout for operand in self.operands])
         if not isinstance(layout, Layout):
             raise self.refuse(f"{_layouts(self.operands)}: {layout}")
-        for each in self.operands:
-            if each.type.layout.is_sliced and not _is_whole_along(each.type.shape, shape, each.type.layout):
+        for operand in self.operands:
+            if operand.type.layout.is_sliced and not _is_whole_along(operand.type.shape, shape, operand.type.layout):
                 raise self.refuse(
-                    f"{short(each)}, {each.type}, is repeated along the dimension in which it is cut: "
+                    f"{short(operand)}, {operand.type}, is repeated along the dimension in which it is cut: "
                     "AllGather it first"
                 )
         return Type(dtype, shape, layout, common_group(self))
 
     def _broadcast(self, one: tuple[Dimension, ...], other: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
         longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
-        found = list(longer)
+        broadcast = list(longer)
         for at in range(1, len(shorter) + 1):
             sizes = {longer[-at], shorter[-at]}
             if len(sizes) > 1:
                 rest = sizes - {1}
                 if len(rest) > 1:
-                    raise self.refuse(f"shapes {' and '.join(str(_names(each)) for each in (one, other))} do not fit")
-                found[-at] = rest.pop()
-        return tuple(found)
+                    raise self.refuse(f"shapes {' and '.join(str(_names(shape)) for shape in (one, other))} do not fit")
+                broadcast[-at] = rest.pop()
+        return tuple(broadcast)
 
     def _one_dtype(self, operands: Sequence[Expression]) -> DType:
-        dtypes = {each.type.dtype for each in operands}
+        dtypes = {operand.type.dtype for operand in operands}
         if len(dtypes) > 1:
-            met = " and ".join(f"{short(each)} is {each.type.dtype}" for each in operands)
+            met = " and ".join(f"{short(operand)} is {operand.type.dtype}" for operand in operands)
             raise self.refuse(f"{met}: Cast one of them")
         return dtypes.pop()
 
@@ -193,7 +193,7 @@ class Dropout(Pointwise):
         super().__init__(as_expression(x), as_expression(step, np.dtype(np.int64)))
 
     def result_dtype(self) -> DType:
-        x, step = (each.type for each in self.operands)
+        x, step = (operand.type for operand in self.operands)
         if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
             raise self.refuse(f"p is {self.p!r}: expected from 0 up to but not including 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
@@ -230,9 +230,9 @@ def _is_whole_along(own: tuple[Dimension, ...], whole: tuple[Dimension, ...], la
 
 
 def _layouts(operands: Sequence[Expression]) -> str:
-    varying = [each for each in operands if not isinstance(each, Constant)]
-    return ", ".join(f"{short(each)} is {each.type.layout.value}" for each in varying)
+    varying = [operand for operand in operands if not isinstance(operand, Constant)]
+    return ", ".join(f"{short(operand)} is {operand.type.layout.value}" for operand in varying)
 
 
 def _names(shape: Sequence[Dimension]) -> list[str]:
-    return [str(each) if isinstance(each, int) else each.name for each in shape]
+    return [str(dimension) if isinstance(dimension, int) else dimension.name for dimension in shape]

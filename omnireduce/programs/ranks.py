@@ -49,12 +49,12 @@ class Ranks(NamedTuple):
         part = np.asarray(part, order="C")
         if axis == 0 and whole[0] % size == 0:
             return self.comm.allgather(part, name=self.named(stage)).reshape(whole)
-        found = self.comm.allgather_ragged(part.reshape(-1), name=self.named(stage))
+        parts = self.comm.allgather_ragged(part.reshape(-1), name=self.named(stage))
         shaped = []
-        for rank, each in enumerate(found):
+        for rank, flat in enumerate(parts):
             start, stop = bounds(whole[axis], rank, size)
             shape = (*whole[:axis], stop - start, *whole[axis + 1 :])
-            shaped.append(each.reshape(shape))
+            shaped.append(flat.reshape(shape))
         return np.concatenate(shaped, axis=axis)
 
     def broadcast(self, x: Array, root: int, stage: str) -> Array:
@@ -131,11 +131,11 @@ class Waiting(NamedTuple):
     def refuse(self, error: Exception) -> None:
         """Let them know that this rank does not run the program: in the groups that there are, see
         `Communicator.refuse`, and in those that the program would have made with this rank."""
-        for each in self.meeting.communicators:
-            each.refuse(UsageError(str(error)))  # each is told of one of its own
+        for communicator in self.meeting.communicators:
+            communicator.refuse(UsageError(str(error)))  # each is told of one of its own
         groups = self.pipeline.groups
         group, at = divmod(self.comm.rank, self.comm.size // groups) if self.comm.size >= groups else (groups, 0)
-        ways = {(each.source, each.to) for each in self.pipeline.nodes if isinstance(each, Send)}
+        ways = {(node.source, node.to) for node in self.pipeline.nodes if isinstance(node, Send)}
         for way in sorted(ways):
             name = _name_of_pair(groups, *way, at)
             if group in way and not self.meeting.has(name):
@@ -147,10 +147,10 @@ _meetings: weakref.WeakKeyDictionary[Communicator, JobResources] = weakref.WeakK
 
 def meeting_of(comm: Communicator) -> JobResources:
     """The one of this communicator."""
-    found = _meetings.get(comm)
-    if found is None or not found.is_for(comm):
-        found = _meetings[comm] = JobResources(comm)
-    return found
+    meeting = _meetings.get(comm)
+    if meeting is None or not meeting.is_for(comm):
+        meeting = _meetings[comm] = JobResources(comm)
+    return meeting
 
 
 def ranks_of_a_group(comm: Communicator, groups: int, least: int) -> int:

@@ -57,11 +57,11 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     execution.finish()
     if comparison is not None:
         comparison.settle()
-    _commit(arrays, {each: execution.value(each) for each in arrays})
+    _commit(arrays, {update: execution.value(update) for update in arrays})
     return {
-        name: arrays[each] if isinstance(each, Update) else execution.value(each)
-        for name, each in zip(pipeline.output_names, pipeline.outputs, strict=True)
-        if execution.is_here(each)
+        name: arrays[output] if isinstance(output, Update) else execution.value(output)
+        for name, output in zip(pipeline.output_names, pipeline.outputs, strict=True)
+        if execution.is_here(output)
     }
 
 
@@ -70,18 +70,18 @@ def _begun(
 ) -> tuple[Execution, dict[Update, Array]]:
     """A run before its first stage, and the arrays that get new values in the end. Raises UsageError."""
     group, rank = divmod(comm.rank, size)
-    inputs = [each for each in pipeline.inputs if each.type.group in (None, group)]
+    inputs = [input_node for input_node in pipeline.inputs if input_node.type.group in (None, group)]
     check_names(values, pipeline.known_values, pipeline.name)
-    here = [each for each in pipeline.nodes if each.type.group in (None, group) or _is_sent_to(each, group)]
+    here = [node for node in pipeline.nodes if node.type.group in (None, group) or _is_sent_to(node, group)]
     placement, meeting = RankPlacement(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
 
     def pair(source: int, target: int) -> Communicator:
         return meeting.pair(comm, pipeline.groups, source, target)
 
     execution = Execution(pipeline, placement, own, group, pair, rooms=meeting.rooms(pipeline))
-    for each in inputs:
-        execution.put(each, input_value(each, values, placement))
-    arrays = {each: execution.value(each.tensor) for each in here if isinstance(each, Update)}
+    for input_node in inputs:
+        execution.put(input_node, input_value(input_node, values, placement))
+    arrays = {update: execution.value(update.tensor) for update in here if isinstance(update, Update)}
     for update, array in arrays.items():
         if not array.flags.writeable:
             raise UsageError(f"{update.tensor.name} is read-only, and the program updates it: pass a copy")
@@ -103,10 +103,10 @@ def _run_stages(run: Execution) -> None:
     for at, stage in enumerate(stages):
         for node in nodes_of(stage):
             last.update(dict.fromkeys((node, *node.operands), at))
-    kept = {*run.pipeline.outputs, *(each for each in run.pipeline.nodes if isinstance(each, Update))}
+    kept = {*run.pipeline.outputs, *(node for node in run.pipeline.nodes if isinstance(node, Update))}
     for at, stage in enumerate(stages):
         _run_stage(stage, run)
-        for node in {each for own in nodes_of(stage) for each in (own, *own.operands)}:
+        for node in {used for member in nodes_of(stage) for used in (member, *member.operands)}:
             if last[node] == at and node not in kept:
                 run.drop(node)
 
@@ -115,7 +115,7 @@ def _run_stage(stage: Stage, run: Execution) -> None:
     if isinstance(stage, Expression):
         run.evaluate(stage)
     elif isinstance(stage, Fused):
-        if run.is_here(next(each for each in stage.nodes if each.type.shape)):
+        if run.is_here(next(node for node in stage.nodes if node.type.shape)):
             run_fused(stage, run)
     elif isinstance(stage, FusedAllReduce):
         if run.is_here(stage.reduce_scatter):
@@ -127,8 +127,8 @@ def _run_stage(stage: Stage, run: Execution) -> None:
 def _commit(arrays: Mapping[Update, Array], results: Mapping[Update, Array]) -> None:
     """Write all new values. One that lies in an array which is written is copied first."""
     safe = {
-        each: result.copy() if any(np.may_share_memory(result, target) for target in arrays.values()) else result
-        for each, result in results.items()
+        update: result.copy() if any(np.may_share_memory(result, target) for target in arrays.values()) else result
+        for update, result in results.items()
     }
-    for each, result in safe.items():
-        arrays[each][...] = result
+    for update, result in safe.items():
+        arrays[update][...] = result

@@ -40,10 +40,10 @@ def names_of_user() -> dict[int, str]:
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, value in frame.f_locals.items():
-        found.setdefault(id(value), name)
-    return found
+        names.setdefault(id(value), name)
+    return names
 
 
 def _is_machinery(file: str) -> bool:

@@ -26,7 +26,7 @@ class Fused:
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> Fused:
         """The same stage, of the expressions that `changes` puts in the place of its own."""
-        return Fused(tuple(changes[each] for each in self.nodes))
+        return Fused(tuple(changes[node] for node in self.nodes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,11 @@ class FusedAllReduce:
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> FusedAllReduce:
         """The same stage, of the expressions that `changes` puts in the place of its own."""
-        return FusedAllReduce(tuple(changes[each] for each in self.nodes))
+        return FusedAllReduce(tuple(changes[node] for node in self.nodes))
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
-        return next(each for each in self.nodes if isinstance(each, ReduceScatter))
+        return next(node for node in self.nodes if isinstance(node, ReduceScatter))
 
     @property
     def input(self) -> Expression:
@@ -52,30 +52,34 @@ class FusedAllReduce:
     @property
     def computations(self) -> tuple[Expression, ...]:
         """The computations on the parts, in order: all but ReduceScatter, AllGather and Update."""
-        return tuple(each for each in self.nodes if not isinstance(each, ReduceScatter | AllGather | Update))
+        return tuple(node for node in self.nodes if not isinstance(node, ReduceScatter | AllGather | Update))
 
     @property
     def updates(self) -> tuple[Update, ...]:
         """Tensors that get a new value here: sliced state, and replicated ones that get a result."""
-        return tuple(each for each in self.nodes if isinstance(each, Update))
+        return tuple(node for node in self.nodes if isinstance(node, Update))
 
     @property
     def gathers(self) -> tuple[AllGather, ...]:
         """The results that all ranks get whole."""
-        return tuple(each for each in self.nodes if isinstance(each, AllGather))
+        return tuple(node for node in self.nodes if isinstance(node, AllGather))
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The sliced tensors that are read or updated: rank i has the i-th part of each."""
-        found = [each for node in self.nodes for each in node.operands if isinstance(each, Tensor)]
-        return tuple(dict.fromkeys(each for each in found if each.type.layout.is_sliced))
+        tensors = [operand for node in self.nodes for operand in node.operands if isinstance(operand, Tensor)]
+        return tuple(dict.fromkeys(tensor for tensor in tensors if tensor.type.layout.is_sliced))
 
     @property
     def others(self) -> tuple[Expression, ...]:
         """The other operands from outside: numbers, replicated tensors, results of other stages."""
         inside = {*self.nodes, *self.state, self.input}
-        found = [each for node in self.nodes for each in node.operands]
-        return tuple(dict.fromkeys(each for each in found if each not in inside and not isinstance(each, Constant)))
+        operands = [operand for node in self.nodes for operand in node.operands]
+        return tuple(
+            dict.fromkeys(
+                operand for operand in operands if operand not in inside and not isinstance(operand, Constant)
+            )
+        )
 
 
 Reducer = AllReduce | ReduceScatter | FusedAllReduce
@@ -122,25 +126,27 @@ def in_stages(
     """The stages of a program, each after those whose results it needs: the order in which all ranks run them. Inputs
     are no stages. Raises UsageError if compounds need one another's results in a cycle."""
     users = users_of(nodes)
-    for each in compounds:
-        check_no_way_around(each, users, names)
-    stage_of: dict[Expression, Stage] = {node: each for each in compounds for node in each.nodes}
+    for compound in compounds:
+        check_no_way_around(compound, users, names)
+    stage_of: dict[Expression, Stage] = {node: compound for compound in compounds for node in compound.nodes}
     for node in nodes:
         if not isinstance(node, Input | Constant):
             stage_of.setdefault(node, node)
-    waits: dict[Stage, set[Stage]] = {each: set() for each in stage_of.values()}
+    waits: dict[Stage, set[Stage]] = {stage: set() for stage in stage_of.values()}
     for node, stage in stage_of.items():
-        waits[stage] |= {stage_of[each] for each in node.operands if each in stage_of and stage_of[each] is not stage}
+        waits[stage] |= {
+            stage_of[operand] for operand in node.operands if operand in stage_of and stage_of[operand] is not stage
+        }
     place = {node: at for at, node in enumerate(nodes)}
-    first = sorted(waits, key=lambda each: max(place[node] for node in nodes_of(each)))
-    found: dict[Stage, None] = {}
-    while len(found) < len(first):
-        ready = next((each for each in first if each not in found and waits[each] <= found.keys()), None)
+    first = sorted(waits, key=lambda stage: max(place[node] for node in nodes_of(stage)))
+    ordered: dict[Stage, None] = {}
+    while len(ordered) < len(first):
+        ready = next((stage for stage in first if stage not in ordered and waits[stage] <= ordered.keys()), None)
         if ready is None:
-            stuck = [names.get(nodes_of(each)[-1], "") for each in first if each not in found]
+            stuck = [names.get(nodes_of(stage)[-1], "") for stage in first if stage not in ordered]
             raise UsageError(f"{', '.join(filter(None, stuck))} would wait for one another: leave one of them out")
-        found[ready] = None
-    return list(found)
+        ordered[ready] = None
+    return list(ordered)
 
 
 def check_no_way_around(
@@ -149,7 +155,7 @@ def check_no_way_around(
     """Raises UsageError if a stage needs another result that needs the stage."""
     way = way_around(set(stage.nodes), users)
     if way is not None:
-        called = [names[each] for each in way if each in names]  # the others belong to a stage with a name
+        called = [names[node] for node in way if node in names]  # the others belong to a stage with a name
         steps = ", ".join(f"{later} needs {earlier}" for earlier, later in pairwise(called))
         raise UsageError(
             f"together they would form a cycle, {' -> '.join(called)}: {steps}. Take {', '.join(called[1:-1])} along, "

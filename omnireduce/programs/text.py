@@ -25,17 +25,17 @@ def program_text(
 ) -> str:
     """The whole program."""
     lines: list[Line] = []
-    for each in inputs:
-        if isinstance(each, Tensor):
-            lines.append((f"  {each.name}", str(each.type)))
-        elif isinstance(each, Variable):
-            lines.append((f"  {each.name}", str(each.type.dtype)))
+    for input_node in inputs:
+        if isinstance(input_node, Tensor):
+            lines.append((f"  {input_node.name}", str(input_node.type)))
+        elif isinstance(input_node, Variable):
+            lines.append((f"  {input_node.name}", str(input_node.type.dtype)))
     split = len(lines)
     for stage in stages:
         lines += _stage_lines(stage, names, "  ")
     width = min(max(len(what) for what, _ in lines), 78)
     texts = [f"{what:{width}}  {kind}".rstrip() for what, kind in lines]
-    given = ", ".join(names[each] for each in inputs)
+    given = ", ".join(names[input_node] for input_node in inputs)
     return "\n".join([f"{name}({given}) -> {', '.join(outputs)}", *texts[:split], "", *texts[split:]])
 
 
@@ -44,7 +44,7 @@ def _stage_lines(stage: Stage, names: Names, margin: str) -> list[Line]:
         return [_line(stage, names, margin)] if stage in names else []
     deeper = f"{margin}  "
     if isinstance(stage, Fused | FusedAllReduce):
-        inner = [_line(each, names, deeper) for each in nodes_of(stage) if each in names]
+        inner = [_line(node, names, deeper) for node in nodes_of(stage) if node in names]
     else:
         inner = [_line(stage.matmul, names, deeper), *_stage_lines(stage.reducer, names, deeper)]
     return [(f"{margin}{title(stage)} {{", ""), *inner, (f"{margin}}}", "")]

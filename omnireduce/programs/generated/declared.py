@@ -39,32 +39,32 @@ class Declared(Statements):
         return word
 
     def made(self, node: Expression) -> Text:
-        operands = [self.value(each) for each in node.operands]
+        operands = [self.value(operand) for operand in node.operands]
         if isinstance(node, Arithmetic):
-            one, other = (each.within(node.least_precedence(at)) for at, each in enumerate(operands))
+            one, other = (operand.within(node.least_precedence(at)) for at, operand in enumerate(operands))
             return Text(f"{one} {node.symbol} {other}", node.precedence)
         self.words.add(type(node).__name__)
         if isinstance(node, Cast):
             return Text(f"Cast({self._type(node)}, {operands[0].text})")
         if isinstance(node, ReduceScatter | ReduceTensor):
             self.words.add(repr(node.reduction))
-        return Text(node.text([each.text for each in operands]))
+        return Text(node.text([operand.text for operand in operands]))
 
     def function(self) -> list[str]:
         """The lines of a function that makes the pipeline."""
         pipeline, names = self._pipeline, self.names
         lines = ["def program():", f'{MARGIN}"""The program in its own language."""']
-        sizes = [each for each in sizes_in(pipeline.inputs) if each not in pipeline.inputs]
-        for each in [*sizes, *pipeline.inputs]:
-            lines += self._declaration(each)
+        sizes = [size for size in sizes_in(pipeline.inputs) if size not in pipeline.inputs]
+        for input_node in [*sizes, *pipeline.inputs]:
+            lines += self._declaration(input_node)
         for node in pipeline.nodes:
             if node in names and not isinstance(node, Input):
                 lines += self.assigned(names[node], node)
-        inputs = ", ".join(names[each] for each in pipeline.inputs)
-        outputs = ", ".join(names[each] for each in pipeline.outputs)
+        inputs = ", ".join(names[input_node] for input_node in pipeline.inputs)
+        outputs = ", ".join(names[output] for output in pipeline.outputs)
         lines += broken(f"pipeline = Pipeline({quoted(pipeline.name)}, [{inputs}], [{outputs}])", 1)
-        fused = next(each for each in pipeline.compounds if isinstance(each, FusedAllReduce))
-        stages = ", ".join(names[each] for each in fused.nodes if each in names)
+        fused = next(compound for compound in pipeline.compounds if isinstance(compound, FusedAllReduce))
+        stages = ", ".join(names[node] for node in fused.nodes if node in names)
         return [*lines, *broken(f"return pipeline.fuse_into([{stages}], AllReduce)", 1)]
 
     def _declaration(self, node: Input) -> list[str]:

@@ -30,9 +30,9 @@ class Oracle(Statements):
         self.used: set[str] = set()
 
     def value(self, node: Expression) -> Text:
-        found = super().value(node)
+        text = super().value(node)
         is_listed = node in self.names and _is_local(node)
-        return Text(f"{found.within(WHOLE)}[rank]") if is_listed else found
+        return Text(f"{text.within(WHOLE)}[rank]") if is_listed else text
 
     def operand(self, user: Expression, node: Expression) -> Text:
         text = self.value(node)

@@ -215,23 +215,25 @@ class Parts(Statements):
         return not is_plain or bool(self._pipeline.users[update])
 
     def _fused(self, stage: Fused) -> None:
-        inside = [each for each in stage.nodes if each in self.names]
+        inside = [node for node in stage.nodes if node in self.names]
         for node in inside:
             if not node.type.shape:
                 self._single(node)
-        shaped = [each for each in inside if each.type.shape]
+        shaped = [node for node in inside if node.type.shape]
         made = Pass(self, stage, shaped, self._pipeline, self._target.has_numba)
         self.functions.append(made.function())
         depth = self._depth(made.kind.group)
-        arguments = [self._fitting(each, made.kind).text for each in made.parameters]
-        given = [*(["job"] if made.needs_job else []), *arguments, *(self.names[each] for each in made.sizes)]
-        results = [self.names[each] for each in made.results]
+        arguments = [self._fitting(parameter, made.kind).text for parameter in made.parameters]
+        given = [*(["job"] if made.needs_job else []), *arguments, *(self.names[size] for size in made.sizes)]
+        results = [self.names[node] for node in made.results]
         if made.is_plain:
             self.used.add("room")
-            shaped_like = next(x for x, each in zip(arguments, made.parameters, strict=True) if each.type.shape)
+            shaped_like = next(
+                argument for argument, parameter in zip(arguments, made.parameters, strict=True) if parameter.type.shape
+            )
             rooms = (
-                f'job.room("{self.names[x]}", {shaped_like}.shape, {self.names.dtype(x.type.dtype)})'
-                for x in made.results
+                f'job.room("{self.names[node]}", {shaped_like}.shape, {self.names.dtype(node.type.dtype)})'
+                for node in made.results
             )
             lines = [
                 line for name, room in zip(results, rooms, strict=True) for line in broken(f"{name} = {room}", depth)
@@ -239,9 +241,9 @@ class Parts(Statements):
             lines += broken(f"{made.name}({', '.join([*given, *results])})", depth)
         else:
             lines = broken(f"{', '.join(results)} = {made.name}({', '.join(given)})", depth)
-        for each in made.results:
-            if isinstance(each, Update) and (axis := axis_to_cut(each.value.type, each.type)) is not None:
-                lines.append(f"{MARGIN * depth}{self.names[each]} = {self._part(self.names[each], axis)}")
+        for output in made.results:
+            if isinstance(output, Update) and (axis := axis_to_cut(output.value.type, output.type)) is not None:
+                lines.append(f"{MARGIN * depth}{self.names[output]} = {self._part(self.names[output], axis)}")
         self._add("Compute", shaped[-1], lines)
 
     def _overlapped(self, stage: Overlapped) -> None:
@@ -288,9 +290,9 @@ class Parts(Statements):
 
     def _finish(self) -> None:
         """Wait for what was sent, then write what is updated."""
-        if sends := [each for each in self._pipeline.nodes if isinstance(each, Send)]:
+        if sends := [node for node in self._pipeline.nodes if isinstance(node, Send)]:
             self.used.add("finish")
-            for group in sorted({each.source for each in sends}):
+            for group in sorted({send.source for send in sends}):
                 self.blocks.append(Block("Send", "finish", group, [f"{MARGIN * self._depth(group)}job.finish()"]))
         for node in self._pipeline.nodes:
             if isinstance(node, Update):
@@ -303,15 +305,15 @@ class Parts(Statements):
                 self.blocks.append(block)
 
     def _is_in_pass(self, update: Update) -> bool:
-        return any(isinstance(each, Fused) and update in each.nodes for each in self._pipeline.compounds)
+        return any(isinstance(compound, Fused) and update in compound.nodes for compound in self._pipeline.compounds)
 
     def labels(self) -> list[str]:
         """What each block is called in the line of a run: what it does, and its name where several do that."""
-        kinds = [each.kind for each in self.blocks]
+        kinds = [block.kind for block in self.blocks]
         of_sends = {"Send", "Recv"}
         return [
-            each.kind if each.kind in of_sends or kinds.count(each.kind) == 1 else f"{each.kind}_{each.name}"
-            for each in self.blocks
+            block.kind if block.kind in of_sends or kinds.count(block.kind) == 1 else f"{block.kind}_{block.name}"
+            for block in self.blocks
         ]
 
     def body(self) -> list[str]:

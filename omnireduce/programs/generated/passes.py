@@ -40,42 +40,42 @@ class Pass(Statements):
         self._owner, self._stage, self._shaped = owner, stage, shaped
         self._pipeline = pipeline
         self.kind = kind_of(stage)
-        self.parameters = list(dict.fromkeys(each for node in shaped for each in self._outside(node)))
-        self.results = [each for each in shaped if self._is_result(each)]
+        self.parameters = list(dict.fromkeys(operand for node in shaped for operand in self._outside(node)))
+        self.results = [node for node in shaped if self._is_result(node)]
         self.is_plain = self._all_plain()
         self._is_compiled = has_numba and self.is_plain
-        draws = any(isinstance(each, Dropout) for each in stage.nodes)
+        draws = any(isinstance(node, Dropout) for node in stage.nodes)
         self.needs_job = draws
-        sizes = dict.fromkeys(each for each in self.kind.shape if isinstance(each, Variable) and draws)
-        self.sizes = [each for each in sizes if each not in self.parameters]
+        sizes = dict.fromkeys(dimension for dimension in self.kind.shape if isinstance(dimension, Variable) and draws)
+        self.sizes = [size for size in sizes if size not in self.parameters]
         self._last = self.names[self.results[-1]]
         self.name, self._element_name = (self.names.new(f"{what}_{self._last}") for what in ("compute", "element_of"))
 
     def _outside(self, node: Expression) -> Iterator[Expression]:
         """What comes from outside of what `node` is made from."""
         operands = node.operands[1:] if isinstance(node, Update) else node.operands
-        for each in operands:
-            if each in self._shaped or isinstance(each, Constant):
+        for operand in operands:
+            if operand in self._shaped or isinstance(operand, Constant):
                 continue
-            if each in self.names:
-                yield each
+            if operand in self.names:
+                yield operand
             else:
-                yield from self._outside(each)
+                yield from self._outside(operand)
 
     def _is_result(self, node: Expression) -> bool:
         users = self._pipeline.users[node]
-        outside = [each for each in users if each not in self._stage.nodes]
+        outside = [user for user in users if user not in self._stage.nodes]
         return isinstance(node, Update) or node in self._pipeline.outputs or bool(outside)
 
     def _all_plain(self) -> bool:
-        kinds = [each.type for each in [*self._stage.nodes, *self.parameters]]
+        kinds = [node.type for node in [*self._stage.nodes, *self.parameters]]
         is_arithmetic = all(
-            isinstance(each, Update | Sqrt | Ite | Cast) or (isinstance(each, Arithmetic) and each.symbol != "**")
-            for each in self._stage.nodes
-            if each.type.shape or each not in self.names
+            isinstance(node, Update | Sqrt | Ite | Cast) or (isinstance(node, Arithmetic) and node.symbol != "**")
+            for node in self._stage.nodes
+            if node.type.shape or node not in self.names
         )
-        is_float = all((each.dtype in FLOATS and not is_half(each.dtype)) or each.dtype == Bool for each in kinds)
-        return is_arithmetic and is_float and all(each.shape in ((), self.kind.shape[:1]) for each in kinds)
+        is_float = all((kind.dtype in FLOATS and not is_half(kind.dtype)) or kind.dtype == Bool for kind in kinds)
+        return is_arithmetic and is_float and all(kind.shape in ((), self.kind.shape[:1]) for kind in kinds)
 
     def place(self, node: Dropout) -> str:
         return self._owner.place_of(self.kind)
@@ -96,14 +96,14 @@ class Pass(Statements):
 
     def function(self) -> str:
         """The whole function, or both of them."""
-        given = [self.names[each] for each in self.parameters]
-        lines = [line for each in self._shaped for line in self.assigned(self.names[each], each)]
-        returned = ", ".join(self.names[each] for each in self.results)
+        given = [self.names[parameter] for parameter in self.parameters]
+        lines = [line for node in self._shaped for line in self.assigned(self.names[node], node)]
+        returned = ", ".join(self.names[node] for node in self.results)
         what = f"{self.kind.dtype} of this rank's part" if axis_of(self.kind) is not None else f"{self.kind.dtype}"
         lines += broken(f"return {returned}", 1)
         if self.is_plain:
             return self._element(given, lines) + "\n\n\n" + self._all_elements(given)
-        taken = [*(["job"] if self.needs_job else []), *given, *(self.names[each] for each in self.sizes)]
+        taken = [*(["job"] if self.needs_job else []), *given, *(self.names[size] for size in self.sizes)]
         head = broken(f"def {self.name}({', '.join(taken)}):", 0)
         return "\n".join([*head, f'{MARGIN}"""{returned}: {what}."""', *lines])
 
@@ -113,15 +113,18 @@ class Pass(Statements):
         return "\n".join([*self._decorator(), *head, f'{MARGIN}"""What is computed of {what}."""', *lines])
 
     def _all_elements(self, given: list[str]) -> str:
-        first = next(self.names[each] for each in self.parameters if each.type.shape)
-        rooms = [self.names[each] for each in self.results]
+        first = next(self.names[parameter] for parameter in self.parameters if parameter.type.shape)
+        rooms = [self.names[node] for node in self.results]
         head = broken(f"def {self.name}({', '.join([*given, *rooms])}):", 0)
         lines = [f'{MARGIN}"""All elements, in one pass over memory."""']
         if not self._is_compiled:
             self._owner.used.add("pieces")
         loop = f"range({first}.size)" if self._is_compiled else f"pieces({first}.size)"
-        arguments = [f"{self.names[each]}[i]" if each.type.shape else self.names[each] for each in self.parameters]
-        results = ", ".join(f"{self.names[each]}[i]" for each in self.results)
+        arguments = [
+            f"{self.names[parameter]}[i]" if parameter.type.shape else self.names[parameter]
+            for parameter in self.parameters
+        ]
+        results = ", ".join(f"{self.names[node]}[i]" for node in self.results)
         lines.append(f"{MARGIN}for i in {loop}:")
         lines += broken(f"{results} = {self._element_name}({', '.join(arguments)})", 2)
         return "\n".join([*self._decorator(), *head, *lines])

@@ -64,7 +64,11 @@ def source(
 def _check_numbers(pipeline: Pipeline, numbers: object) -> None:
     """Raises UsageError unless these are numbers of Variables, by name; sizes have values of their own in a file."""
     sizes = sizes_in(pipeline.nodes)
-    known = {each.name: each for each in pipeline.inputs if isinstance(each, Variable) and each not in sizes}
+    known = {
+        variable.name: variable
+        for variable in pipeline.inputs
+        if isinstance(variable, Variable) and variable not in sizes
+    }
     if not isinstance(numbers, Mapping):
         raise UsageError(f"numbers is {a_type(numbers)}; expected a dict, by the names of Variables")
     if unknown := sorted(map(str, numbers.keys() - known.keys())):
@@ -109,10 +113,10 @@ class _File:
         }  # fmt: skip
         job = environment.get_template("job.jinja").render(words)
         dtypes = self._names.dtypes | ({"float64"} if "squares" in used else set())
-        numpy_types = sorted(dtypes - {"bfloat16"}, key=lambda each: (each.rstrip("0123456789_"), len(each), each))
+        numpy_types = sorted(dtypes - {"bfloat16"}, key=lambda name: (name.rstrip("0123456789_"), len(name), name))
         words |= {
             "title": self._title(), "summary": self._summary(), "file": self._file.replace("\\", "").replace('"', ""),
-            "bfloat16": "bfloat16" in dtypes, "has_numba": any("@njit" in each for each in functions),
+            "bfloat16": "bfloat16" in dtypes, "has_numba": any("@njit" in function for function in functions),
             "numpy_types": numpy_types, "numpy_import": _imported("numpy", numpy_types),
             "language_import": _imported("omnireduce.programs", sorted(self._declared.words)) if self._shards else "",
             "program": quoted(self._pipeline.name), "least_ranks": self._pipeline.least_ranks,
@@ -132,8 +136,8 @@ class _File:
 
     def _inputs(self) -> list[str]:
         """What a step is given: the inputs, and all sizes."""
-        inputs = [each for each in self._pipeline.inputs if each not in self._sizes]
-        return [self._names[each] for each in [*inputs, *self._sizes]]
+        inputs = [input_node for input_node in self._pipeline.inputs if input_node not in self._sizes]
+        return [self._names[input_node] for input_node in [*inputs, *self._sizes]]
 
     def _functions(self) -> list[str]:
         if self._shards:
@@ -145,8 +149,8 @@ class _File:
 
     def _outputs(self) -> list[str]:
         pairs = [
-            (name, each.type.group, self._names[each.tensor if isinstance(each, Update) else each])
-            for name, each in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
+            (name, output.type.group, self._names[output.tensor if isinstance(output, Update) else output])
+            for name, output in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
         ]
         if self._pipeline.groups == 1:
             return broken("return {" + ", ".join(f'"{name}": {value}' for name, _, value in pairs) + "}", 1)
@@ -160,14 +164,14 @@ class _File:
     def _expected(self) -> str:
         body = self._oracle.body()
         pairs = zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
-        found = ", ".join(f'"{name}": {self._names[each]}' for name, each in pairs)
+        entries = ", ".join(f'"{name}": {self._names[output]}' for name, output in pairs)
         head = broken(f"def expected({', '.join(['ranks', *self._inputs()])}):", 0)
         what = f'{MARGIN}"""One step of all ranks. What is updated is written in place, in the end."""'
-        return "\n".join([*head, what, *body, *broken(f"return {{{found}}}", 1)])
+        return "\n".join([*head, what, *body, *broken(f"return {{{entries}}}", 1)])
 
     def _used(self) -> set[str]:
         used = set(self._oracle.used) | (set() if self._shards else self._parts.used)
-        if any(isinstance(each, Dropout) for each in self._pipeline.nodes):
+        if any(isinstance(node, Dropout) for node in self._pipeline.nodes):
             used.add("dropout")
         is_mpi = self._target.name == "mpi4py"
         if "norm" in used:
@@ -185,48 +189,50 @@ class _File:
 
     def _check_types(self, is_mpi: bool) -> None:
         """Raises UsageError for what MPI has no type for."""
-        for each in self._pipeline.nodes if is_mpi else []:
-            if is_half(each.type.dtype):
+        for node in self._pipeline.nodes if is_mpi else []:
+            if is_half(node.type.dtype):
                 raise UsageError(
-                    f"{self._pipeline.name} has values of {each.type.dtype}, for which MPI has no type: expected "
+                    f"{self._pipeline.name} has values of {node.type.dtype}, for which MPI has no type: expected "
                     'target="omnireduce", or a Cast'
                 )
 
     def _tables(self) -> str:
-        tensors = [each for each in self._pipeline.inputs if isinstance(each, Tensor)]
+        tensors = [node for node in self._pipeline.inputs if isinstance(node, Tensor)]
         outputs = zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
-        sizes = [f'"{self._names[each]}"' for each in self._sizes]
+        sizes = [f'"{self._names[size]}"' for size in self._sizes]
         labels = ["FusedAllReduce"] if self._shards else list(dict.fromkeys(self._parts.labels()))
-        dimensions = max([1, *(sum(isinstance(x, Variable) for x in each.type.shape) for each in tensors)])
+        dimensions = max(
+            [1, *(sum(isinstance(dimension, Variable) for dimension in tensor.type.shape) for tensor in tensors)]
+        )
         lines = ["# The tensors that are given, and what comes; the sizes of dimensions; what is timed"]
-        lines += self._table("TENSORS", {self._names[each]: each.type for each in tensors})
-        lines += self._table("OUTPUTS", {name: each.type for name, each in outputs})
+        lines += self._table("TENSORS", {self._names[tensor]: tensor.type for tensor in tensors})
+        lines += self._table("OUTPUTS", {name: output.type for name, output in outputs})
         lines += broken(f"SIZES = [{', '.join(sizes)}]", 0)
-        lines += broken(f"LABELS = [{', '.join(quoted(each) for each in labels)}]", 0)
+        lines += broken(f"LABELS = [{', '.join(quoted(label) for label in labels)}]", 0)
         return "\n".join([*lines, f"DIMENSIONS = {dimensions}  # of the tensor that has most"])
 
     def _table(self, name: str, kinds: Mapping[str, Type]) -> list[str]:
         lines = [f"{name} = {{"]
         if not kinds:
             return [f"{name} = {{}}"]
-        for each, kind in kinds.items():
+        for key, kind in kinds.items():
             names = ", ".join(str(x) if isinstance(x, int) else f'"{self._names[x]}"' for x in kind.shape)
             shape = f"({names},)" if len(kind.shape) == 1 else f"({names})"
             group = kind.group if kind.group is not None or self._pipeline.groups > 1 else 0
             made = f'Kind({self._names.dtype(kind.dtype)}, {shape}, "{kind.layout.value}", {group})'
-            lines.append(f'{MARGIN}"{each}": {made},')
+            lines.append(f'{MARGIN}"{key}": {made},')
         return [*lines, "}"]
 
     def _numbers(self) -> str:
-        found = []
-        for each in self._pipeline.inputs:
-            if isinstance(each, Variable) and each not in self._sizes:
-                dtype = self._names.dtype(each.type.dtype)
-                number = f"{dtype}({RATE if each.type.dtype in FLOATS else 'step'})"
-                if each.name in self._given:
-                    number = self._oracle.value(as_expression(self._given[each.name], each.type.dtype)).text
-                found.append(f'"{self._names[each]}": {number}')
-        return "\n".join(broken(f"return {{{', '.join(found)}}}", 1))
+        entries = []
+        for input_node in self._pipeline.inputs:
+            if isinstance(input_node, Variable) and input_node not in self._sizes:
+                dtype = self._names.dtype(input_node.type.dtype)
+                number = f"{dtype}({RATE if input_node.type.dtype in FLOATS else 'step'})"
+                if input_node.name in self._given:
+                    number = self._oracle.value(as_expression(self._given[input_node.name], input_node.type.dtype)).text
+                entries.append(f'"{self._names[input_node]}": {number}')
+        return "\n".join(broken(f"return {{{', '.join(entries)}}}", 1))
 
     # on the shards
 
@@ -234,18 +240,20 @@ class _File:
         return self._names[lowered(self._pipeline).reduced] if self._shards else ""
 
     def _found(self) -> str:
-        found = []
-        for name, each in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
-            is_kept = isinstance(each, Update) and each.type.layout.is_sliced
-            value = f'shards.tensor("{self._names[each.operands[0]]}")' if is_kept else f'found["{self._names[each]}"]'
-            found.append(f'"{name}": {value}')
-        lines = broken(f"return {{{', '.join(found)}}}", 2)
+        entries = []
+        for name, output in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
+            is_kept = isinstance(output, Update) and output.type.layout.is_sliced
+            value = (
+                f'shards.tensor("{self._names[output.operands[0]]}")' if is_kept else f'found["{self._names[output]}"]'
+            )
+            entries.append(f'"{name}": {value}')
+        lines = broken(f"return {{{', '.join(entries)}}}", 2)
         return "\n".join(lines).strip().removeprefix("return ")
 
     def _bits(self) -> int:
         """How many bits of a result are certain."""
-        dtypes = {each.type.dtype for each in self._pipeline.nodes if each.type.dtype in FLOATS}
-        if any(is_half(each) for each in dtypes):
+        dtypes = {node.type.dtype for node in self._pipeline.nodes if node.type.dtype in FLOATS}
+        if any(is_half(dtype) for dtype in dtypes):
             return 6
         return 18 if Float32 in dtypes or Float64 not in dtypes else 40
 
@@ -258,7 +266,7 @@ def _imported(module: str, names: list[str]) -> str:
     line = f"from {module} import {', '.join(names)}"
     if len(line) <= 88:
         return line
-    return "\n".join([f"from {module} import (", *(f"{MARGIN}{each}," for each in names), ")"])
+    return "\n".join([f"from {module} import (", *(f"{MARGIN}{name}," for name in names), ")"])
 
 
 def _plain(text: str) -> str:

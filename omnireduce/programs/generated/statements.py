@@ -45,7 +45,7 @@ class Names:
         """Name what would stand too deep in an expression: Python nests so far only. `nodes` are in order."""
         depths: dict[Expression, int] = {}
         for node in nodes:
-            depths[node] = 0 if node in self else 1 + max((depths[each] for each in node.operands), default=0)
+            depths[node] = 0 if node in self else 1 + max((depths[operand] for operand in node.operands), default=0)
             if depths[node] == DEEPEST:
                 self._names[node], depths[node] = self.new(f"inner{len(self._names)}"), 0
 
@@ -125,7 +125,7 @@ class Statements:
         """What a value is made of."""
         if isinstance(node, Arithmetic):
             return self._arithmetic(node)
-        operands = [self.operand(node, each) for each in node.operands]
+        operands = [self.operand(node, operand) for operand in node.operands]
         if isinstance(node, Sqrt):
             return Text(f"np.sqrt({operands[0].text})")
         if isinstance(node, Cast):
@@ -133,7 +133,7 @@ class Statements:
         if isinstance(node, Ite):
             return self.choice(node, operands)
         if isinstance(node, Dropout):
-            x, step = (each.text for each in operands)
+            x, step = (operand.text for operand in operands)
             return Text(f"dropout({x}, {self.place(node)}, {node.p}, seed={node.seed}, step={step})")
         if isinstance(node, MatMul):
             return self._product(node, *operands)
@@ -156,10 +156,10 @@ class Statements:
         return f"{self.names.dtype(node.type.dtype)}({written})"
 
     def _arithmetic(self, node: Arithmetic) -> Text:
-        operands = [self.operand(node, each) for each in node.operands]
+        operands = [self.operand(node, operand) for operand in node.operands]
         if node.symbol == "**":
             return Text(f"np.power({operands[0].text}, {operands[1].text})")
-        one, other = (each.within(node.precedence + at) for at, each in enumerate(operands))
+        one, other = (operand.within(node.precedence + at) for at, operand in enumerate(operands))
         return Text(f"{one} {node.symbol} {other}", node.precedence)
 
     def _cast(self, node: Cast, x: Text) -> Text:
@@ -170,7 +170,7 @@ class Statements:
         if not is_half(node.type.dtype):
             return Text(f"{left.within(WHOLE)} @ {right.within(WHOLE)}", 3)
         wide, dtype = self.names.dtype(Float32), self.names.dtype(node.type.dtype)
-        factors = " @ ".join(f"{each.within(WHOLE)}.astype({wide})" for each in (left, right))
+        factors = " @ ".join(f"{factor.within(WHOLE)}.astype({wide})" for factor in (left, right))
         return Text(f"({factors}).astype({dtype})")
 
     def partial(self, node: WholeReduction, x: Text) -> str:
@@ -202,25 +202,25 @@ class Statements:
 
     def _fresh(self, name: str) -> str:
         """A name for a part of an expression."""
-        found, count = name, 1
-        while found in self._given or self.names.is_taken(found):
+        fresh, count = name, 1
+        while fresh in self._given or self.names.is_taken(fresh):
             count += 1
-            found = f"{name}{count}"
-        self._given.add(found)
-        return found
+            fresh = f"{name}{count}"
+        self._given.add(fresh)
+        return fresh
 
     def _longest(self, node: Expression, depth: int, name: str) -> Expression | None:
         """The longest thing without a name of which `node` is made and that fits into a line."""
         room = WIDTH - len(MARGIN) * depth - len(f"{name}_part9 = ")
-        texts = {each: len(self.made(each).text) for each in self._unnamed(node)}
-        fitting = [each for each, length in texts.items() if len(name) + 8 < length <= room]
+        texts = {part: len(self.made(part).text) for part in self._unnamed(node)}
+        fitting = [part for part, length in texts.items() if len(name) + 8 < length <= room]
         return max(fitting, key=texts.__getitem__, default=None)
 
     def _unnamed(self, node: Expression) -> Iterator[Expression]:
-        for each in node.operands:
-            if each not in self.names and each not in self._short and not isinstance(each, Constant | Input):
-                yield each
-                yield from self._unnamed(each)
+        for operand in node.operands:
+            if operand not in self.names and operand not in self._short and not isinstance(operand, Constant | Input):
+                yield operand
+                yield from self._unnamed(operand)
 
 
 def broken(line: str, depth: int) -> list[str]:
@@ -233,7 +233,7 @@ def broken(line: str, depth: int) -> list[str]:
     parts = [f"{part}," for part in _split(inner)] if inner else []
     if not parts:
         return [f"{margin}{line}"]
-    lines = [each for part in parts for each in _broken_part(part, depth + 1)]
+    lines = [broken_line for part in parts for broken_line in _broken_part(part, depth + 1)]
     return [f"{margin}{line[: start + 1]}", *lines, f"{margin}{line[stop:]}"]
 
 
@@ -255,13 +255,13 @@ def _last_brackets(line: str) -> tuple[int, int]:
 
 def _split(inner: str) -> list[str]:
     """The parts between commas that no brackets enclose."""
-    found, depth, start = [], 0, 0
+    parts, depth, start = [], 0, 0
     for at, letter in enumerate(inner):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            found.append(inner[start:at].strip())
+            parts.append(inner[start:at].strip())
             start = at + 1
-    return [*found, inner[start:].strip()]
+    return [*parts, inner[start:].strip()]
 
 
 def ufunc(reduction: Reduction) -> str:
@@ -271,7 +271,9 @@ def ufunc(reduction: Reduction) -> str:
 
 def shape_text(shape: Iterable[object], names: Names) -> str:
     """The sizes of dimensions, as a tuple."""
-    return tuple_text(str(each) if isinstance(each, int) else names[_as_node(each)] for each in shape)
+    return tuple_text(
+        str(dimension) if isinstance(dimension, int) else names[_as_node(dimension)] for dimension in shape
+    )
 
 
 def _as_node(each: object) -> Expression:
@@ -281,8 +283,8 @@ def _as_node(each: object) -> Expression:
 
 def tuple_text(parts: Iterable[str]) -> str:
     """A tuple."""
-    found = list(parts)
-    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+    listed = list(parts)
+    return f"({listed[0]},)" if len(listed) == 1 else f"({', '.join(listed)})"
 
 
 def axis_of(kind: Type) -> int | None:

@@ -26,22 +26,22 @@ def fuse(pipeline: Pipeline, stages: Sequence[Handle]) -> Pipeline:
     where one needs what another stage makes of the result of a third.
     """
     nodes = _members(pipeline, stages, "fuse")
-    for each in nodes:
-        if not isinstance(each, Pointwise | Update):
-            raise UsageError(f"cannot fuse {called(pipeline, each)}: it is not done element by element")
-    shaped = [each for each in nodes if each.type.shape]
-    computed = [each for each in shaped if isinstance(each, Pointwise)]
+    for node in nodes:
+        if not isinstance(node, Pointwise | Update):
+            raise UsageError(f"cannot fuse {called(pipeline, node)}: it is not done element by element")
+    shaped = [node for node in nodes if node.type.shape]
+    computed = [node for node in shaped if isinstance(node, Pointwise)]
     if len(shaped) < 2 or not computed:
         raise UsageError(f"cannot fuse {called(pipeline, nodes[-1])}: expected two operations on tensors at least")
-    first = next((each for each in computed if each.type.layout is not Layout.REPLICATED), computed[0])
+    first = next((node for node in computed if node.type.layout is not Layout.REPLICATED), computed[0])
     members = set(nodes)
-    for each in shaped:
-        kept = each.value.type if isinstance(each, Update) else each.type
-        if first.type.layout.is_sliced and _is_used_in_parts(pipeline, each, members):
+    for node in shaped:
+        kept = node.value.type if isinstance(node, Update) else node.type
+        if first.type.layout.is_sliced and _is_used_in_parts(pipeline, node, members):
             kept = kept._replace(layout=first.type.layout)
         if (kept.shape, kept.layout, kept.group) != (first.type.shape, first.type.layout, first.type.group):
             raise UsageError(
-                f"cannot fuse {called(pipeline, first)} and {called(pipeline, each)}: one is {first.type}, the other "
+                f"cannot fuse {called(pipeline, first)} and {called(pipeline, node)}: one is {first.type}, the other "
                 f"{kept}; expected one shape and layout"
             )
     return _with(pipeline, Fused(tuple(nodes)), "fuse")
@@ -57,22 +57,22 @@ def fuse_into(pipeline: Pipeline, stages: Sequence[Handle], operation: type[AllR
     if operation is not AllReduce:
         raise UsageError(f"cannot fuse into {getattr(operation, '__name__', operation)}: expected AllReduce")
     inside = between(pipeline.nodes, _members(pipeline, stages, "fuse"))
-    members = {node for each in inside for node in pipeline.belonging_to(each)}
-    nodes = [each for each in pipeline.nodes if each in members]
+    members = {node for stage in inside for node in pipeline.belonging_to(stage)}
+    nodes = [node for node in pipeline.nodes if node in members]
     check_single(pipeline, nodes, "fuse")
-    scatters = [each for each in nodes if isinstance(each, ReduceScatter)]
+    scatters = [node for node in nodes if isinstance(node, ReduceScatter)]
     if len(scatters) != 1:
         raise UsageError(f"cannot fuse {len(scatters)} ReduceScatters into an AllReduce: expected one")
-    for each in nodes:
-        _check_member(pipeline, each, members)
-    if not any(isinstance(each, AllGather) for each in nodes):
+    for node in nodes:
+        _check_member(pipeline, node, members)
+    if not any(isinstance(node, AllGather) for node in nodes):
         raise UsageError("cannot fuse into an AllReduce without an AllGather: nothing would come back whole")
     return _with(pipeline, FusedAllReduce(tuple(nodes)), "fuse")
 
 
 def _check_member(pipeline: Pipeline, node: Expression, members: set[Expression]) -> None:
     """Raises UsageError for what is not part of an AllReduce with computations inside."""
-    leaves = node in pipeline.outputs or any(each not in members for each in pipeline.users[node])
+    leaves = node in pipeline.outputs or any(user not in members for user in pipeline.users[node])
     if leaves and node.type.shape and not isinstance(node, AllGather | Update):
         raise UsageError(
             f"cannot fuse {called(pipeline, node)} into an AllReduce: it is needed outside, and not gathered"
@@ -96,17 +96,17 @@ def _is_used_in_parts(pipeline: Pipeline, node: Expression, members: set[Express
     there: then each rank can compute a part of it."""
     if not isinstance(node, Pointwise) or node.type.layout is not Layout.REPLICATED or node in pipeline.outputs:
         return False
-    inside = [each for each in node.operands if each in members and each.type.shape]
-    return all(isinstance(each, Pointwise) for each in inside) and all(
-        isinstance(each, Pointwise) and each in members for each in pipeline.users[node]
+    inside = [operand for operand in node.operands if operand in members and operand.type.shape]
+    return all(isinstance(operand, Pointwise) for operand in inside) and all(
+        isinstance(user, Pointwise) and user in members for user in pipeline.users[node]
     )
 
 
 def _members(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[Expression]:
     """The expressions of these stages, in order."""
     wanted = stage_list(pipeline, stages, what)
-    members = {node for each in wanted for node in pipeline.belonging_to(each)}
-    nodes = [each for each in pipeline.nodes if each in members]
+    members = {node for stage in wanted for node in pipeline.belonging_to(stage)}
+    nodes = [node for node in pipeline.nodes if node in members]
     check_single(pipeline, nodes, what)
     return nodes
 
@@ -119,4 +119,4 @@ def _with(pipeline: Pipeline, compound: Fused | FusedAllReduce, what: str) -> Pi
 
 
 def _names(pipeline: Pipeline, nodes: Sequence[Expression]) -> list[str]:
-    return [pipeline.names[each] for each in nodes if each in pipeline.names]
+    return [pipeline.names[node] for node in nodes if node in pipeline.names]

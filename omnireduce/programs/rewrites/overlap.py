@@ -27,10 +27,10 @@ def overlap(pipeline: Pipeline, stages: Sequence[Handle], *, chunks: int = 4) ->
     if isinstance(chunks, bool) or not isinstance(chunks, int) or not 2 <= chunks <= MOST_CHUNKS:
         raise UsageError(f"chunks is {chunks!r}: expected an int from 2 to {MOST_CHUNKS}")
     nodes = stage_list(pipeline, stages, "overlap")
-    products = [each for each in nodes if isinstance(each, MatMul)]
-    reducers = [each for each in nodes if isinstance(each, AllReduce | ReduceScatter)]
+    products = [node for node in nodes if isinstance(node, MatMul)]
+    reducers = [node for node in nodes if isinstance(node, AllReduce | ReduceScatter)]
     if len(products) != 1 or len(reducers) != 1 or len(nodes) != 2:
-        said = " and ".join(called(pipeline, each) for each in nodes)
+        said = " and ".join(called(pipeline, node) for node in nodes)
         raise UsageError(
             f"cannot overlap {said}: expected a MatMul and the AllReduce or ReduceScatter of its result, which follow "
             "one another chunk by chunk"
@@ -42,7 +42,7 @@ def overlap(pipeline: Pipeline, stages: Sequence[Handle], *, chunks: int = 4) ->
             "made of a chunk of the other"
         )
     check_single(pipeline, [product], "overlap")
-    others = [each for each in pipeline.users[product] if each is not reduction]
+    others = [user for user in pipeline.users[product] if user is not reduction]
     if others or product in pipeline.outputs:
         why = f"{called(pipeline, others[0])} needs all of it" if others else "it is an output"
         raise UsageError(f"cannot overlap {called(pipeline, product)}: {why}")
@@ -59,5 +59,5 @@ def _with(pipeline: Pipeline, product: MatMul, reduction: Expression, chunks: in
     else:
         assert isinstance(reduction, AllReduce | ReduceScatter)
         reducer = reduction
-    rest = [each for each in pipeline.compounds if each is not around]
+    rest = [compound for compound in pipeline.compounds if compound is not around]
     return pipeline.changed({}, compounds=[*rest, Overlapped(product, reducer, chunks)])

@@ -28,7 +28,7 @@ def reason(error: UsageError) -> str:
 
 def compound_of(pipeline: Pipeline, node: Expression) -> Compound | None:
     """The compound stage that contains this expression, or None."""
-    return next((each for each in pipeline.compounds if node in each.nodes), None)
+    return next((compound for compound in pipeline.compounds if node in compound.nodes), None)
 
 
 def check_single(pipeline: Pipeline, nodes: Iterable[Expression], what: str) -> None:
@@ -43,4 +43,4 @@ def stage_list(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[
     """The expressions that `stages` name. Raises UsageError unless it is a list of stages."""
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:
         raise UsageError(f"cannot {what} {stages!r}: expected a list of stages, or of their names")
-    return [pipeline[each] for each in stages]
+    return [pipeline[stage] for stage in stages]

@@ -29,9 +29,9 @@ def reorder(pipeline: Pipeline, stages: Sequence[Handle], gather: Handle) -> Pip
         raise UsageError(f"cannot reorder over {called(pipeline, node)}: expected an AllGather")
     wanted = stage_list(pipeline, stages, "reorder")
     depending = reachable([node], pipeline.users)
-    for each in wanted:
-        if each not in depending:
-            raise UsageError(f"cannot reorder {called(pipeline, each)}: it does not need {called(pipeline, node)}")
+    for stage in wanted:
+        if stage not in depending:
+            raise UsageError(f"cannot reorder {called(pipeline, stage)}: it does not need {called(pipeline, node)}")
     moved = between(pipeline.nodes, [node, *wanted]) - {node}
     check_single(pipeline, [node, *moved], "reorder")
     return _Reordering(pipeline, node, moved).result()
@@ -56,10 +56,10 @@ class _Reordering:
             elif node in self._moved:
                 self._move(node)
             else:
-                self._whole[node] = node.with_operands([self._take(each) for each in node.operands])
-        outputs = [self._take(each) for each in self._pipeline.outputs]
-        stay = {each: self._whole.get(each, self._parts.get(each)) for each in self._pipeline.nodes}
-        changes = {each: now for each, now in stay.items() if now is not None}
+                self._whole[node] = node.with_operands([self._take(operand) for operand in node.operands])
+        outputs = [self._take(output) for output in self._pipeline.outputs]
+        stay = {node: self._whole.get(node, self._parts.get(node)) for node in self._pipeline.nodes}
+        changes = {node: new for node, new in stay.items() if new is not None}
         changes[self._gather] = self._gathered[self._parts[self._gather]]
         return self._pipeline.changed(changes, outputs=outputs, names=self._names)
 
@@ -80,7 +80,9 @@ class _Reordering:
         return self._gathered[part]
 
     def _move(self, node: Expression) -> None:
-        operands = [self._parts[each] if each in self._parts else self._whole[each] for each in node.operands]
+        operands = [
+            self._parts[operand] if operand in self._parts else self._whole[operand] for operand in node.operands
+        ]
         if isinstance(node, Update):
             self._move_update(node, operands[1])
             return

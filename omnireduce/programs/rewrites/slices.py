@@ -24,24 +24,24 @@ def as_slice(pipeline: Pipeline, tensors: Sequence[Handle]) -> Pipeline:
     """
     wanted = stage_list(pipeline, tensors, "slice")
     changes: dict[Expression, Expression] = {}
-    for each in wanted:
-        if not isinstance(each, Tensor) or each.type.layout is not Layout.REPLICATED:
-            kind = "" if not isinstance(each, Tensor) else f" is {each.type.layout.value}"
-            raise UsageError(f"cannot slice {called(pipeline, each)}{kind}: expected a Replicated tensor")
+    for expression in wanted:
+        if not isinstance(expression, Tensor) or expression.type.layout is not Layout.REPLICATED:
+            kind = "" if not isinstance(expression, Tensor) else f" is {expression.type.layout.value}"
+            raise UsageError(f"cannot slice {called(pipeline, expression)}{kind}: expected a Replicated tensor")
         try:
-            changes[each] = each.with_layout(Sliced)
+            changes[expression] = expression.with_layout(Sliced)
         except UsageError as error:
-            raise UsageError(f"cannot slice {each.name}: {reason(error)}") from None
+            raise UsageError(f"cannot slice {expression.name}: {reason(error)}") from None
     for node in pipeline.nodes:
         if node not in changes:
             changes[node] = _rebuilt(pipeline, node, changes)
-    other = [each for each in pipeline.nodes if changes[each].type != each.type]
-    dropped = [each.value for each in pipeline.nodes if isinstance(each, Update) and each.tensor in wanted]
+    other = [node for node in pipeline.nodes if changes[node].type != node.type]
+    dropped = [node.value for node in pipeline.nodes if isinstance(node, Update) and node.tensor in wanted]
     check_single(pipeline, [*other, *dropped], "slice what gives")
-    for each in pipeline.outputs:
-        if changes[each].type.layout is not each.type.layout and not _is_update_of(each, wanted):
+    for expression in pipeline.outputs:
+        if changes[expression].type.layout is not expression.type.layout and not _is_update_of(expression, wanted):
             names = ", ".join(tensor.text(()) for tensor in wanted)
-            raise UsageError(f"cannot slice {names}: the output {called(pipeline, each)} would come in parts")
+            raise UsageError(f"cannot slice {names}: the output {called(pipeline, expression)} would come in parts")
     return pipeline.changed(changes)
 
 
@@ -50,7 +50,7 @@ def _is_update_of(node: Expression, tensors: Sequence[Expression]) -> bool:
 
 
 def _rebuilt(pipeline: Pipeline, node: Expression, changes: dict[Expression, Expression]) -> Expression:
-    operands = [changes[each] for each in node.operands]
+    operands = [changes[operand] for operand in node.operands]
     if isinstance(node, Update) and operands[0] is not node.tensor:
         value = operands[1]
         if isinstance(value, AllGather) and value.operands[0].type.layout is Sliced:
@@ -58,7 +58,11 @@ def _rebuilt(pipeline: Pipeline, node: Expression, changes: dict[Expression, Exp
     try:
         return node.with_operands(operands)
     except UsageError as error:
-        names = [each.text(()) for each in pipeline.inputs if changes.get(each, each) is not each]
+        names = [
+            input_node.text(())
+            for input_node in pipeline.inputs
+            if changes.get(input_node, input_node) is not input_node
+        ]
         raise UsageError(
             f"cannot slice {', '.join(names)}: {called(pipeline, node)} needs the whole: {reason(error)}"
         ) from None

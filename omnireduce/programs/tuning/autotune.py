@@ -66,17 +66,17 @@ def autotune(
         raise UsageError(f"turns is {turns!r}: expected an int from 1 on")
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise UsageError(f"sizes is {sizes!r}: expected a list, such as [1000, 1_000_000]")
-    all_sizes = [sizes_of(ways[0].pipeline, each) for each in sizes]
+    all_sizes = [sizes_of(ways[0].pipeline, asked) for asked in sizes]
     hosts = comm.allgather_object(socket.gethostname(), name="autotune: hosts")
-    programs = [(each.label, str(each.pipeline)) for each in ways]
-    question = Question(__version__, programs, [dict(each) for each in all_sizes], hosts, comm.transport)
+    programs = [(way.label, str(way.pipeline)) for way in ways]
+    question = Question(__version__, programs, [dict(dimensions) for dimensions in all_sizes], hosts, comm.transport)
     known = recalled(question) if cache and comm.rank == 0 else None
     known = comm.broadcast_object(known, name="autotune: known")
-    found = known or [_measured(ways, comm, each, values, turns) for each in all_sizes]
-    found = comm.broadcast_object(found, name="autotune: choice")  # of rank 0: so that all choose alike
+    medians = known or [_measured(ways, comm, dimensions, values, turns) for dimensions in all_sizes]
+    medians = comm.broadcast_object(medians, name="autotune: choice")  # of rank 0: so that all choose alike
     if cache and known is None and comm.rank == 0:
-        remember(question, found)
-    return Tuned([_choice(ways, *each) for each in zip(all_sizes, found, strict=True)], known is not None)
+        remember(question, medians)
+    return Tuned([_choice(ways, *pair) for pair in zip(all_sizes, medians, strict=True)], known is not None)
 
 
 def _measured(
@@ -111,6 +111,6 @@ def _trial(way: Candidate, comm: Communicator, number: int, values: Mapping[str,
 
 
 def _choice(ways: Sequence[Candidate], sizes: Sizes, found: Sequence[float | None]) -> Choice:
-    ms = {way.label: each for way, each in zip(ways, found, strict=True) if each is not None}
+    ms = {way.label: median for way, median in zip(ways, found, strict=True) if median is not None}
     best = min(ways, key=lambda way: ms.get(way.label, float("inf")))
     return Choice(sizes, best.schedule, best.chunks, best.on_shards, best.pipeline, ms)

@@ -43,16 +43,16 @@ def candidates(program: Program, chunks: Sequence[int] = CHUNKS, *, on_shards: b
     schedules are those of its name, or follow from it. Raises UsageError for something else."""
     if not isinstance(chunks, Sequence) or not chunks or not all(map(_is_chunks, chunks)):
         raise UsageError(f"chunks is {chunks!r}: expected a list of ints from 2 to {MOST_CHUNKS}")
-    found = []
+    ways = []
     for name, pipeline in _schedules(program).items():
-        overlapped = next((each for each in pipeline.compounds if isinstance(each, Overlapped)), None)
+        overlapped = next((compound for compound in pipeline.compounds if isinstance(compound, Overlapped)), None)
         if overlapped is None:
-            found.append(Candidate(name, pipeline))
+            ways.append(Candidate(name, pipeline))
         else:
-            found += [Candidate(name, _in_chunks(pipeline, overlapped, each), each) for each in chunks]
+            ways += [Candidate(name, _in_chunks(pipeline, overlapped, count), count) for count in chunks]
         if on_shards and runs_on_shards(pipeline):
-            found.append(Candidate(name, pipeline, on_shards=True))
-    return found
+            ways.append(Candidate(name, pipeline, on_shards=True))
+    return ways
 
 
 def _schedules(program: Program) -> Mapping[str, Pipeline]:
@@ -61,7 +61,7 @@ def _schedules(program: Program) -> Mapping[str, Pipeline]:
         return schedules(program) if is_ready else derived(program)
     if isinstance(program, str):
         return schedules(program)
-    if not isinstance(program, Mapping) or not all(isinstance(each, Pipeline) for each in program.values()):
+    if not isinstance(program, Mapping) or not all(isinstance(pipeline, Pipeline) for pipeline in program.values()):
         raise UsageError(f"got {type(program).__name__}; expected a program's name, a Pipeline, or several by name")
     if not program:
         raise UsageError("no schedules: expected one at least")
@@ -73,7 +73,9 @@ def _is_chunks(number: object) -> bool:
 
 
 def _in_chunks(pipeline: Pipeline, overlapped: Overlapped, chunks: int) -> Pipeline:
-    changed = [replace(each, chunks=chunks) if each is overlapped else each for each in pipeline.compounds]
+    changed = [
+        replace(compound, chunks=chunks) if compound is overlapped else compound for compound in pipeline.compounds
+    ]
     return pipeline.changed({}, compounds=changed)
 
 
@@ -83,18 +85,18 @@ def derived(pipeline: Pipeline) -> dict[str, Pipeline]:
     as-written; ol: a product overlaps with its sum. For the first AllReduce that allows it, rs-c-ag: what follows is
     computed in parts, and what is updated is kept in parts, but for the first output; fuse-rs-c-ag: as one AllReduce.
     """
-    found = {"as-written": pipeline}
+    legal = {"as-written": pipeline}
     for node in pipeline.nodes:
         if not isinstance(node, AllReduce) or node not in pipeline.names:
             continue
         name, product = pipeline.names[node], node.operands[0]
-        if isinstance(product, MatMul) and "ol" not in found:
-            found |= _legal("ol", Pipeline.overlap, pipeline, [product, node])
-        if "rs-c-ag" not in found:
-            found |= _legal("rs-c-ag", _cut, pipeline, name)
-            if "rs-c-ag" in found:
-                found |= _legal("fuse-rs-c-ag", _fused, found["rs-c-ag"], name)
-    return found
+        if isinstance(product, MatMul) and "ol" not in legal:
+            legal |= _legal("ol", Pipeline.overlap, pipeline, [product, node])
+        if "rs-c-ag" not in legal:
+            legal |= _legal("rs-c-ag", _cut, pipeline, name)
+            if "rs-c-ag" in legal:
+                legal |= _legal("fuse-rs-c-ag", _fused, legal["rs-c-ag"], name)
+    return legal
 
 
 def _legal(name: str, rewrite: Callable[..., Pipeline], *arguments: object) -> dict[str, Pipeline]:
@@ -109,10 +111,10 @@ def _cut(pipeline: Pipeline, name: str) -> Pipeline:
     """All that can be computed in parts behind the AllReduce is. Tensors that are updated are kept in parts, but for
     the first output: that is what ranks go on with."""
     cut = pipeline.split(name)
-    behind = [cut.names[each] for each in _computed_behind(cut, cut[name])]
+    behind = [cut.names[node] for node in _computed_behind(cut, cut[name])]
     cut = cut.reorder(behind, name)
     kept = cut.outputs[0]
-    for update in [each for each in cut.nodes if isinstance(each, Update)]:
+    for update in [node for node in cut.nodes if isinstance(node, Update)]:
         if update is not kept and update.tensor.type.layout is Layout.REPLICATED:
             cut = _sliced(cut, update.tensor)
     return cut
@@ -128,14 +130,14 @@ def _sliced(pipeline: Pipeline, tensor: Tensor) -> Pipeline:
 def _computed_behind(pipeline: Pipeline, gather: Expression) -> list[Expression]:
     """Stages that need `gather`, up to the next communication."""
     behind = reachable([gather], pipeline.users)
-    beyond = reachable([each for each in behind if isinstance(each, Communication)], pipeline.users)
+    beyond = reachable([node for node in behind if isinstance(node, Communication)], pipeline.users)
     return [
-        each
-        for each in pipeline.nodes
-        if each in behind - beyond and each in pipeline.names and not isinstance(each, Communication)
+        node
+        for node in pipeline.nodes
+        if node in behind - beyond and node in pipeline.names and not isinstance(node, Communication)
     ]
 
 
 def _fused(cut: Pipeline, name: str) -> Pipeline:
-    ends = [cut.names[each] for each in cut.nodes if isinstance(each, Update)]
+    ends = [cut.names[node] for node in cut.nodes if isinstance(node, Update)]
     return cut.fuse_into([f"{name}_rs", *ends])

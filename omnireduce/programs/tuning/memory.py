@@ -62,7 +62,7 @@ def recalled(question: Question) -> list[list[float | None]] | None:
 
 def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
     return len(ms) == len(question.sizes) and all(
-        len(each) == len(question.programs) and any(x is not None for x in each) for each in ms
+        len(row) == len(question.programs) and any(median is not None for median in row) for row in ms
     )
 
 

@@ -26,15 +26,17 @@ ValuesMaker = Callable[[Pipeline, Communicator, Sizes], Mapping[str, Any]]
 def sizes_of(pipeline: Pipeline, asked: int | Sizes) -> Sizes:
     """The sizes of dimensions: as given, or so that the largest tensor has about so many elements. Raises UsageError
     for something else."""
-    names = [each.name for each in sizes_in(pipeline.nodes)]
+    names = [variable.name for variable in sizes_in(pipeline.nodes)]
     if isinstance(asked, Mapping):
         if set(asked) != set(names):
             raise UsageError(f"sizes {dict(asked)}: expected those of {', '.join(sorted(names))}")
         return {name: size_value(asked[name], name) for name in names}
     if isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1:
         raise UsageError(f"size {asked!r}: expected a number of elements, from 1 on, or sizes of dimensions by name")
-    tensors = [each for each in pipeline.inputs if isinstance(each, Tensor)]
-    most = max((sum(isinstance(x, Variable) for x in each.type.shape) for each in tensors), default=1)
+    tensors = [node for node in pipeline.inputs if isinstance(node, Tensor)]
+    most = max(
+        (sum(isinstance(dimension, Variable) for dimension in tensor.type.shape) for tensor in tensors), default=1
+    )
     return dict.fromkeys(names, max(1, round(int(asked) ** (1 / max(1, most)))))
 
 
@@ -43,23 +45,23 @@ def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[s
     the first step."""
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
-    variables = {each: sizes[each.name] for each in sizes_in(pipeline.nodes)}
+    variables = {variable: sizes[variable.name] for variable in sizes_in(pipeline.nodes)}
     placement = RankPlacement(rank, ranks, variables)
-    found: dict[str, Any] = {each.name: sizes[each.name] for each in _sizes_of_group(pipeline, group)}
-    for each in pipeline.inputs:
-        if isinstance(each, Tensor) and each.type.group == group:
-            is_local = each.type.layout is Layout.LOCAL
-            rng = np.random.default_rng([*each.name.encode(), rank if is_local else 0])
-            drawn = rng.integers(-4 if is_local else 0, 5, placement.own_shape(each.type), np.int8)
-            found[each.name] = drawn.astype(each.type.dtype)
-        elif isinstance(each, Variable) and each not in variables:
-            dtype = each.type.dtype
-            found[each.name] = True if dtype == Bool else 0.01 if dtype in FLOATS else 1
-    return found
+    values: dict[str, Any] = {variable.name: sizes[variable.name] for variable in _sizes_of_group(pipeline, group)}
+    for input_node in pipeline.inputs:
+        if isinstance(input_node, Tensor) and input_node.type.group == group:
+            is_local = input_node.type.layout is Layout.LOCAL
+            rng = np.random.default_rng([*input_node.name.encode(), rank if is_local else 0])
+            drawn = rng.integers(-4 if is_local else 0, 5, placement.own_shape(input_node.type), np.int8)
+            values[input_node.name] = drawn.astype(input_node.type.dtype)
+        elif isinstance(input_node, Variable) and input_node not in variables:
+            dtype = input_node.type.dtype
+            values[input_node.name] = True if dtype == Bool else 0.01 if dtype in FLOATS else 1
+    return values
 
 
 def _sizes_of_group(pipeline: Pipeline, group: int) -> list[Variable]:
-    nodes: list[Expression] = [each for each in pipeline.nodes if each.type.group in (None, group)]
+    nodes: list[Expression] = [node for node in pipeline.nodes if node.type.group in (None, group)]
     return sizes_in(nodes)
 
 
@@ -71,7 +73,7 @@ class Trial:
         self._pipeline = candidate.pipeline.changed({}, program=f"autotune-{number}")  # begins collectives' names
         self._shards: OnShards | None = None
         if candidate.on_shards:
-            each_run = [each.name for each in given_in_runs(self._pipeline, lowered(self._pipeline))]
+            each_run = [input_node.name for input_node in given_in_runs(self._pipeline, lowered(self._pipeline))]
             kept = {name: value for name, value in self._values.items() if name not in each_run}
             self._values = {name: value for name, value in self._values.items() if name in each_run}
             self._shards = self._pipeline.on_shards(comm, kept)
