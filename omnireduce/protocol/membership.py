@@ -374,9 +374,9 @@ class Membership:
         if pending_job is None or claim is not Claim.SURVIVOR:
             return
         for rank, wrong in going.items():
-            key, _, others_standing = pending_job.waiting_ranks[rank]
+            key, _, others_claim = pending_job.waiting_ranks[rank]
             self.gone(key, now)
-            yield Answer(key, Refused(wrong, temporary=others_standing is Claim.CLAIMANT))
+            yield Answer(key, Refused(wrong, temporary=others_claim is Claim.CLAIMANT))
         if not pending_job.is_led:
             pending_job.lead(hello)
 

@@ -101,12 +101,12 @@ class PendingJob:
     untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
     _from: int = 0  # all ranks below it are here
     _inside: int = 0  # waiting ranks whose rank is below the world size
-    _standings: Counter[Claim] = field(default_factory=Counter)
+    _claims: Counter[Claim] = field(default_factory=Counter)
 
     def add(self, waiting_rank: WaitingRank, now: float) -> None:
         rank = waiting_rank.hello.rank
         self._inside += rank < self.spec.world_size
-        self._standings[waiting_rank.claim] += 1
+        self._claims[waiting_rank.claim] += 1
         self.waiting_ranks[rank] = waiting_rank
         if waiting_rank.claim is Claim.SURVIVOR or len(self.waiting_ranks) == 1:
             self.changed_at = now  # newcomers may come and go as they like: they keep nobody waiting
@@ -118,7 +118,7 @@ class PendingJob:
         """The connection of the worker that gave this rank is over."""
         waiting_rank = self.waiting_ranks.pop(rank)
         self._inside -= rank < self.spec.world_size
-        self._standings[waiting_rank.claim] -= 1
+        self._claims[waiting_rank.claim] -= 1
         self._from = min(self._from, rank)
         self.is_news = True
         self.untold.pop(waiting_rank.key, None)
@@ -136,7 +136,7 @@ class PendingJob:
             self.waiting_ranks[rank] = WaitingRank(key, hello, Claim.NEWCOMER)
         self._from = 0
         self._inside = sum(rank < self.spec.world_size for rank in self.waiting_ranks)
-        self._standings = Counter(waiting_rank.claim for waiting_rank in self.waiting_ranks.values())
+        self._claims = Counter(waiting_rank.claim for waiting_rank in self.waiting_ranks.values())
 
     def release(self, now: float) -> None:
         """The last generation is over: time counts from now on."""
@@ -148,12 +148,12 @@ class PendingJob:
 
     @property
     def has_survivors(self) -> bool:
-        return self._standings[Claim.SURVIVOR] + self._standings[Claim.CLAIMANT] > 0
+        return self._claims[Claim.SURVIVOR] + self._claims[Claim.CLAIMANT] > 0
 
     @property
     def is_led(self) -> bool:
         """Somebody is here who has proved to have been in the job."""
-        return self._standings[Claim.SURVIVOR] > 0
+        return self._claims[Claim.SURVIVOR] > 0
 
     @property
     def is_full(self) -> bool:

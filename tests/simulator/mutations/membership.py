@@ -216,7 +216,7 @@ MUTATIONS = (
         "newcomers end a job",
         _GATHERING,
         "a worker that is started again ends the job that is well",
-        "        return self._standings[Standing.SURVIVOR] + self._standings[Standing.CLAIMANT] > 0\n",
+        "        return self._claims[Claim.SURVIVOR] + self._claims[Claim.CLAIMANT] > 0\n",
         "        return True\n",
         within=2000,
     ),
@@ -232,7 +232,7 @@ MUTATIONS = (
         "who makes way may not come again",
         _MEMBERSHIP,
         "a worker that was in the job gives up, because a shard could not know it",
-        "Refused(wrong, temporary=others_standing is Standing.CLAIMANT)",
+        "Refused(wrong, temporary=others_claim is Claim.CLAIMANT)",
         "Refused(wrong)",
         test="tests/protocol/test_elastic_survivors.py::"
         "test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again",
