@@ -25,7 +25,7 @@ from omnireduce.config import Aggregator, Config
 from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own
 from omnireduce.logs import start_logs, tagged, tell_left_out
-from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Listener

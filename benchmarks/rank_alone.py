@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.cases import BLOCK
 from omnireduce.descriptor import describe
 from omnireduce.dtypes import Array, element_type
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.member.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.inproc import InprocLink

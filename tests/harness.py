@@ -18,15 +18,15 @@ from omnireduce.descriptor import Descriptor, describe
 from omnireduce.dtypes import element_type
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.regions import DESCRIPTORS
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import End
-from omnireduce.protocol.exchange import HostExchange, region_bytes
-from omnireduce.protocol.hosts import LocalRanks, Sharding
-from omnireduce.protocol.message_sizing import MessageSizing
-from omnireduce.protocol.operands import DenseTensor, Memory, Operand
-from omnireduce.protocol.packets import Packets, packed
-from omnireduce.protocol.rows import RowSet
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import End
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.operands import DenseTensor, Memory, Operand
+from omnireduce.protocol.collective.packets import Packets, packed
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.rows import RowSet
+from omnireduce.protocol.collective.shard import AggregatorMachine
+from omnireduce.protocol.host.exchange import HostExchange, region_bytes
+from omnireduce.protocol.host.groups import LocalRanks, Sharding
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.transport.base import Event

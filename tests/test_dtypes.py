@@ -13,7 +13,7 @@ from samples import DTYPES, awkward_values
 from omnireduce.config.schema import Dtype
 from omnireduce.dtypes import ELEMENT_TYPES, element_type
 from omnireduce.errors import UsageError
-from omnireduce.protocol.host_preset import storage_of
+from omnireduce.protocol.host.state import storage_of
 
 
 def test_the_types() -> None:

@@ -15,7 +15,7 @@ from samples import DTYPES
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.effects import error_of
+from omnireduce.protocol.collective.effects import error_of
 from omnireduce.wire.blocks import (
     EXTRA_BYTES,
     HEADER_BYTES,

@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
-from omnireduce.protocol.coding import Coder
+from omnireduce.protocol.collective.codecs import Coder
 from omnireduce.runtime.member.calls import check_codec
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.refusals import told_to_others

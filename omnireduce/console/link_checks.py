@@ -13,7 +13,7 @@ from omnireduce.config import Config
 from omnireduce.config.security import SECRET_VARIABLE
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
-from omnireduce.protocol.handshake import WANTS_PROOF
+from omnireduce.protocol.joining.authentication import WANTS_PROOF
 from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
 from omnireduce.runtime.member.embedded import identify
 from omnireduce.runtime.member.launcher import detect_launch

@@ -29,7 +29,7 @@ from omnireduce.launching.plan import LaunchRequest, Plan, check_command
 from omnireduce.launching.rank import Rank, how_it_ended
 from omnireduce.launching.standard_input import watch_input
 from omnireduce.logs import tagged
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.deadlines import Reminders
 
 TURN_S = 0.25
 log = logging.getLogger("omnireduce")

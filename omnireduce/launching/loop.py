@@ -16,7 +16,7 @@ from omnireduce.launching.connection import Connection
 from omnireduce.launching.messages import CHUNK
 from omnireduce.launching.output import Descriptor
 from omnireduce.logs import tagged
-from omnireduce.protocol.reminders import FIRST_S, Reminders
+from omnireduce.protocol.deadlines import FIRST_S, Reminders
 
 FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*FATAL, signal.SIGUSR1, signal.SIGUSR2)

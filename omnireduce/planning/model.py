@@ -18,8 +18,8 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.planning.load import Load
-from omnireduce.protocol.hosts import CHUNK_BYTES
-from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.host.groups import CHUNK_BYTES
 from omnireduce.wire.blocks import HEADER_BYTES
 
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought

@@ -15,7 +15,7 @@ from omnireduce.programs.expressions import Input
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import Sizes
-from omnireduce.protocol.operands import as_writable
+from omnireduce.protocol.collective.operands import as_writable
 
 
 def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:

@@ -1,10 +1,10 @@
-"""The time limit of a worker's oldest collective, and the cause to name when it has passed."""
+"""Reminders of a long wait at the start of a job: when to tell users again. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.wire.control import Cause, Waiting
 from omnireduce.wire.safe_text import listed
 
@@ -97,3 +97,21 @@ class CollectiveDeadline:
         waits = [stream.waiting for stream in streams if stream.waiting is not None]
         longest = max(waits, key=lambda wait: wait.seconds, default=None)
         return Cause(others if longest is None else longest.who, reason, timeout=True)
+
+
+FIRST_S = 1.0  # how long to wait before saying so the first time
+
+
+class Reminders:
+    """Reminders of a wait that began at `now`: due after 1, 2, 4, ... seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._since, self.at = now, now + FIRST_S
+
+    def due(self, now: float) -> float:
+        """The seconds that the wait has lasted, if the caller is to say so now; else 0."""
+        if now < self.at:
+            return 0.0
+        waited_s = now - self._since
+        self.at = self._since + 2 * waited_s
+        return waited_s

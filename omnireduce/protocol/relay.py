@@ -20,13 +20,11 @@ from msgspec.structs import replace
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.draws import SUM
-from omnireduce.protocol.account import Wait
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
-from omnireduce.protocol.inbox import Inbox
-from omnireduce.protocol.reduction import Reduction
-from omnireduce.protocol.result_slots import ResultSlots
-from omnireduce.protocol.union import NO_HEADER
+from omnireduce.protocol.collective.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.collective.merge import NO_HEADER
+from omnireduce.protocol.collective.reduction import Reduction
+from omnireduce.protocol.collective.shard import AggregatorMachine, Inbox, ResultSlots
+from omnireduce.protocol.counters import Wait
 from omnireduce.status import LISTED
 from omnireduce.wire.blocks import Header, read_header
 from omnireduce.wire.control import (

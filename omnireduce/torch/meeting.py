@@ -21,7 +21,7 @@ import msgspec
 import torch.distributed as dist
 
 from omnireduce.logs import tagged
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.deadlines import Reminders
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1  # between two looks into the store
 LISTED = 8  # ranks in a message

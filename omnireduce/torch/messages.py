@@ -22,7 +22,7 @@ from torch import Tensor
 
 from omnireduce.errors import UsageError
 from omnireduce.logs import tagged
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.deadlines import Reminders
 from omnireduce.torch.forms import only
 from omnireduce.torch.gloo import GlooWork, said_by_gloo
 from omnireduce.torch.tensors import flat_bytes, put_back, room_of, staged, type_name

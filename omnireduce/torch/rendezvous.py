@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from omnireduce.addresses import ANYWHERE, Address, connect, host_of, is_loopback, listen, where_to_listen
 from omnireduce.blame import from_a_handler
 from omnireduce.logs import tagged
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.deadlines import Reminders
 
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch

@@ -16,7 +16,7 @@ from local_cluster import WAIT_S
 from omnireduce.addresses import parse_address
 from omnireduce.config import Config
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.joining.authentication import Candidate
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire.blocks import seal

@@ -27,7 +27,7 @@ from omnireduce import AbortedError, Communicator, RefusedError
 from omnireduce.administration import Action, AdminRequest, Order
 from omnireduce.aggregator.draining import LEAST_S, Draining
 from omnireduce.aggregator.family import Child
-from omnireduce.protocol.intake import DRAINING
+from omnireduce.protocol.joining.intake import DRAINING
 from omnireduce.runtime.asking.observe import ask, request
 from omnireduce.secret import load_secret
 from omnireduce.status import StatusRequest

@@ -36,7 +36,7 @@ from transports import BY_SHARDS
 
 from omnireduce.addresses import parse_address
 from omnireduce.aggregator.monitor import CONNECTIONS
-from omnireduce.protocol.effects import ABORT_KINDS
+from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.runtime.asking.observe import ask
 
 LISTEN = "metrics.listen=127.0.0.1:0"

@@ -22,7 +22,7 @@ from raw_peer import RawPeer, await_pending
 from transports import KINDS, MEMORY, WAYS, over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
-from omnireduce.protocol.effects import ABORT_KINDS
+from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.runtime.asking.observe import ask, ask_all
 from omnireduce.secret import load_secret
 from omnireduce.status import JobStatus, Status, StatusRequest, Traffic

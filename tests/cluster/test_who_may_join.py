@@ -33,7 +33,7 @@ from transports import KINDS, WAYS, over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.config.security import SECRET_VARIABLE
-from omnireduce.protocol.handshake import UNHEARD, Candidate
+from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.wire.control import (

@@ -11,7 +11,7 @@ from samples import Array
 from omnireduce import UsageError
 from omnireduce.compression import BlockTopK, DgcMomentum, Memory, NoMemory, RandomK, Residual, Selector, TopK
 from omnireduce.kernels.codecs.table import codec_named
-from omnireduce.protocol.coding import Coder
+from omnireduce.protocol.collective.codecs import Coder
 
 SEEDS = st.integers(0, 2**32 - 1)
 SELECTORS = [TopK(0.1), BlockTopK(0.1, 8), RandomK(0.2)]

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from omnireduce.console.status_table import View, duration
 from omnireduce.errors import RefusedError, TransportError
-from omnireduce.protocol.effects import ABORT_KINDS
+from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from local_cluster import WAIT_S
 
-from omnireduce.protocol.pending_job import worker_name
+from omnireduce.protocol.joining.pending_job import worker_name
 
 from . import worker
 from .worker import ARE_YOU_THERE, FINISH, Order, Report

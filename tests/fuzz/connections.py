@@ -12,11 +12,10 @@ from messages import AGGREGATOR_NONCE, HELLO, SLOT_BYTES, SLOTS, TEAM_SECRET, WO
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.effects import Tell
-from omnireduce.protocol.handshake import Gate
-from omnireduce.protocol.join_effects import Joined, JoinEffect, JoinFailed
-from omnireduce.protocol.joining import Joining
-from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.joining.authentication import Gate
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.rank import Joined, JoinEffect, JoinFailed, Joining
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.rendezvous import feed
 from omnireduce.runtime.shard.access import Access

@@ -17,11 +17,11 @@ from omnireduce.descriptor import PACKET_BYTES, decode_descriptor
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
 from omnireduce.layout import Layout
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import Effect, End, Finish, Send
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import Effect, End, Finish, Send
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.runtime.member.objects import from_bytes, to_bytes
 from omnireduce.runtime.member.pool import Pool
 from omnireduce.wire.blocks import MAX_BLOCKS, read_header

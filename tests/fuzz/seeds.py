@@ -28,7 +28,7 @@ from msgspec.msgpack import Ext, encode
 from omnireduce.administration import AdminRequest
 from omnireduce.block_program import BlockProgram, packed
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.handshake import Candidate
+from omnireduce.protocol.joining.authentication import Candidate
 from omnireduce.runtime.member.objects import FORMS, to_bytes
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME

@@ -23,7 +23,7 @@ from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import reduce_blocks
 from omnireduce.layout import Stripes
-from omnireduce.protocol.shard_states import ShardStates
+from omnireduce.protocol.collective.block_programs import ShardStates
 
 BLOCK, BLOCKS, RANKS, COLUMNS, CELLS, TOTALS = 8, 11, 3, 2, 2, 2
 ELEMENTS = BLOCK * BLOCKS - 3

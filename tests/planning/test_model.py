@@ -11,8 +11,8 @@ from omnireduce.layout import Layout
 from omnireduce.planning.load import Load, load_of
 from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
 from omnireduce.planning.patterns import DrawnPatterns, SummedPatterns
-from omnireduce.protocol.hosts import CHUNK_BYTES
-from omnireduce.protocol.message_sizing import MessageSizing
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.host.groups import CHUNK_BYTES
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000
 FREE = Costs(*[0.0] * len(Costs._fields))

@@ -11,10 +11,10 @@ from samples import Array
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
 from omnireduce.layout import Layout
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import Effect, End, Finish, Return, Send, Tell, Warn
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import ControlMessage, Goodbye
 

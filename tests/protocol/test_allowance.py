@@ -8,8 +8,7 @@ import pytest
 from test_membership import LIMITS, hello, refusal
 
 from omnireduce.config.security import Terms
-from omnireduce.protocol.admissions import Admit, Answer
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 from omnireduce.wire.control import Pending, Refused
 
 

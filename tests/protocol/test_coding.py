@@ -21,8 +21,8 @@ from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM, block_keys, stream_key
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.layout import Layout
-from omnireduce.protocol.coding import Coder, coding_of
-from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.collective.codecs import Coder, coding_of
+from omnireduce.protocol.collective.operands import DenseTensor
 
 NAMES = tuple(BUILT_IN)
 SEEDS = st.integers(0, 2**32 - 1)

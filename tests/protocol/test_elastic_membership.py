@@ -10,9 +10,8 @@ from elastic_hellos import LIMITS, SETTLE_S, WHY, come, hello, last, places, run
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from omnireduce.protocol.admissions import Admit, Announce, Answer, MembershipEffect, Replace
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.membership import Admit, Announce, Answer, Membership, MembershipEffect, Replace
 from omnireduce.wire.control import Cause, Pending, Refused
 
 

@@ -9,10 +9,8 @@ from elastic_hellos import LIMITS, OF_TWO_PAIRS, SETTLE_S, come, hello, places, 
 from msgspec.structs import replace
 
 from omnireduce.config.security import Terms
-from omnireduce.protocol.admissions import Admit, Answer, Replace
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Membership
-from omnireduce.protocol.tickets import ticket
+from omnireduce.protocol.joining.limits import Limits, ticket
+from omnireduce.protocol.joining.membership import Admit, Answer, Membership, Replace
 from omnireduce.teams import FREE
 from omnireduce.wire.control import Pending, Refused
 

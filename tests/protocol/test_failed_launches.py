@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from test_membership import LIMITS, TIGHT, hello, join, refusal
 
-from omnireduce.protocol.admissions import Admit, Answer
-from omnireduce.protocol.failed_launches import MAX_FAILED_LAUNCHES
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.failed_launches import MAX_FAILED_LAUNCHES
+from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused
 
 LAUNCH = "mpirun-7"

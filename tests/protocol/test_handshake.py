@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omnireduce.config.security import Terms
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.handshake import Candidate, Gate
+from omnireduce.protocol.joining.authentication import Candidate, Gate
 from omnireduce.secret import Secret
 from omnireduce.teams import Teams
 from omnireduce.wire.control import (

@@ -12,10 +12,9 @@ from samples import CASES, sparse_tensor
 
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.regions import STATE
-from omnireduce.protocol.effects import Effect, End, Finish
-from omnireduce.protocol.exchange import BY_ITSELF, HostExchange
-from omnireduce.protocol.host_account import Counts
-from omnireduce.protocol.host_preset import Group
+from omnireduce.protocol.collective.effects import Effect, End, Finish
+from omnireduce.protocol.host.exchange import BY_ITSELF, HostExchange
+from omnireduce.protocol.host.state import Counts, Group
 from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)

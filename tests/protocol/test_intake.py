@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from elastic_hellos import LIMITS, come, hello, running
 
-from omnireduce.protocol.admissions import Admit, Answer
-from omnireduce.protocol.intake import DRAINING, MAX_ENDED, SHUTTING_DOWN, Intake
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.intake import DRAINING, MAX_ENDED, SHUTTING_DOWN, Intake
+from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 from omnireduce.wire.control import Pending, Refused
 
 FIXED = {"smallest": 0, "settle_s": 0.0}

@@ -19,7 +19,7 @@ from omnireduce.kernels.merge import admit_indices
 from omnireduce.kernels.runs import expand_runs
 from omnireduce.kernels.steps import expand_steps
 from omnireduce.layout import ALL_STRIPES, Layout
-from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
 from omnireduce.wire.blocks import HEADER_BYTES, seal
 

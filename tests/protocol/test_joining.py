@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
-from omnireduce.protocol.compilers import COMPILING_S
-from omnireduce.protocol.effects import Tell
-from omnireduce.protocol.join_effects import Connect, HangUp, Joined, JoinFailed, Notice
-from omnireduce.protocol.joining import Joining
+from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.joining.compiling import COMPILING_S
+from omnireduce.protocol.joining.rank import Connect, HangUp, Joined, JoinFailed, Joining, Notice
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
     PROTOCOL_VERSION,

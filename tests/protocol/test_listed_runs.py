@@ -11,11 +11,11 @@ from samples import Array
 
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import element_type
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import End
-from omnireduce.protocol.hosts import Sharding
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import End
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.shard import AggregatorMachine
+from omnireduce.protocol.host.groups import Sharding
 from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, seal
 
 BLOCK, BLOCKS, STRIPE = 8, 24, 4  # shard 0 of 2 has blocks 0 to 3, 8 to 11, 16 to 19

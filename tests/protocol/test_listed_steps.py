@@ -12,7 +12,7 @@ from oracle import indices_of_runs, indices_of_steps
 from omnireduce.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
-from omnireduce.protocol.listing import TINY_BYTES, Lister
+from omnireduce.protocol.collective.messages import TINY_BYTES, Lister
 from omnireduce.wire.blocks import Header, read_header, seal
 
 ROWS = 10_000

@@ -14,9 +14,9 @@ from machine_bench import BLOCK, BLOCKS, DESCRIPTOR, RANKS, SLOTS, Bench, aggreg
 from messages import MESSAGES
 from samples import Array
 
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.effects import ALL, End, Finish, Send, Tell, Warn
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, Tell, Warn
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.wire.blocks import block_rows, seal
 from omnireduce.wire.control import (
     Aborted,

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from omnireduce.config.security import Terms
-from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
-from omnireduce.protocol.compilers import COMPILING_S
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Membership
-from omnireduce.protocol.pending_job import member_name
+from omnireduce.protocol.joining.compiling import COMPILING_S
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.membership import Admit, Answer, Membership, MembershipEffect
+from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.teams import FREE
 from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.message_sizing import MessageSizing
-from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.wire.blocks import HEADER_BYTES
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.packets import COUNT_BYTES, Packets, packed, packed_refusal
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed, packed_refusal
 from omnireduce.runtime.member.pool import Pool
 
 SHAPES: dict[str, list[list[int]]] = {  # the ranks of each host

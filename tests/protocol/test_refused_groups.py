@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_membership import LIMITS, hello, join
 
-from omnireduce.protocol.admissions import Admit, Answer
-from omnireduce.protocol.failed_launches import MAX_FAILED_LAUNCHES
-from omnireduce.protocol.hello_checks import malformed
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.checks import malformed
+from omnireduce.protocol.joining.failed_launches import MAX_FAILED_LAUNCHES
+from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 from omnireduce.wire.control import Pending, Refused
 
 JOB, GROUP, WHY = "job", "job+pair.1", "ranks [7]: expected different ones from 0 to 3"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from omnireduce.descriptor import describe
-from omnireduce.protocol.effects import Effect, End, Return, Send, Tell
+from omnireduce.protocol.collective.effects import Effect, End, Return, Send, Tell
 from omnireduce.protocol.relay import RelayMachine
 from omnireduce.wire.blocks import seal
 from omnireduce.wire.control import Aborted, Goodbye, Leave, Report, Waiting

@@ -7,8 +7,8 @@ import pytest
 
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.rows import RowSet, RowsInto
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 
 

@@ -25,10 +25,10 @@ from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.chunk import NON_ZERO, PRESENT
 from omnireduce.kernels.regions import STATE
 from omnireduce.layout import Layout
-from omnireduce.protocol.effects import End
-from omnireduce.protocol.host_preset import Group, PassKind, preset
-from omnireduce.protocol.hosts import Sharding
-from omnireduce.protocol.operands import DenseTensor, HostSum
+from omnireduce.protocol.collective.effects import End
+from omnireduce.protocol.collective.operands import DenseTensor, HostSum
+from omnireduce.protocol.host.groups import Sharding
+from omnireduce.protocol.host.state import Group, PassKind, preset
 from omnireduce.wire.blocks import read_header, seal
 from omnireduce.wire.control import Aborted, Cause, encode_control
 

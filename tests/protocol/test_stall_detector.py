@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.protocol.stall_detector import LONGEST_PAUSE_S, StallDetector
+from omnireduce.protocol.stalls import LONGEST_PAUSE_S, StallDetector
 
 AFTER_S = 1.0
 

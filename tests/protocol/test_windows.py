@@ -11,9 +11,9 @@ from oracle import steps_of
 from omnireduce.descriptor import Descriptor
 from omnireduce.errors import ProtocolError
 from omnireduce.layout import Stripes
-from omnireduce.protocol.combine import FORMATS, Combiner
-from omnireduce.protocol.message_sizing import MessageSizing
-from omnireduce.protocol.reduction import Budget, Reduction
+from omnireduce.protocol.collective.merge import FORMATS, Combiner
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.reduction import Budget, Reduction
 from omnireduce.wire.blocks import read_header, seal
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()

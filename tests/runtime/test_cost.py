@@ -25,9 +25,9 @@ import pytest
 from omnireduce.descriptor import describe
 from omnireduce.dtypes import Array, element_type
 from omnireduce.kernels import pack, reduce
-from omnireduce.protocol.aggregator import AggregatorMachine
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import StreamLink

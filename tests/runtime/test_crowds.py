@@ -13,9 +13,9 @@ from cluster_checks import FAILURE_S
 from local_cluster import descriptors_below
 from msgspec.structs import replace
 
-from omnireduce.protocol.aggregator import BUDGET
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.reduction import Budget
+from omnireduce.protocol.collective.reduction import Budget
+from omnireduce.protocol.collective.shard import BUDGET
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.reserve import PAUSE_S
 from omnireduce.runtime.shard.connections import LINGER_S
 from omnireduce.runtime.shard.listening import Listener

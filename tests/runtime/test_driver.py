@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from omnireduce.protocol.effects import Effect
+from omnireduce.protocol.collective.effects import Effect
 from omnireduce.runtime.driver import Driver, Machine
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink, pair

@@ -27,9 +27,9 @@ from omnireduce.config import Config
 from omnireduce.descriptor import Descriptor
 from omnireduce.errors import AbortedError, RefusedError
 from omnireduce.logs import BoundLog
-from omnireduce.protocol.effects import Effect
-from omnireduce.protocol.operands import DenseTensor
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import Effect
+from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.member import engine, poller
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.communicator import Communicator

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from omnireduce.config import Trace
-from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.shard import job as runtime_job
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces

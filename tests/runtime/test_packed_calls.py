@@ -24,7 +24,7 @@ from test_movement import DTYPES, raw
 from transports import over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
-from omnireduce.protocol.packets import packed, packet_count
+from omnireduce.protocol.collective.packets import packed, packet_count
 from omnireduce.runtime.member.objects import DEEPEST, FORMS, OfFront, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [

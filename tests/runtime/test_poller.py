@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 from local_cluster import WAIT_S
 
-from omnireduce.protocol.exchange import HostExchange
+from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.runtime.member.poller import Poller
 from omnireduce.transport.base import Control
 from omnireduce.transport.shm import ShmLink

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect
-from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
 from omnireduce.runtime.shard.relaying import RETRY_S, Connected, Relaying, Upstream
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Lost

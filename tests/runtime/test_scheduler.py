@@ -16,8 +16,8 @@ from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.combine import BLOCK_WORK, HALF_WORK
-from omnireduce.protocol.reduction import Budget
+from omnireduce.protocol.collective.merge import BLOCK_WORK, HALF_WORK
+from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener

@@ -14,7 +14,7 @@ from test_crowds import HELLO, Crowd, say
 from test_scheduler import BLOCK, SoleRank
 
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.reduction import Budget
+from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.scheduler import LATELY_S, Share, share
 from omnireduce.transport.base import EVERYTHING
 from omnireduce.transport.stream import CREDIT, DATA, FRAME

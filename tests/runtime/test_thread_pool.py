@@ -22,7 +22,7 @@ from transports import KINDS, MEMORY, over
 
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
-from omnireduce.protocol.shard_stream import ShardStream
+from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.runtime.member import assemble, engine
 from omnireduce.runtime.member.communicator import Communicator
 from omnireduce.runtime.member.threads import MOST_BY_ITSELF, Threads, threads_for

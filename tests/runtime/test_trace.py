@@ -22,8 +22,8 @@ from transports import BY_SHARDS, KINDS, MEMORY, over
 
 from omnireduce import AbortedError, Communicator, Config, ConfigError
 from omnireduce.aggregator.shard import open_listeners
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.collective.reduction import Reduction
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.traced import TracedEngine
 from omnireduce.runtime.shard.listening import Listener

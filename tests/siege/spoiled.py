@@ -45,7 +45,7 @@ BUGS = {
         ),
         Mutation(
             "sums are maxima",
-            "omnireduce.protocol.combine",
+            "omnireduce.protocol.collective.merge",
             "a sum is wrong",
             "        self._op = op_code(descriptor.op, descriptor.element)\n",
             '        self._op = op_code("max", descriptor.element)\n',

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK, AggregatorMachine
-from omnireduce.protocol.effects import End
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.reduction import BLOCK_WORK, Budget
+from omnireduce.protocol.collective.effects import End
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
+from omnireduce.protocol.collective.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.protocol.worker import WorkerMachine
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.relaying import Relaying

@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from omnireduce.protocol.exchange import region_bytes
-from omnireduce.protocol.join_effects import Meet
-from omnireduce.protocol.limits import Limits
+from omnireduce.protocol.host.exchange import region_bytes
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.rank import Meet
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relaying import Connected, Upstream
 from omnireduce.secret import Secret

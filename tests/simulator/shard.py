@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from omnireduce.administration import Order
-from omnireduce.protocol.aggregator import RANK_WORK, ROUND_WORK
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.reduction import BLOCK_WORK, Budget
+from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
+from omnireduce.protocol.collective.shard import RANK_WORK, ROUND_WORK
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relaying import Relaying, Upstream
 from omnireduce.runtime.shard.server import ShardServer

@@ -14,15 +14,14 @@ from msgspec.structs import replace
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.protocol.effects import End, Tell, error_of
-from omnireduce.protocol.exchange import HostExchange
-from omnireduce.protocol.hosts import Sharding
-from omnireduce.protocol.join_effects import Connect, HangUp, JoinAction, Joined, JoinEffect, Meet, perform
-from omnireduce.protocol.joining import Joining
-from omnireduce.protocol.message_sizing import MessageSizing
-from omnireduce.protocol.pending_job import worker_name
-from omnireduce.protocol.rows import RowSet
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import End, Tell, error_of
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.rows import RowSet
+from omnireduce.protocol.host.exchange import HostExchange
+from omnireduce.protocol.host.groups import Sharding
+from omnireduce.protocol.joining.pending_job import worker_name
+from omnireduce.protocol.joining.rank import Connect, HangUp, JoinAction, Joined, JoinEffect, Joining, Meet, perform
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.engine import GOODBYE_S
 from omnireduce.runtime.member.pool import Pool

@@ -14,9 +14,9 @@ from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Opera
 from omnireduce.descriptor import REDUCING, Descriptor, describe
 from omnireduce.dtypes import ELEMENT_TYPES, Array
 from omnireduce.layout import Layout
-from omnireduce.protocol.operands import DenseTensor, Operand
-from omnireduce.protocol.programmed import ProgrammedTensor, Totals
-from omnireduce.protocol.rows import RowSet, RowsInto
+from omnireduce.protocol.collective.block_programs import ProgrammedTensor, Totals
+from omnireduce.protocol.collective.operands import DenseTensor, Operand
+from omnireduce.protocol.collective.rows import RowSet, RowsInto
 from omnireduce.runtime.member.pool import Pool
 from tests.oracle import is_number, reduce_by_tree
 from tests.program_oracle import add, dropped

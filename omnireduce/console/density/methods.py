@@ -20,7 +20,7 @@ from omnireduce.dtypes import Array, number_type
 from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
-from omnireduce.protocol.coding import Coder
+from omnireduce.protocol.collective.codecs import Coder
 from omnireduce.wire.blocks import HEADER_BYTES
 
 BLOCK = 256  # elements of what is encoded

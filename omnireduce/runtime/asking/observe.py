@@ -15,8 +15,8 @@ from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError, TransportError
 from omnireduce.logs import tagged
-from omnireduce.protocol.handshake import UNHEARD
-from omnireduce.protocol.joining import unreachable
+from omnireduce.protocol.joining.authentication import UNHEARD
+from omnireduce.protocol.joining.rank import unreachable
 from omnireduce.runtime.asking.connecting import connect_once
 from omnireduce.runtime.asking.prove import prove, read_message
 from omnireduce.secret import Secret

@@ -9,7 +9,7 @@ import select
 import time
 
 from omnireduce.errors import ProtocolError, RefusedError, TransportError
-from omnireduce.protocol.handshake import UNHEARD, Candidate
+from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.runtime.asking.connecting import why_lost
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost

@@ -14,7 +14,7 @@ from omnireduce.dtypes import Array, ElementType
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
-from omnireduce.protocol.operands import as_writable
+from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.member.numbers import whole
 from omnireduce.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 

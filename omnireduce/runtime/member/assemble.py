@@ -12,11 +12,11 @@ from omnireduce.config import Config, Protocol
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError, left_because
 from omnireduce.logs import BoundLog
-from omnireduce.protocol.hosts import LocalRanks
-from omnireduce.protocol.join_effects import Joined
-from omnireduce.protocol.message_sizing import MessageSizing
-from omnireduce.protocol.pending_job import worker_name
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.joining.pending_job import worker_name
+from omnireduce.protocol.joining.rank import Joined
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.engine import GOODBYE_S, Engine
 from omnireduce.runtime.member.rendezvous import Arrival

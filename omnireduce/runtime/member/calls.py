@@ -19,9 +19,9 @@ from omnireduce.errors import ConfigError, UsageError, a_type
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.layout import Layout
-from omnireduce.protocol.hosts import Sharding
-from omnireduce.protocol.operands import DenseTensor, Operand
-from omnireduce.protocol.rows import RowSet, RowsInto
+from omnireduce.protocol.collective.operands import DenseTensor, Operand
+from omnireduce.protocol.collective.rows import RowSet, RowsInto
+from omnireduce.protocol.host.groups import Sharding
 from omnireduce.runtime.member.arguments import (
     check_array,
     check_name,

@@ -19,9 +19,9 @@ from omnireduce.config import Config
 from omnireduce.config.schema import URGENT
 from omnireduce.errors import RefusedError
 from omnireduce.logs import tagged
-from omnireduce.protocol.hello_checks import MIN_SLOT_BYTES, PAGE
-from omnireduce.protocol.hosts import Sharding
-from omnireduce.protocol.join_effects import Joined
+from omnireduce.protocol.host.groups import Sharding
+from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
+from omnireduce.protocol.joining.rank import Joined
 from omnireduce.runtime.member.assemble import assemble
 from omnireduce.runtime.member.calls import CallContext, WithPool
 from omnireduce.runtime.member.engine import Engine

@@ -19,7 +19,7 @@ from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import Progress
 from omnireduce.logs import BoundLog
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.member import ending
 from omnireduce.runtime.member.agreement import check_agreement
 from omnireduce.runtime.member.calls import check_codec_of

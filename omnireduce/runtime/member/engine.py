@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from omnireduce.errors import ClosedError, OmniReduceError, fault_of_codec
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.effects import End, error_of
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import End, error_of
+from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.handle import Observing, Started, check_fits, check_free

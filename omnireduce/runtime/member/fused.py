@@ -9,7 +9,7 @@ from omnireduce.block_program import BlockProgram
 from omnireduce.descriptor import RowOp
 from omnireduce.dtypes import Array
 from omnireduce.layout import Layout
-from omnireduce.protocol.shard_states import NUMBER_BYTES, row_numbers
+from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
 from omnireduce.runtime.member.collectives import Collectives
 from omnireduce.runtime.member.fused_calls import Fused, FusedRows, fused_reduction, fused_rows
 from omnireduce.runtime.member.handle import Handle

@@ -11,7 +11,7 @@ from omnireduce.block_program import BlockProgram
 from omnireduce.descriptor import describe
 from omnireduce.dtypes import Array, element_type
 from omnireduce.errors import UsageError, a_type
-from omnireduce.protocol.programmed import ProgrammedRows, ProgrammedTensor, Totals
+from omnireduce.protocol.collective.block_programs import ProgrammedRows, ProgrammedTensor, Totals
 from omnireduce.runtime.member.arguments import (
     check_array,
     check_name,

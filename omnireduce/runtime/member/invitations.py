@@ -23,7 +23,7 @@ from pathlib import Path
 
 from omnireduce.blame import from_a_handler
 from omnireduce.errors import RefusedError, TransportError
-from omnireduce.protocol.reminders import FIRST_S, Reminders
+from omnireduce.protocol.deadlines import FIRST_S, Reminders
 from omnireduce.runtime.embedding import MOST_BYTES, Compiling, EmbeddingFailed, News, Ready, decode_news, encode
 from omnireduce.runtime.reserve import shortage
 from omnireduce.transport.shm import peer_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from omnireduce.descriptor import PACKED, Descriptor
-from omnireduce.protocol.operands import Operand
+from omnireduce.protocol.collective.operands import Operand
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.handle import Started
 from omnireduce.runtime.member.traced import TracedOperand

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from omnireduce.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.protocol.packets import Packets, packed, packed_refusal, packet_count
+from omnireduce.protocol.collective.packets import Packets, packed, packed_refusal, packet_count
 from omnireduce.runtime.member.arguments import check_array, check_name, check_root, flat_view
 from omnireduce.runtime.member.calls import Call, CallContext, once
 from omnireduce.runtime.member.objects import from_bytes, to_bytes

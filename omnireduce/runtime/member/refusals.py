@@ -22,7 +22,7 @@ import numpy as np
 from omnireduce.descriptor import REFUSED_BYTES, Descriptor
 from omnireduce.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
-from omnireduce.protocol.operands import DenseTensor
+from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.runtime.member.calls import Call, CallContext
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.rank_channels import RankChannels

@@ -17,10 +17,19 @@ from omnireduce.blame import from_a_handler
 from omnireduce.config import Config, whole_bytes
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.effects import Tell
-from omnireduce.protocol.exchange import region_bytes
-from omnireduce.protocol.join_effects import Connect, HangUp, JoinAction, Joined, JoinEffect, Meet, Notice, perform
-from omnireduce.protocol.joining import Joining
+from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.host.exchange import region_bytes
+from omnireduce.protocol.joining.rank import (
+    Connect,
+    HangUp,
+    JoinAction,
+    Joined,
+    JoinEffect,
+    Joining,
+    Meet,
+    Notice,
+    perform,
+)
 from omnireduce.runtime.asking.connecting import connect_once, why_lost
 from omnireduce.runtime.member.sharing import memory_key
 from omnireduce.runtime.reserve import shortage

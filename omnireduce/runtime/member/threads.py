@@ -19,8 +19,8 @@ from typing import Any
 
 from omnireduce.errors import UsageError
 from omnireduce.processors import quota, usable
-from omnireduce.protocol.parallel import Parallel, T, ThreadPool
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.stream import Parallel, T, ThreadPool
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.member.launcher import detect_launch
 from omnireduce.transport.base import Event, Link, Received

@@ -11,11 +11,11 @@ from omnireduce.descriptor import Descriptor
 from omnireduce.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.logs import BoundLog
-from omnireduce.protocol.collective import Collective
-from omnireduce.protocol.exchange import STEPS, HostExchange
-from omnireduce.protocol.hosts import LocalRanks
-from omnireduce.protocol.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
-from omnireduce.protocol.worker import WorkerMachine
+from omnireduce.protocol.collective.effects import Collective
+from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.host.exchange import STEPS, HostExchange
+from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.runtime.member.calls import Call
 from omnireduce.runtime.member.engine import Engine
 from omnireduce.runtime.member.handle import Started

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from omnireduce.administration import AdminRequest, Order
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.handshake import Gate
+from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.teams import Teams
 from omnireduce.transport.base import Link

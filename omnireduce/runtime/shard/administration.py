@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from omnireduce.administration import Order
 from omnireduce.config.schema import URGENT
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.admissions import MembershipEffect
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.membership import Membership, MembershipEffect
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.relaying import Relaying

@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.administration import Administration

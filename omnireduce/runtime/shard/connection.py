@@ -6,7 +6,7 @@ import selectors
 from dataclasses import dataclass
 
 from omnireduce.logs import tagged
-from omnireduce.protocol.handshake import Gate
+from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello

@@ -17,15 +17,15 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import CodecError, TransportError
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.aggregator import BUDGET, AggregatorMachine
-from omnireduce.protocol.effects import AbortKind, End, Warn
-from omnireduce.protocol.hosts import Sharding, delegates_of, readers_of
-from omnireduce.protocol.message_sizing import MessageSizing
-from omnireduce.protocol.pending_job import member_name
-from omnireduce.protocol.reduction import Budget, Reduction
+from omnireduce.protocol.collective.block_programs import ShardStates
+from omnireduce.protocol.collective.effects import AbortKind, End, Warn
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.reduction import Budget, Reduction
+from omnireduce.protocol.collective.shard import BUDGET, AggregatorMachine
+from omnireduce.protocol.host.groups import Sharding, delegates_of, readers_of
+from omnireduce.protocol.joining.membership import members_of, placed, welcomes_of
+from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.protocol.shard_states import ShardStates
-from omnireduce.protocol.welcomes import members_of, placed, welcomes_of
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from omnireduce.protocol.handshake import Candidate
-from omnireduce.protocol.pending_job import FormationKey
+from omnireduce.protocol.joining.authentication import Candidate
+from omnireduce.protocol.joining.pending_job import FormationKey
 from omnireduce.status import JobStatus
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Hello, Pending, Welcome

@@ -20,13 +20,12 @@ from msgspec.structs import replace
 from omnireduce.config.security import Terms
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
-from omnireduce.protocol.admissions import Admit, Answer, MembershipEffect, Relayed
-from omnireduce.protocol.allowance import beyond_allowance
-from omnireduce.protocol.handshake import Candidate
-from omnireduce.protocol.hello_checks import kin, malformed
-from omnireduce.protocol.intake import SHUTTING_DOWN, Intake
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.pending_job import FormationKey, member_name
+from omnireduce.protocol.joining.authentication import Candidate
+from omnireduce.protocol.joining.checks import kin, malformed
+from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
+from omnireduce.protocol.joining.limits import Limits, beyond_allowance
+from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect, Relayed
+from omnireduce.protocol.joining.pending_job import FormationKey, member_name
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.pending_uplink import PendingUplink, rank_of, seated, status_of
 from omnireduce.secret import NONCE_BYTES, Secret

@@ -9,7 +9,7 @@ from heapq import nsmallest
 from operator import attrgetter
 from typing import NamedTuple
 
-from omnireduce.protocol.reduction import Budget
+from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.job import Job

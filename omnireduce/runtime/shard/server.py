@@ -17,12 +17,11 @@ from functools import partial
 from omnireduce.config import Verbs
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.logs import tagged
-from omnireduce.protocol.admissions import Admit, Announce, MembershipEffect, Replace
-from omnireduce.protocol.aggregator import BUDGET
-from omnireduce.protocol.effects import End
-from omnireduce.protocol.limits import Limits
-from omnireduce.protocol.membership import Membership
-from omnireduce.protocol.reduction import Budget
+from omnireduce.protocol.collective.effects import End
+from omnireduce.protocol.collective.reduction import Budget
+from omnireduce.protocol.collective.shard import BUDGET
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
 from omnireduce.runtime.shard.administration import Administration

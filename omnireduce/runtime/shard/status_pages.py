@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from omnireduce.protocol.effects import ABORT_KINDS, End
+from omnireduce.protocol.collective.effects import ABORT_KINDS, End
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.job import Job
 from omnireduce.status import JobKey, JobStatus, Status, StatusRequest, Traffic

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.membership import Membership
+from omnireduce.protocol.joining.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connection import Connection
 from omnireduce.runtime.shard.connections import Connections

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from omnireduce.config import Trace
-from omnireduce.protocol.reduction import Reduction
+from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.transport.base import Link

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_MACHINE = "omnireduce.protocol.aggregator"
-_REDUCTION = "omnireduce.protocol.reduction"
-_UNION = "omnireduce.protocol.union"
-_SENDERS = "omnireduce.protocol.senders"
-_SLOTS = "omnireduce.protocol.result_slots"
-_COMBINE = "omnireduce.protocol.combine"
-_LENGTHS = "omnireduce.protocol.message_sizing"
+_MACHINE = "omnireduce.protocol.collective.shard"
+_REDUCTION = "omnireduce.protocol.collective.reduction"
+_UNION = "omnireduce.protocol.collective.merge"
+_SENDERS = "omnireduce.protocol.collective.shard"
+_SLOTS = "omnireduce.protocol.collective.shard"
+_COMBINE = "omnireduce.protocol.collective.merge"
+_LENGTHS = "omnireduce.protocol.collective.messages"
 _WIRE = "omnireduce.wire.blocks"
 _DESCRIPTOR = "omnireduce.descriptor"
 
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a refusal counts as any call",
-        "omnireduce.protocol.differences",
+        "omnireduce.protocol.collective.differences",
         "a rank that refuses its call is left out of a sum",
         "first.descriptor.refused and second.descriptor.refused:\n",
         "(first.descriptor.refused or second.descriptor.refused):\n",
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reasons of refusals are compared",
-        "omnireduce.protocol.differences",
+        "omnireduce.protocol.collective.differences",
         "a mistake that all ranks make ends their job",
         "first.descriptor.refused and second.descriptor.refused:\n",
         "first.descriptor.refused == second.descriptor.refused:\n",
@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         "shard takes its own pause for a wait",
-        "omnireduce.protocol.stall_detector",
+        "omnireduce.protocol.stalls",
         "a rank is blamed because the shard stood still before it read its message",
         "        if late_s < self.after_s:\n",
         "        if late_s < 1e9:\n",
@@ -330,7 +330,7 @@ MUTATIONS = (
     ),
     Mutation(
         "all windows of a message begin its steps at block 0",
-        "omnireduce.protocol.listing",
+        "omnireduce.protocol.collective.messages",
         "blocks of a long message are taken for others",
         "expand_steps(listed, *place, own)",
         "expand_steps(listed, place[0], 0, own)",

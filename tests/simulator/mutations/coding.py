@@ -5,8 +5,8 @@ from __future__ import annotations
 from .base import Mutation
 
 _CODEC = "omnireduce.kernels.codecs.base"
-_CODING = "omnireduce.protocol.coding"
-_STREAM = "omnireduce.protocol.shard_stream"
+_CODING = "omnireduce.protocol.collective.codecs"
+_STREAM = "omnireduce.protocol.collective.stream"
 
 MUTATIONS = (
     Mutation(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from .base import Mutation
 
 _OF_HOSTS, _OF_SEVERAL = 10**12, 2 * 10**12  # seeds, as `draw` draws them
-_MACHINE = "omnireduce.protocol.worker"
-_EXCHANGE = "omnireduce.protocol.exchange"
-_OPERANDS = "omnireduce.protocol.operands"
-_SENDERS = "omnireduce.protocol.senders"
+_MACHINE = "omnireduce.protocol.collective.rank"
+_EXCHANGE = "omnireduce.protocol.host.exchange"
+_OPERANDS = "omnireduce.protocol.collective.operands"
+_SENDERS = "omnireduce.protocol.collective.shard"
 _REGIONS = "omnireduce.kernels.regions"
 _TESTS = "tests/protocol/test_several_hosts.py::"
 
@@ -72,7 +72,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a host divides a mean",
-        "omnireduce.protocol.host_preset",
+        "omnireduce.protocol.host.state",
         "a mean over several hosts is divided twice",
         'op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element)',
         "op_code(descriptor.op, element)",
@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a mean is divided by hosts",
-        "omnireduce.protocol.combine",
+        "omnireduce.protocol.collective.merge",
         "a mean over several hosts is too large",
         "self._divisor = divisor\n",
         "self._divisor = min(divisor, 2)\n",
@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are sent before they are summed",
-        "omnireduce.protocol.rows",
+        "omnireduce.protocol.collective.rows",
         "a shard gets no rows of a host",
         "        return self.ready == self.layout.blocks\n",
         "        return True\n",
@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "who waits for rows of a shard is late",
-        "omnireduce.protocol.host_delays",
+        "omnireduce.protocol.host.exchange",
         "a delegate is blamed for its shard",
         '    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the pass before\n',
         "",
@@ -169,7 +169,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks of a host need not agree about float16",
-        "omnireduce.protocol.memory_passes",
+        "omnireduce.protocol.host.exchange",
         "some ranks of each host wait for tensors of the others, and nobody sees that they differ",
         '        return [MemoryPass(collective, AGREEMENT, "agreement")]\n',
         "        return []\n",
@@ -177,7 +177,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pause counts as waiting",
-        "omnireduce.protocol.aggregator",
+        "omnireduce.protocol.collective.shard",
         "ranks hear that a shard that had nothing to do stood still",
         "            self._stalls.begin(now)  # no result was awaited before\n",
         "            pass\n",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_JOINING = "omnireduce.protocol.joining"
-_HANDSHAKE = "omnireduce.protocol.handshake"
+_JOINING = "omnireduce.protocol.joining.rank"
+_HANDSHAKE = "omnireduce.protocol.joining.authentication"
 _TEAMS = "omnireduce.teams"
 
 MUTATIONS = (

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_MEMBERSHIP = "omnireduce.protocol.membership"
-_CHECKS = "omnireduce.protocol.hello_checks"
-_GATHERING = "omnireduce.protocol.pending_job"
-_DOOMED = "omnireduce.protocol.failed_launches"
-_INTAKE = "omnireduce.protocol.intake"
-_LIMITS = "omnireduce.protocol.limits"
-_ROOM = "omnireduce.protocol.room"
+_MEMBERSHIP = "omnireduce.protocol.joining.membership"
+_CHECKS = "omnireduce.protocol.joining.checks"
+_GATHERING = "omnireduce.protocol.joining.pending_job"
+_DOOMED = "omnireduce.protocol.joining.failed_launches"
+_INTAKE = "omnireduce.protocol.joining.intake"
+_LIMITS = "omnireduce.protocol.joining.limits"
+_ROOM = "omnireduce.protocol.joining.membership"
 
 MUTATIONS = (
     Mutation(
         "a rank joins a running job twice",
-        "omnireduce.protocol.running_job",
+        "omnireduce.protocol.joining.membership",
         "a second process takes part as a rank that is there",
         '            return taken(self.ranks[hello.rank]) if hello.rank in self.ranks else ""\n',
         '            return ""\n',
@@ -258,7 +258,7 @@ MUTATIONS = (
     ),
     Mutation(
         "who comes and goes is news",
-        "omnireduce.protocol.announcements",
+        "omnireduce.protocol.joining.membership",
         "a stranger makes a message to every rank of a job with each of his hellos",
         "        return min((self._told[generation][1] + NEWS_S for generation in self._deserted), default=None)\n",
         "        return 0.0 if self._deserted else None\n",
@@ -266,7 +266,7 @@ MUTATIONS = (
     ),
     Mutation(
         "newcomers who have gone still wait",
-        "omnireduce.protocol.announcements",
+        "omnireduce.protocol.joining.membership",
         "a job is formed anew for nobody",
         "            self._deserted.add(generation)\n",
         "            pass\n",

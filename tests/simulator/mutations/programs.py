@@ -5,8 +5,8 @@ from __future__ import annotations
 from .base import Mutation
 
 FIRST_OF_PROGRAMS = 4 * 10**12
-_UNION, _SENDERS = "omnireduce.protocol.union", "omnireduce.protocol.senders"
-_STATES, _PROGRAMMED = "omnireduce.protocol.shard_states", "omnireduce.protocol.programmed"
+_UNION, _SENDERS = "omnireduce.protocol.collective.merge", "omnireduce.protocol.collective.shard"
+_STATES, _PROGRAMMED = "omnireduce.protocol.collective.block_programs", "omnireduce.protocol.collective.block_programs"
 _KERNEL = "tests/kernels/test_interpret.py::"
 
 MUTATIONS = (
@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "results of programs are marked",
-        "omnireduce.protocol.reduction",
+        "omnireduce.protocol.collective.reduction",
         "a rank keeps its gradient where the result should go",
         "may_mark = marks and codec is None and descriptor.program is None and",
         "may_mark = marks and codec is None and",

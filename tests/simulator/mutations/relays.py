@@ -7,8 +7,8 @@ from .base import Mutation
 _OF_RELAYS = 3 * 10**12  # seeds, as `draw` draws them
 _RELAY = "omnireduce.protocol.relay"
 _ADMISSION = "omnireduce.runtime.shard.relaying"
-_HOSTS = "omnireduce.protocol.hosts"
-_SENDERS = "omnireduce.protocol.senders"
+_HOSTS = "omnireduce.protocol.host.groups"
+_SENDERS = "omnireduce.protocol.collective.shard"
 _TESTS = "tests/runtime/test_relaying.py::"
 _MACHINE_TESTS = "tests/protocol/test_relay.py::"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_MACHINE = "omnireduce.protocol.worker"
-_STREAM = "omnireduce.protocol.shard_stream"
+_MACHINE = "omnireduce.protocol.collective.rank"
+_STREAM = "omnireduce.protocol.collective.stream"
 _PATIENCE = "omnireduce.protocol.deadlines"
-_OPERANDS = "omnireduce.protocol.operands"
-_ROWS = "omnireduce.protocol.rows"
+_OPERANDS = "omnireduce.protocol.collective.operands"
+_ROWS = "omnireduce.protocol.collective.rows"
 
 MUTATIONS = (
     Mutation(
@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker divides what its threads share",
-        "omnireduce.protocol.parallel",
+        "omnireduce.protocol.collective.stream",
         "the rows that shards return are put into one array by several threads",
         "return large and all(collective.sent.is_divisible for collective in self._under_way)",
         "return large",

@@ -1,0 +1,94 @@
+"""The list of a message: which of its three forms takes the least room, and what indices each of them stands for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.runs import expand_runs, list_runs
+from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
+from omnireduce.layout import Stripes
+from omnireduce.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTES
+
+LONGER = 4  # times as long as the shortest is the longest message
+SHARE = 64  # a message that is longer than the shortest one is at most so much of all that goes to its shard
+
+
+class MessageSizing(NamedTuple):
+    """The blocks of a message take `shortest` to `longest` bytes together, or one block alone takes more.
+
+    Messages of a small tensor are short: only what has arrived can come back. Those of a large one are longer: each
+    message costs both sides the same, whatever its length.
+    """
+
+    shortest: int
+    longest: int
+
+    @classmethod
+    def up_to(cls, longest: int) -> MessageSizing:
+        """Lengths for a network."""
+        return cls(longest // LONGER, longest)
+
+    def of(self, nbytes: int) -> int:
+        """The bytes of a message, if so many go to its shard in all."""
+        return min(self.longest, max(self.shortest, nbytes // SHARE))
+
+    def most(self, block_bytes: int) -> int:
+        """The most blocks of any message."""
+        return max(1, self.longest // block_bytes)
+
+    def blocks(self, block_bytes: int, sent: int, at: int, end: int) -> int:
+        """The most blocks of the next message. `sent` blocks went before it; they were found below block `at` of `end`.
+        The rest is taken to be as dense."""
+        if self.shortest == self.longest or at <= 0:
+            return max(1, self.shortest // block_bytes)
+        return max(1, self.of(sent * end // at * block_bytes) // block_bytes)
+
+
+TINY_BYTES = 16  # blocks of up to so many are listed as steps, and results do not mark them: a mark costs more
+MOST_OF_STEP = INDEX_BYTES // 2  # bytes of one, on average
+ListPosition = tuple[
+    int, int
+]  # in a list: which run, or byte of steps, and behind it which index of the run, or of all
+START: ListPosition = (0, 0)
+
+
+class Lister:
+    """Lists up to `most` indices in memory that it keeps."""
+
+    def __init__(self, most: int) -> None:
+        self._runs = np.empty((most // 2, 2), np.int64)
+        self._steps = np.empty(MOST_OF_STEP * most + STEP_BYTES, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return self._runs.nbytes + self._steps.nbytes
+
+    def shortest(self, indices: Array, shards: int, stripe_blocks: int, block_bytes: int) -> tuple[Array, Array]:
+        """The shortest list of `indices`, int64, ascending, of one shard: runs, as `list_runs` writes them, or steps,
+        as `list_steps` does, or neither."""
+        runs = self._runs[: list_runs(indices, shards, stripe_blocks, self._runs)]
+        if block_bytes > TINY_BYTES:
+            return runs, NO_STEPS
+        run_bytes, most = RUN_BYTES * len(runs), MOST_OF_STEP * indices.size
+        if 0 < run_bytes <= indices.size:  # a step takes a byte
+            return runs, NO_STEPS
+        steps = self._steps[: list_steps(indices, min(most, run_bytes - 1) if run_bytes else most, self._steps)]
+        return (NO_RUNS, steps) if steps.size else (runs, NO_STEPS)
+
+
+def expand(listed: Array, place: ListPosition, stripes: Stripes, own: Array) -> tuple[int, ListPosition]:
+    """Fill `own`, int64, with the next indices of a list: of runs, int64, or of steps, uint8, as they lie in a message.
+
+    Returns how many it has filled in, fewer if the list does not say more, and the place behind them. A list is used up
+    where that is behind its last run, or its last byte.
+    """
+    if listed.itemsize == 1:
+        filled, *after = expand_steps(listed, *place, own)
+    else:
+        filled, *after = expand_runs(
+            listed, *place, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, own=own
+        )  # fmt: skip
+    return filled, (after[0], after[1])

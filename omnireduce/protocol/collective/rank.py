@@ -1,0 +1,408 @@
+"""The worker's machine: packs tensors into messages for every shard, scatters results, keeps collectives in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.protocol.collective.differences import MismatchError
+from omnireduce.protocol.collective.effects import (
+    Collective,
+    Effect,
+    End,
+    Finish,
+    Return,
+    Tell,
+    Wake,
+    Warn,
+    sum_of_host,
+)
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.operands import Operand
+from omnireduce.protocol.collective.stream import Parallel, ShardStream, ThreadPool
+from omnireduce.protocol.deadlines import CollectiveDeadline
+from omnireduce.protocol.host.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
+from omnireduce.protocol.host.faults import HostError, ShortageError
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.stalls import in_words
+from omnireduce.wire.blocks import largest_block
+from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
+from omnireduce.wire.safe_text import listed
+
+WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
+REPORT_S = 1.0  # between two reports to the first shard, while there is something to report
+
+
+class WorkerMachine:
+    """All collectives of one worker, over all shards, in the order of submission.
+
+    `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
+    in errors; `me` names this worker, whose number is `rank`. `lengths[i]`: how long messages to shard i are (without
+    it as fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`: with what the ranks of
+    this host exchange tensors. If they are all ranks of the job, shards get none. Else shards get tensors by host, as
+    `neighbours` says: one of its ranks sends the sum of all. `threads` work for the shards.
+    """
+
+    def __init__(
+        self, slots: Sequence[tuple[Array, Array]], addresses: Sequence[str], me: str,
+        *,
+        rank: int,
+        scan_span: int,
+        timeout_s: float,
+        sizing: Sequence[MessageSizing] = (),
+        host: HostExchange | None = None,
+        neighbours: LocalRanks | None = None,
+        threads: ThreadPool | None = None,
+    ) -> None:  # fmt: skip
+        long = sizing or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
+        self._streams = [ShardStream(i, *both, scan_span, long[i]) for i, both in enumerate(slots)]
+        self.rank, self.host = rank, host
+        self._neighbours = neighbours or LocalRanks((rank,))
+        largest = [largest_block(send.shape[1]) for send, _ in slots]
+        self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
+        self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
+        self._patience = CollectiveDeadline(me, addresses, timeout_s)
+        self._under_way: deque[Collective] = deque()
+        self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
+        self._next, self._waiting_for = 0, ""
+        self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
+        self._after_own = False  # of the collective before the oldest one each rank got the result from the shards
+        self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
+        self._accused: Cause | None = None  # why the job has to end, as far as memory shows
+        self._goodbyes: set[int] = set()
+        self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
+        self._silent: set[int] = set()  # those of them whose link is over
+        self.newcomers = 0  # workers that wait to join the job, as a shard said last
+        self.ended: End | None = None
+
+    @property
+    def submitted(self) -> int:
+        """How many collectives there were so far."""
+        return self._next
+
+    @property
+    def under_way(self) -> int:
+        """How many collectives are unfinished."""
+        return len(self._under_way)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `timer` must be called, if nothing happens before."""
+        if not self._under_way or self.ended is not None:
+            return None
+        if self._is_judged:
+            return self._accused_at
+        return self._patience.ends_at if self.host is None else min(self._patience.ends_at, self._warn_at(self.host))
+
+    @property
+    def _is_judged(self) -> bool:
+        """The job ends for the reason that memory shows: no other rank has ended it before."""
+        return self._accused is not None and not self._is_old_news
+
+    def _warn_at(self, host: HostExchange) -> float:
+        """When to say whom this rank waits for, and each time again that the wait has doubled."""
+        if not host.is_busy:
+            return self._patience.ends_at
+        return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._said_at - host.moved_at))
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Every shard has confirmed that this worker left."""
+        return len(self._goodbyes) == len(self._streams)
+
+    def submit(self, descriptor: Descriptor, operand: Operand, now: float, codec: Codec | None = None) -> int:
+        """Queue a collective, whose blocks travel as `codec` says, and return its number."""
+        assert self.ended is None, "submit after the end"
+        collective = self._new_collective(descriptor, operand)
+        if codec is not None:
+            collective.use(codec)
+        taking_part = self._taking_part(collective)
+        collective.parts_left = len(taking_part) + (0 if self.host is None else self.host.submit(collective, now))
+        self._next += 1
+        if not self._under_way:
+            self._patience.begin(now)
+        for stream in self._streams if not self._under_way else ():
+            stream.waiting = None  # that wait is over, or was most likely for this worker
+        for stream in taking_part:
+            stream.submit(collective)
+        self._under_way.append(collective)
+        return collective.number
+
+    def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
+        if self._neighbours.hosts == 1 or not descriptor.summed_by_host:
+            return Collective(self._next, descriptor, operand, self.rank)
+        host_sum = None if self.host is None else sum_of_host(operand)
+        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
+
+    def _taking_part(self, collective: Collective) -> list[ShardStream]:
+        """The shards that this rank sends blocks to. All shards hear of a refusal, so that each knows the reason."""
+        if self.host is not None and self._neighbours.hosts == 1:
+            return []
+        layout, refused = collective.operand.layout, collective.descriptor.refused
+        streams = [stream for stream in self._streams if refused or layout.takes_part(stream.shard)]
+        sums, delegate = collective.host_sum is not None, self._neighbours.delegate
+        return [stream for stream in streams if delegate(stream.shard) == self.rank] if sums else streams
+
+    def advance(self, now: float) -> Iterator[Effect]:
+        """Take the steps that the other ranks of this host allow. Pack and send as long as there are free slots, shard
+        by shard in turn."""
+        if self.host is not None and self.ended is None and self._accused is None:
+            yield from self._exchange(self.host, now)
+        if self.parallel is not None and self.ended is None and self.parallel.is_on:
+            yield from self.parallel.pack()
+        busy = self.ended is None
+        while busy:
+            busy = False
+            for stream in self._streams:
+                if (message := stream.pack()) is not None:
+                    busy = True
+                    yield message
+
+    def _exchange(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """Take the steps that the other ranks of this host allow."""
+        is_done = False
+        try:
+            self._hand_over(host)
+            for outcome in host.advance(now):
+                if isinstance(outcome, Wake):
+                    yield outcome
+                else:
+                    outcome.parts_left -= 1
+                    is_done = True
+                    if outcome.host_sum is not None:
+                        outcome.host_sum.ready = outcome.operand.layout.blocks
+            self._hand_over(host)
+        except MismatchError as error:
+            self._accuse(error.cause, now)
+        except HostError as error:
+            self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
+        except ShortageError as error:
+            self._accuse(Cause(self._me, str(error)), now)
+        if is_done and self.ended is None:
+            yield from self._complete(now)
+        if self.ended is not None:
+            return
+        if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
+            yield from self._report(host, now)
+        yield from self._end_if_deserted(host, now)
+
+    def _hand_over(self, host: HostExchange) -> None:
+        """With several hosts: give the shards what this host has summed, and show what has come back."""
+        current = host.current
+        if current is not None and current.host_sum is not None:
+            current.host_sum.ready = host.summed_blocks
+            streams = self._taking_part(current)
+            host.arrived(min([shard.missing_from(current) for shard in streams], default=current.operand.layout.blocks))
+
+    def _accuse(self, cause: Cause, now: float) -> None:
+        """End the job because of what memory shows, unless an aggregator has told already why it is over."""
+        assert self.host is not None
+        self._accused, self._accused_at = cause, now
+        self.host.rest()
+
+    def _end_if_deserted(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """End when the collective under way waits for ranks that have left."""
+        if gone := host.departed(BY_ITSELF):
+            self._accuse(Cause(self._named(gone), f"had shut down when {self._under_way[0]} began"), now)
+        elif self._retired and host.departed(RETIRED):
+            shard, cause = next(iter(self._retired.items()))
+            yield from self._end(cause, told_by=shard)
+
+    def received(self, shard: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
+        """A result message arrived in receive slot `slot` of `shard`."""
+        if self.ended is not None:
+            return
+        try:
+            done = self._streams[shard].received(slot, nbytes)
+        except ProtocolError as error:
+            yield from self.violated(shard, str(error), now)
+            return
+        self._streams[shard].heard(now)
+        self._waiting_for = ""
+        yield Return(shard, slot)
+        if done is not None:
+            done.parts_left -= 1
+        if done is not None or self._retired:
+            yield from self._complete(now, shard)
+
+    def _complete(self, now: float, shard: int | None = None) -> Iterator[Effect]:
+        """Finish the collectives of which everything has come, in order. The last of it came from `shard`, or from the
+        other ranks of this host."""
+        while self._under_way and self._under_way[0].parts_left == 0:
+            collective = self._under_way[0]
+            try:
+                collective.operand.finish()
+            except ProtocolError as error:
+                yield from self._end(Cause(self._sender(shard), f"protocol error: {error}"))
+                return
+            self._under_way.popleft()
+            self._patience.begin(now)
+            self._waiting_for, self._after_own = "", not collective.descriptor.summed_by_host
+            yield Finish(collective.number)
+        if self._retired:
+            yield from self._end_if_retired()
+
+    def credited(self, shard: int, slot: int, now: float) -> Iterator[Effect]:
+        """Send slot `slot` of `shard` is free again."""
+        self._streams[shard].credited(slot)
+        self._streams[shard].heard(now)
+        return iter(())
+
+    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        """A control message arrived from `shard`."""
+        if isinstance(message, Goodbye):
+            self._goodbyes.add(shard)
+        elif self.ended is not None:
+            return
+        elif isinstance(message, Aborted) and message.cause.orderly:
+            yield from self._retire(shard, message.cause, now)
+        elif isinstance(message, Aborted):
+            yield from self._end(message.cause, told_by=shard)
+        elif isinstance(message, Waiting):
+            news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
+            self._waiting_for = message.who
+            message = message.heard_from(self._addresses[shard])
+            self._streams[shard].heard(now, message)
+            if self._under_way and self._streams[shard].owes(self._under_way[0]):
+                self._patience.heard(message, now)
+            if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
+                self._warned_at_s = message.seconds
+                yield Warn(in_words(message))
+        elif isinstance(message, Newcomers):
+            self.newcomers = message.count
+        else:
+            yield from self.violated(shard, f"unexpected {type(message).__name__}", now)
+
+    def _retire(self, shard: int, cause: Cause, now: float) -> Iterator[Effect]:
+        """`shard` takes part in no further collective than those that it already knows."""
+        self._retired[shard] = cause
+        yield from self._end_if_retired()
+        if self.ended is None and self.host is not None:
+            self.host.fatal_reasons = [BY_ITSELF, RETIRED]
+            if self.host.is_busy:
+                yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
+
+    def heard(self, shard: int, now: float) -> None:
+        """A part of a message came from `shard`."""
+        self._streams[shard].heard(now)
+
+    def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
+        """The link to `shard` is over. That shard is told, too: where RDMA failed, control messages may still pass."""
+        if self.ended is None and shard not in self._retired:
+            yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
+        elif self.ended is None:
+            self._silent.add(shard)
+            yield from self._end_if_retired()
+
+    def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
+        """`shard` broke the protocol: by a message, on its link, or by bytes that cannot be decoded."""
+        if self.ended is None:
+            yield from self._end(Cause(self._sender(shard), f"protocol error: {reason}"))
+
+    def _sender(self, shard: int | None) -> str:
+        """The sender of results: a shard, or the other ranks of this host, which may have them from shards."""
+        if shard is not None:
+            return f"aggregator {self._addresses[shard]}"
+        assert self.host is not None
+        shards = [f"aggregator {address}" for address in self._addresses if self._neighbours.hosts > 1]
+        return listed([*shards, *(name for rank, name in enumerate(self.host.names) if rank != self.host.me)])
+
+    def timer(self, now: float) -> Iterator[Effect]:
+        """Time has passed; end the job if its oldest collective is overdue.
+
+        A worker that was stopped waits for a moment first: messages may have come meanwhile that it has not read.
+        """
+        deadline = self.deadline
+        if deadline is None or now < deadline:
+            return
+        deadline = self._patience.ends_at
+        if self._is_judged:
+            yield from self._end(self._accused)
+        elif self.host is not None and now < deadline:
+            yield from self._say_who(self.host, now)
+        elif not self._patience.late_s and (now - deadline >= self._patience.moment_s or self._is_old_news):
+            self._patience.late_s = max(now - deadline, 1e-6)
+        elif not self._patience.defer(self._moments_more(cause := self._overdue(now), now)):
+            yield from self._end(cause)
+
+    def _moments_more(self, cause: Cause, now: float) -> int:
+        """How many moments to let others judge first."""
+        if self._neighbours.hosts == 1:
+            return 0 if self.host is not None else self._patience.moments_before(cause)
+        oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
+        owing = [stream for stream in self._streams if stream.owes(oldest)]
+        return self._patience.moments_of_hosts(now, sees_who, owing, self._after_own)
+
+    @property
+    def _is_old_news(self) -> bool:
+        """Another rank of this host has ended the job already: the aggregator tells why."""
+        return self.host is not None and self.host.has_failed
+
+    def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """Warn the user of the ranks that this one waits for."""
+        self._said_at = now
+        if self._accused is not None:
+            host.rest()  # another rank has ended the job since
+        yield from self._report(host, now)
+        if late := host.waited_for():
+            yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
+
+    def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
+        """Report to the first shard what it cannot see: exchanges in memory. With several hosts, to all shards."""
+        report = host.report(now)
+        self._report_at, self._said_whom = now + REPORT_S, report.total > 0
+        yield Tell(0, report)
+        yield from (Tell(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._neighbours.hosts > 1)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        assert self.host is not None
+        return listed([self.host.names[rank] for rank in ranks])
+
+    def leave(self, reason: str | Cause = "") -> Iterator[Effect]:
+        """Leave the job, because of `reason`, or of a cause elsewhere. Without a reason the work is done."""
+        if self.ended is not None:
+            return
+        if not reason and self._under_way:
+            many = "a collective" if self.under_way == 1 else f"{self.under_way} collectives"
+            reason = f"shut down with {many} under way"
+        yield from self._end(reason if isinstance(reason, Cause) else Cause(self._me, reason) if reason else None)
+
+    def _overdue(self, now: float) -> Cause:
+        """The cause of the delay of the oldest collective: shards that hang, or ranks that come late."""
+        oldest = self._under_way[0]
+        reason = f"{oldest} not complete after {self.timeout_s:g} s"
+        if late := self.host and self.host.waited_for(except_left=FAILED):
+            return Cause(self._named(late), reason, timeout=True)
+        if self._is_old_news:  # no rank is late, and the first aggregator hangs
+            reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
+            return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
+        owing = [stream for stream in self._streams if stream.owes(oldest)]
+        if oldest.host_sum is not None and not owing:
+            assert self.host is not None
+            others = self._named(self.host.owed()) or self._sender(None)
+            return self._patience.cause_behind(reason, self._streams, others)
+        return self._patience.cause(now, reason, owing)
+
+    def _end_if_retired(self) -> Iterator[Effect]:
+        """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one. In memory
+        a collective goes on as long as the shard waits for it."""
+        for shard, cause in self._retired.items():
+            gone = self.host is not None and shard in self._silent
+            if not self._under_way or gone or self._streams[shard].owes(self._under_way[0]):
+                yield from self._end(cause, told_by=shard)
+                return
+
+    def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
+        self.ended = End(cause)
+        if self.host is not None and cause is None:
+            yield Tell(0, self.host.report(self.host.moved_at))
+        if self.host is not None:
+            yield from self.host.leave(BY_ITSELF if cause is None else RETIRED if cause.orderly else FAILED)
+        for stream in self._streams:
+            if stream.shard != told_by or (cause is not None and cause.orderly):  # it tells going from dying
+                yield Tell(stream.shard, Leave(cause))
+        yield self.ended

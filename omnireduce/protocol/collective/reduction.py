@@ -1,0 +1,190 @@
+"""One collective on the aggregator: the next blocks, their sums in a result slot, and the result as a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import BYTES, Array
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
+from omnireduce.layout import Stripes
+from omnireduce.protocol.collective.block_programs import ProgramRun
+from omnireduce.protocol.collective.merge import BLOCK_WORK, Combiner, Shape, Union
+from omnireduce.protocol.collective.messages import TINY_BYTES, Lister, MessageSizing
+from omnireduce.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
+
+assert MAX_BLOCKS == 1 << SOLE_SHIFT
+WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
+PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
+
+
+class Budget(NamedTuple):
+    """The work that an aggregator does for one job before others have their turn. It is counted in bytes read; work
+    without bytes counts as the bytes that take the same time.
+
+    `work`: of one turn, if no other job is busy. A turn may exceed it by one step. A step is bounded, too: `window`,
+    indices of one message; `piece_bytes`, all ranks' parts of one block. `blocks`: most blocks of one result. `output`:
+    about how many bytes leave in one turn while other jobs are busy.
+    """
+
+    work: int = 16 << 20
+    window: int = 4096
+    piece_bytes: int = 1 << 20
+    blocks: int = 1 << 16
+    output: int = 1 << 20
+
+
+class MakeReduction(Protocol):
+    """`Reduction`, or what makes one that is observed."""
+
+    def __call__(
+        self, senders: int, divisor: int, arena: Array, results: Array, sizing: MessageSizing, budget: Budget, /
+    ) -> Reduction: ...
+
+
+class Reduction:
+    """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one of them.
+
+    `senders` ranks bring blocks, each for itself or for its host. A mean is divided by `divisor`. `arena`: uint8 (ranks
+    × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes). Results are as
+    long as `lengths` says. `union`: the blocks that the senders have brought.
+    """
+
+    def __init__(
+        self, senders: int, divisor: int, arena: Array, results: Array, sizing: MessageSizing, budget: Budget
+    ) -> None:
+        self._senders, self._results, self._sizing = senders, results, sizing
+        self._lengths_vary = sizing.shortest < sizing.longest
+        self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
+        self._lister = Lister(self._numbers.size)
+        self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
+        self.union = Union(senders, arena, budget.window)
+        self._combiner = Combiner(
+            senders, arena, results,
+            divisor=divisor, sizing=sizing, most_blocks=self._numbers.size,
+            piece_bytes=budget.piece_bytes,
+        )  # fmt: skip
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory of this work space."""
+        own = self._numbers.nbytes + self._lister.nbytes + self._parts.nbytes
+        return own + self.union.work_bytes + self._combiner.work_bytes
+
+    def begin(
+        self, descriptor: Descriptor, stripes: Stripes,
+        *, codec: Codec | None = None, key: int = 0, marks: bool = True, running: ProgramRun | None = None,
+    ) -> None:  # fmt: skip
+        """Start a collective whose blocks are all of `stripes` and travel as `codec` says; `key`: of what it draws for
+        sums. `marks`: results say which blocks one sender alone has brought. `running`: the program that works on sums.
+        Raises CodecError."""
+        self._format = form = self._combiner.begin(descriptor, codec, key, running)
+        every = descriptor.program is not None and descriptor.program.every_block and running is not None
+        self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes, every))
+        # 16-bit floats go through float32 and back, which may change the bits of a NaN; a rank has no encoded blocks
+        may_mark = marks and codec is None and descriptor.program is None and form.block_bytes > TINY_BYTES
+        self._sole_is_result = may_mark and descriptor.op == "sum" and not form.half
+        self._returns = running is None or running.program.returns
+        self.written = 0
+        self._column = 0  # of the next block of the result: how many of its elements are there
+        self.sent_blocks = 0  # of this collective, without `written`
+        self.sealed = 0  # up to which block results have gone
+        self._room = form.capacity
+        if self._lengths_vary:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Decide how many blocks the next result takes."""
+        wanted = self._sizing.blocks(self._format.block_bytes, self.sent_blocks, self.sealed, self.union.shape.blocks)
+        self._room = min(self._format.capacity, wanted)
+
+    @property
+    def full(self) -> bool:
+        return self.written == self._room
+
+    @property
+    def has_news(self) -> bool:
+        """There is something that no result has said yet."""
+        return self.written > 0 or self.union.watermark > self.sealed
+
+    @property
+    def half_full(self) -> bool:
+        return 2 * self.written >= self._room
+
+    def merge(self, slot: int, most: int) -> int:
+        """Reduce what the watermark allows into result slot `slot`: `most` work, or up to one block more.
+
+        Returns the work done; 0 means that there was nothing to add.
+        """
+        if not self.union.begun:
+            return 0
+        first, form = self.written, self._format
+        if form.columns < form.block_size:
+            return self._merge_piece(slot)
+        wanted = max(1, -(-most // form.block_work))  # to the end of the budget: what would be left costs a step, too
+        added = self._plan(min(len(self._parts), self._room - first, wanted))
+        if added:
+            out, numbers = form.rows[slot, first : first + added], self._numbers[first : first + added]
+            self._combiner.combine(self._parts[:added], out, numbers)
+            self._use(added if self._returns else 0)
+        return added * form.block_work
+
+    def _merge_piece(self, slot: int) -> int:
+        """As `merge`, for blocks so large that one of them is too much for one step."""
+        if self._column == 0 and not self._plan(1):
+            return 0
+        form, before = self._format, self._column
+        self._column = self._combiner.combine_piece(self._parts[:1], form.rows[slot, self.written], before)
+        piece_bytes = (self._column - before) * form.source.itemsize
+        if self._column == form.block_size:
+            self._column = 0
+            self._use(1)
+        return self._senders * (piece_bytes * form.byte_work + BLOCK_WORK)
+
+    def _plan(self, most: int) -> int:
+        """List the next blocks of the union, at most `most`, behind those written; return how many there are."""
+        numbers = self._numbers[self.written : self.written + most]
+        return self.union.plan(numbers, self._parts, self._sole_is_result)
+
+    def _use(self, added: int) -> None:
+        self.written += added
+        self.union.use()
+
+    def seal(
+        self, slot: int, number: int, memories: Mapping[int, Array], extra: bytes = b""
+    ) -> tuple[int, dict[int, Array]]:
+        """Complete the result message in `slot`, with this `extra`, and start an empty one.
+
+        Returns its length in bytes, and shorter messages for those ranks in `memories` for which they are worth it. A
+        shorter message leaves out the blocks that the rank has already. It lies in the memory given for the rank, uint8
+        (bytes,).
+        """
+        numbers, block_bytes = self._numbers[: self.written], self._format.block_bytes
+        cut_short = self.full and not self.union.used_up
+        frontier = int(numbers[-1]) % MAX_BLOCKS + 1 if cut_short else self.union.watermark
+        self.sent_blocks += self.written
+        self.written, self.sealed = 0, frontier
+        if self._lengths_vary:
+            self._make_room()
+        _, shards, stripe_blocks = self.union.shape.stripes
+        runs, steps = self._lister.shortest(numbers, shards, stripe_blocks, block_bytes)
+        nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, extra, runs=runs, steps=steps)
+        shorter: dict[int, Array] = {}
+        soles, worth = self.union.take_soles(), max(1, numbers.size // WORTH_LEAVING_OUT)
+        for rank, memory in memories.items():
+            if soles[rank] >= worth and self._leave_out(rank, self._results[slot], numbers, memory):
+                size = seal(memory, number, frontier, numbers, block_bytes, left_out=soles[rank], runs=runs)
+                shorter[rank] = memory[:size]
+        return nbytes, shorter
+
+    def _leave_out(self, rank: int, result: Array, numbers: Array, memory: Array) -> bool:
+        """Copy the blocks that `rank` does not have from `result` to `memory`; return whether they have room there."""
+        if capacity(memory.size, self._format.block_bytes) < max(1, numbers.size):
+            return False
+        rows, room = (block_rows(buffer, self._format.block_bytes, BYTES) for buffer in (result, memory))
+        leave_out(numbers, rank, rows, room)
+        return True

@@ -1,0 +1,206 @@
+"""Operands of rows of a large sparse matrix: those of a worker, or the sums of a host's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnireduce.dtypes import BYTES, Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.pack import deal_rows, pack_rows
+from omnireduce.layout import Layout
+from omnireduce.protocol.collective.operands import (
+    EncodeBlocks,
+    Memory,
+    Operand,
+    Packed,
+    RowBlocks,
+    WriteBlocks,
+    as_writable,
+)
+
+
+class NumberedRows:
+    """Rows by their numbers, which are packed without a scan; collects the rows of the union.
+
+    `numbers`: int64 (n,), strictly ascending; `rows`: uint8 (n, row bytes). What is collected lies in arrays that
+    `memory` gives.
+    """
+
+    row_dtype = BYTES
+
+    def __init__(self, numbers: Array, rows: Array, layout: Layout, memory: Memory) -> None:
+        self.layout, self.block_bytes = layout, rows.shape[1]
+        self.numbers, self._rows, self._memory = numbers, rows, memory
+        self._order: list[Array] = []  # of each shard, where its rows are
+        self._count = 0
+        self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
+
+    @property
+    def is_divisible(self) -> bool:
+        return False  # the rows of all shards are collected one behind the other
+
+    def room_for(self, count: int) -> Array:
+        """Memory for `count` rows: uint8 (count, row bytes)."""
+        return self._rows_of(self._memory(count * self.block_bytes))[:count]
+
+    def start(self, shard: int) -> int:
+        return 0
+
+    def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
+        order = (self._order or self._deal())[shard]
+        count = pack_rows(self.numbers, self._rows, order, cursor, rows, indices)
+        cursor += count
+        frontier = self.layout.blocks if cursor == len(order) else int(self.numbers[order[cursor]])
+        return Packed(count, cursor, frontier)
+
+    def _deal(self) -> list[Array]:
+        """Find the rows of each shard."""
+        shards, order = self.layout.shards, np.empty(len(self.numbers), np.int64)
+        starts = np.empty(shards + 1, np.int64)
+        deal_rows(self.numbers, self.layout.stripe_blocks, shards, order, starts)
+        self._order = np.split(order, starts[1:-1])
+        return self._order
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        start, stop = self._count, self._count + indices.size
+        if stop > len(self._union_numbers):
+            self._reserve(max(stop, 2 * start, min(2 * len(self.numbers), self.layout.blocks)))
+        self._union_numbers[start:stop] = indices
+        if left_out:
+            self._union[start:stop][unchanged] = self._brought(indices[unchanged])
+            self._union[start:stop][~unchanged] = rows[: indices.size - np.count_nonzero(unchanged)]
+        else:
+            self._union[start:stop] = rows[: indices.size]
+        self._count = stop
+
+    def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
+        raise AssertionError("rows have no codec")
+
+    def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
+        raise AssertionError("rows have no codec")
+
+    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
+        raise AssertionError("rows have no codec")
+
+    def take_totals(self, shard: int, totals: Array) -> None:
+        raise AssertionError("no program has run")
+
+    def _brought(self, wanted: Array) -> Array:
+        """The rows of these numbers that were brought. Raises ProtocolError."""
+        places = np.searchsorted(self.numbers, wanted)
+        if places.size and (places[-1] == len(self.numbers) or np.any(self.numbers[places] != wanted)):
+            raise ProtocolError("a result that leaves out rows which this worker does not have")
+        return self._rows[places]
+
+    def _reserve(self, count: int) -> None:
+        """Make room for `count` rows of the union, or more."""
+        union = self._rows_of(self._memory(count * self.block_bytes))
+        numbers = np.empty(len(union), np.int64)
+        numbers[: self._count], union[: self._count] = self._union_numbers[: self._count], self._union[: self._count]
+        self._union_numbers, self._union = numbers, union
+
+    def _rows_of(self, memory: Array) -> Array:
+        return memory[: memory.size // self.block_bytes * self.block_bytes].reshape(-1, self.block_bytes)
+
+    def collected(self) -> tuple[Array, Array]:
+        """What has been collected: row numbers, int64 (m,), ascending, and rows, uint8 (m, row bytes)."""
+        numbers, union = self._union_numbers[: self._count], self._union[: self._count]
+        if np.any(numbers[1:] < numbers[:-1]):  # stripes of several shards
+            order = np.argsort(numbers, kind="stable")
+            numbers, union = numbers[order], np.take(union, order, axis=0, out=self.room_for(len(union)), mode="clip")
+        return numbers, union
+
+
+class RowSet(NumberedRows):
+    """Rows that a worker contributes.
+
+    `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
+    numbers, int64 (m,), ascending, and their sums, (m, row length), in arrays that `memory` gives.
+    """
+
+    def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory) -> None:
+        rows = as_writable(values.view(np.uint8).reshape(len(numbers), layout.block_size * values.itemsize))
+        super().__init__(as_writable(numbers), rows, layout, memory)
+        self.nbytes, self._dtype = values.nbytes, values.dtype
+        self.result: tuple[Array, Array] = (numbers[:0], values[:0])
+
+    @property
+    def blocks(self) -> RowBlocks:
+        return RowBlocks(self.numbers, self._rows, self._hold, self._memory)
+
+    def _hold(self, numbers: Array) -> Array:
+        self._count, self._union_numbers, self._union = numbers.size, numbers, self.room_for(numbers.size)
+        return self._union
+
+    def finish(self) -> None:
+        numbers, union = self.collected()
+        self.result = numbers, union.view(self._dtype)
+
+
+class RowsInto(RowSet):
+    """Rows that a worker contributes. Their sums go to their places in `out`, (rows, row length); others become 0."""
+
+    def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory, *, out: Array) -> None:
+        super().__init__(numbers, values, layout, memory)
+        self._row = np.dtype((np.void, self.block_bytes))  # one item: NumPy copies it as a whole
+        self._out = out.reshape(-1).view(self._row)
+        self._cleared = False
+
+    @property
+    def is_divisible(self) -> bool:
+        return self._cleared  # the first result clears all
+
+    def _clear(self) -> None:
+        """Once what goes first is on its way, and nobody has to wait."""
+        if not self._cleared:
+            self._out.view(BYTES)[:] = 0
+            self._cleared = True
+
+    def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
+        if left_out:
+            own = indices[unchanged]
+            self._scatter(own, self._brought(own))
+            indices = indices[~unchanged]
+        self._scatter(indices, rows[: indices.size])
+
+    def _scatter(self, numbers: Array, rows: Array) -> None:
+        self._clear()
+        self._out[numbers] = rows.reshape(-1).view(self._row)
+
+    def finish(self) -> None:
+        self._scatter(*self.collected())  # by the exchange in memory
+
+
+class RowSum(NumberedRows):
+    """The rows of all ranks of a host, summed. Shards get them in place of the rows of `operand`, which are one rank's.
+    This rank shares the results of the shards with its host."""
+
+    def __init__(self, operand: Operand) -> None:
+        own = operand.blocks
+        assert isinstance(own, RowBlocks)
+        super().__init__(own.numbers[:0], own.rows[:0], operand.layout, own.memory)
+        self.nbytes, self._own = operand.nbytes, own
+        self.ready = -1  # the number of blocks once the rows are summed
+
+    @property
+    def blocks(self) -> RowBlocks:
+        """This rank's rows, of which the host makes sums."""
+        return self._own._replace(hold=self._hold)
+
+    def _hold(self, numbers: Array) -> Array:
+        self.numbers, self._rows, self._order = numbers, self.room_for(numbers.size), []
+        return self._rows
+
+    def returned(self) -> RowBlocks:
+        """The results that shards have returned to this rank. The sums are not needed any more."""
+        numbers, rows = self.collected()
+        self.numbers, self._rows = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
+        self._union = self._rows  # it may have been copied
+        return self._own._replace(numbers=numbers, rows=rows)
+
+    def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
+        """Whether the rows are summed."""
+        return self.ready == self.layout.blocks
+
+    def finish(self) -> None:
+        """The operand has the result."""

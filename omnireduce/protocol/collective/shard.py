@@ -1,0 +1,512 @@
+"""The aggregator's machine: one job on one shard. Takes the ranks' messages in order, merges, sends results to all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor, decode_descriptor
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.base import Codec
+from omnireduce.kernels.codecs.draws import SUM
+from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
+from omnireduce.protocol.collective.block_programs import ProgramRun, ShardStates
+from omnireduce.protocol.collective.codecs import coding_of
+from omnireduce.protocol.collective.differences import Begun, MismatchError, check_refusals
+from omnireduce.protocol.collective.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.reduction import Budget, MakeReduction, Reduction
+from omnireduce.protocol.counters import Account, Wait
+from omnireduce.protocol.host.groups import Sharding
+from omnireduce.protocol.joining.pending_job import THROUGH
+from omnireduce.protocol.stalls import BUSY, STOOD_STILL, StallDetector
+from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
+from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
+from omnireduce.wire.safe_text import listed, shown
+
+
+class BrokenRuleError(Exception):
+    """`rank` broke the protocol."""
+
+    def __init__(self, rank: int, error: ProtocolError) -> None:
+        super().__init__(rank, error)
+        self.rank, self.error = rank, error
+
+
+@dataclass(slots=True)
+class Inbox:
+    """The messages of rank `name`, each with its arena row, in the order in which they came."""
+
+    name: str
+    messages: deque[tuple[int, Header]] = field(default_factory=deque)
+    open_row: int = -1  # arena row of the message in use, -1 for none
+    joined: bool = False  # has sent its first message of the current collective
+
+
+class ResultSlots:
+    """`count` slots."""
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(count))
+        self._readers: list[set[int]] = [set() for _ in range(count)]
+
+    def send(self, slot: int, ranks: Iterable[int]) -> None:
+        """A result has been sent to these ranks."""
+        self._readers[slot] = set(ranks)
+
+    def release(self, rank: int, slot: int) -> bool:
+        """`rank` has read a result; return whether it was the last to read it."""
+        readers = self._readers[slot]
+        if rank not in readers:
+            return False
+        readers.remove(rank)
+        if not readers:
+            self.free.append(slot)
+        return not readers
+
+    def release_all(self, rank: int) -> list[int]:
+        """`rank` reads nothing any more; return the slots of which it was the last reader."""
+        return [slot for slot in range(len(self._readers)) if self.release(rank, slot)]
+
+    @property
+    def unread(self) -> list[int]:
+        """The slots that somebody has not read."""
+        return [slot for slot, readers in enumerate(self._readers) if readers]
+
+    @property
+    def readers(self) -> list[int]:
+        """The ranks that have not read something."""
+        return sorted(set().union(*self._readers))
+
+
+class Senders:
+    """The `ranks` that send blocks to shard `shard` in the current collective, the `reduction` that has a place for
+    each, and the `readers` of its results. If hosts or relays send sums, the ranks `delegates` send them. In a
+    collective that must not be summed on the way, every rank sends for itself, and `readers` get the results. `waits`:
+    hosts go on with each result, as for tensors. `make` gives the work space for so many ranks. `marks`: results say
+    which blocks one sender alone has. `states`: what programs keep here; None on a relay, which only passes sums on.
+    `running`: the program of the current collective."""
+
+    def __init__(
+        self,
+        ranks: int,
+        delegates: Sequence[int],
+        sharding: Sharding,
+        shard: int,
+        make: Callable[[int], Reduction],
+        *,
+        readers: Sequence[int] | None = None,
+        states: ShardStates | None = None,
+    ) -> None:
+        self._everybody, self.delegates = tuple(range(ranks)), tuple(delegates)
+        self._readers, self._marks = tuple(readers or self._everybody), readers is None
+        self._dealing, self._shard = sharding, shard
+        self.has_hosts = sharding.slot_bytes > 0
+        self.states = states
+        self.running: ProgramRun | None = None
+        self._of_ranks = make(ranks)
+        self._of_hosts = make(len(delegates)) if delegates else self._of_ranks
+        self.ranks, self.readers, self.reduction = self._everybody, self._readers, self._of_ranks
+        self.places = {rank: rank for rank in self.ranks}  # in the reduction
+        self.waits = False
+
+    def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Reduction:
+        """Begin a collective. `codec`: of its blocks; `key`: of the random numbers for sums. Raises CodecError, and
+        ProtocolError when there is no room for what a program keeps."""
+        by_host = self.delegates != () and descriptor.summed_by_host
+        self.waits = by_host and not descriptor.has_rows and self.has_hosts
+        self.ranks = self.delegates if by_host else self._everybody
+        self.readers = self.delegates if by_host else self._readers
+        self.places = {rank: place for place, rank in enumerate(self.ranks)}
+        self.reduction = self._of_hosts if by_host else self._of_ranks
+        stripes = self._dealing.layout(descriptor).stripes(self._shard)
+        self.running = None
+        if descriptor.program is not None and self.states is not None:
+            self.running = self.states.begin(descriptor, descriptor.program, stripes)
+        self.reduction.begin(descriptor, stripes, codec=codec, key=key, marks=self._marks, running=self.running)
+        return self.reduction
+
+    def end(self) -> bytes:
+        """The program of the current collective has run on all blocks. Returns its totals."""
+        assert self.running is not None
+        assert self.states is not None
+        done, self.running = self.running, None
+        if done.program.drops:
+            self.states.drop(done.program.state)
+        return done.totals.tobytes()
+
+
+BUDGET = Budget()
+ONE_SHARD = Sharding()
+WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
+ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
+
+
+class AggregatorMachine:
+    """One generation of one job.
+
+    `members[r]` names rank r in errors; on a relay `numbers[r]` is its rank in the job. `arena`: uint8 (ranks × slots,
+    slot bytes), rank r's receive slots in rows r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots
+    that all ranks share. Results are as long as `lengths` says (None: no longer than fit in a slot). `dealing`: how
+    tensors are dealt to shards, of which this one is number `shard`. A mean is a sum divided by `divisor` (None: by the
+    number of members). Where hosts or relays send sums, the ranks `delegates` send them. With relays, `readers` get
+    the results of what every rank sends for itself. To ranks in `inline` results go as bytes, not in slots that all
+    ranks share: they leave out what these ranks have already. Blocks may travel by `codecs`; programs keep `states`.
+
+    When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
+    the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
+
+    `account` counts what the job does. `budget` bounds one call of `advance`; `quantum` can bound the next one further.
+    `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space.
+    """
+
+    def __init__(
+        self, members: Sequence[str], arena: Array, results: Array,
+        *, sizing: MessageSizing | None = None, shard: int = 0, sharding: Sharding = ONE_SHARD,
+        delegates: Sequence[int] = (),
+        readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
+        budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
+        divisor: int | None = None, codecs: Codecs = BUILT_IN, states: ShardStates | None = None,
+    ) -> None:  # fmt: skip
+        self._ranks, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
+        self._gone = set[int]()  # ranks that have left
+        self._arena, self._results, self._slot_count = arena, results, len(results)
+        sizing = sizing or MessageSizing(results.shape[1], results.shape[1])
+        shape = self._slot_count, min(results.shape[1], room_for(sizing.longest))
+        self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
+        self._slots = ResultSlots(self._slot_count)
+        self._filling = -1  # the result slot being filled, -1 for none
+        work_space = divisor or len(members), arena, results, sizing, budget
+        self._senders = Senders(
+            len(members), delegates, sharding, shard, lambda many: reduction(many, *work_space),
+            readers=readers, states=states or ShardStates(0),
+        )  # fmt: skip
+        first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
+        self._in_turn = [(rank, self._ranks[rank]) for rank in first]
+        self._current: Reduction | None = None  # while a collective is under way
+        self.quantum, self.spent, self.more = budget.work, 0, False
+        self._round_work = ROUND_WORK + RANK_WORK * len(members)
+        self._descriptor: Descriptor | None = None
+        self._first = 0, b""  # who opened the current collective, with which descriptor
+        self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
+        self._extra = b""  # what stands behind the next result
+        self._awaited: Collection[object] = ()  # results that come from elsewhere
+        self._stalls, self.account, self._codecs = StallDetector(warn_after_s), Account(self._numbers), codecs
+        self._encodes_as = SUM  # what codecs draw for it, nobody else draws
+        self.ended: End | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No collective is under way on any rank."""
+        return self._current is None and not any(rank.messages for rank in self._ranks)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `timer` must be called, if nothing happens before."""
+        if self.idle or self.ended is not None:
+            return None
+        return self._stalls.deadline
+
+    def waiting(self, now: float) -> Wait | None:
+        """Whom the collective under way waits for; None when no collective is under way."""
+        if self.ended is not None:
+            return None
+        if self._current is None and not self.idle:
+            late = [rank for rank in self._senders.delegates if not self._ranks[rank].messages]
+            return self._wait(self._what, late, now)
+        if self._current is None:
+            wait = self.account.waiting(now)
+            return wait and wait._replace(what=shown(wait.what[:WHAT_CHARACTERS]), who=self.named(wait.ranks))
+        ranks = [] if self.more else self.account.last_of(self._waited_for(self._current))
+        return self._wait(self._what, ranks, now)
+
+    @property
+    def _what(self) -> str:
+        return f"collective {self._number} ({self._descriptor})" if self._current else "the next collective"
+
+    def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
+        numbers = [self._numbers[rank] for rank in ranks]
+        return Wait(what, numbers, len(ranks), self.named(ranks) or BUSY, now - self._stalls.since)
+
+    @property
+    def slots_in_use(self) -> tuple[int, int]:
+        """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
+        held = sum(len(rank.messages) + (rank.open_row >= 0) for rank in self._ranks)
+        return held, self._slot_count - len(self._slots.free)
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """What errors call these ranks."""
+        return listed([self._ranks[rank].name for rank in ranks])
+
+    def has_left(self, rank: int) -> bool:
+        """The rank has said that it leaves."""
+        return rank in self._gone
+
+    def received(self, rank: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
+        """A block message arrived in receive slot `slot` of `rank`."""
+        row = rank * self._slot_count + slot
+        if self._current is None and self._senders.delegates and self.idle:
+            self._stalls.begin(now)  # no result was awaited before
+        try:
+            self._ranks[rank].messages.append((row, read_header(self._arena[row], nbytes)))
+        except ProtocolError as error:
+            yield from self._violation(rank, error)
+
+    def credited(self, rank: int, slot: int, now: float) -> Iterator[Effect]:
+        """`rank` has read result slot `slot`."""
+        self._slots.release(rank, slot)
+        return iter(())
+
+    def told(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        """A control message arrived from `rank`."""
+        if isinstance(message, Report):
+            yield from self._reported(rank, message, now)
+        elif not isinstance(message, Leave):
+            yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
+        else:
+            yield from self._left(rank, message.cause)
+
+    def _reported(self, rank: int, report: Report, now: float) -> Iterator[Effect]:
+        if self.ended is not None:
+            return
+        try:
+            self.account.report(rank, report, now)
+        except ProtocolError as error:
+            yield from self._violation(rank, error)
+            return
+        wait = self.waiting(now)
+        if wait is not None and self._stalls.may_warn(wait.seconds, now):
+            yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
+
+    def heard(self, rank: int, now: float) -> None:
+        """A part of a message came from `rank`. The machine cannot use it yet."""
+
+    def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
+        """The link to `rank` is over."""
+        if rank not in self._gone:
+            yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
+
+    def violated(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
+        """`rank` broke the rules of its link, or sent what cannot be decoded; the link may be over."""
+        if rank not in self._gone:
+            yield from self._violation(rank, ProtocolError(reason))
+
+    def timer(self, now: float) -> Iterator[Effect]:
+        """Time has passed. If no result left for long, tell all ranks whom they wait for, or waited for in vain."""
+        wait = None if self.idle else self.waiting(now)
+        if wait is not None and self._stalls.is_due(now):
+            yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
+            yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
+
+    def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:
+        yield Tell(ALL, message)
+
+    def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
+        """End the job on every rank."""
+        if self.ended is None:
+            self.ended = End(cause, kind, None if rank is None else self._numbers[rank])
+            yield from self._tell_all(Aborted(cause))
+            yield self.ended
+
+    # progress
+
+    def advance(self, now: float) -> Iterator[Effect]:
+        """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
+        if self._current is None and not (self._senders.delegates or self._awaited):
+            self._stalls.begin(now)
+        elif (still_s := self._stalls.turn(now)) and not self.idle and (wait := self.waiting(now)):
+            yield Warn(f"this shard stood still for {still_s:.1f} s during {wait.what}: was it stopped?", still_s)
+            yield from self._tell_all(Waiting(wait.what, STOOD_STILL, still_s))
+        self.spent, self.more, moved = 0, False, True
+        while moved and self.ended is None:
+            if self.spent >= self.quantum:
+                self.more = True
+                return
+            self.spent += self._round_work
+            try:
+                taken = self._take_messages(now)
+            except BrokenRuleError as broken:
+                yield from self._violation(broken.rank, broken.error)
+                return
+            missed = self._missed if self._gone else []
+            if missed:
+                yield from self.abort(Cause(self.named(missed), f"had shut down when {self._what} began"), "left")
+                return
+            if self._current is None:
+                return
+            if taken and self.spent >= self.quantum:
+                continue
+            # Messages that were taken are merged now, or wait for other ranks: they alone need no other round.
+            moved = self._merge(self._current)
+            moved |= yield from self._return_used(self._current)
+            if self._current is not None and self._worth_sending(self._current, moved):
+                moved = True
+                self._stalls.begin(now)
+                yield self._emit(self._current)
+
+    def _take_messages(self, now: float) -> bool:
+        """Open the next messages, and go on with long ones; return whether there were any. Raises BrokenRuleError."""
+        moved, senders = False, self._senders
+        for rank, state in self._in_turn:
+            union = senders.reduction.union
+            awaits_window = union.awaiting_window and senders.places.get(rank) in union.awaiting_window
+            if (state.messages and state.open_row < 0) or awaits_window:
+                try:
+                    if awaits_window:
+                        self.spent += union.feed(senders.places[rank])
+                        moved = True
+                    else:
+                        moved |= self._open_next(rank, state, now)
+                except ProtocolError as error:
+                    raise BrokenRuleError(rank, error) from error
+                if moved and self.spent >= self.quantum:
+                    break
+        return moved
+
+    def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
+        """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
+        row, header = state.messages[0]
+        senders = self._senders
+        if self._current is None:
+            if senders.delegates and rank not in senders.delegates:
+                return False  # it has no part in some collectives: only a delegate knows which one is next
+            self._begin(rank, row, header)
+            self.account.begin(len(senders.ranks), now)
+        elif not state.joined:
+            if not self._compare(rank, row, header):
+                return False
+        elif senders.reduction.union.ended(senders.places[rank]):
+            return False  # a later collective's
+        elif header.extra_bytes:
+            raise ProtocolError(f"a second descriptor for collective {self._number}")
+        if header.collective != self._number:
+            raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
+        state.messages.popleft()
+        self.spent += senders.reduction.union.open(senders.places[rank], row, header)
+        state.open_row = row
+        if not state.joined:
+            state.joined = True
+            self.account.join(rank, now)
+        return True
+
+    def _begin(self, rank: int, row: int, header: Header) -> None:
+        extra = message_extra(self._arena[row], header)
+        descriptor = decode_descriptor(extra)
+        if capacity(self._results.shape[1], descriptor.block_bytes) == 0:
+            raise ProtocolError(
+                f"blocks of {descriptor.block_bytes} bytes do not fit slots of {self._results.shape[1]}"
+            )
+        if header.collective < self._number:
+            raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
+        coding = coding_of(descriptor, self._codecs, header.collective, self._encodes_as) if descriptor.codec else ()
+        self._current = self._senders.begin(descriptor, *coding)
+        self._descriptor, self._number = descriptor, header.collective
+        self._first = rank, extra
+
+    def _compare(self, rank: int, row: int, header: Header) -> bool:
+        """All ranks submit the same in the same place. Returns False for what is later, of a rank that has no part in
+        this one. Raises ProtocolError."""
+        if rank not in self._senders.places and header.collective > self._number:
+            return False
+        extra = message_extra(self._arena[row], header)
+        if (header.collective, extra) != (self._number, self._first[1]):
+            check_refusals(self._begun(*self._first, self._number), self._begun(rank, extra, header.collective))
+        if rank not in self._senders.places:
+            raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
+        return True
+
+    def _begun(self, rank: int, encoded: bytes, number: int) -> Begun:
+        return Begun(self._numbers[rank], self._ranks[rank].name, number, decode_descriptor(encoded))
+
+    def _merge(self, current: Reduction) -> bool:
+        if self._filling < 0:
+            if not self._slots.free:
+                return False
+            self._filling = self._slots.free.pop()
+        work = 0 if current.full else current.merge(self._filling, self.quantum - self.spent)
+        self.spent += work
+        return work > 0
+
+    def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
+        """Give back the slots that are used up; return whether there were any. Other messages may wait behind them."""
+        returned = False
+        for rank, place in self._senders.places.items():
+            state = self._ranks[rank]
+            if state.open_row >= 0 and current.union.exhausted(place):
+                yield Return(rank, state.open_row - rank * self._slot_count)
+                state.open_row, returned = -1, True
+        return returned
+
+    def _worth_sending(self, current: Reduction, moved: bool) -> bool:
+        """Send full slots and the end at once; a half-full slot only while no input waits. Hosts go on with results
+        only, however few."""
+        if self._filling < 0:
+            return False
+        if current.union.complete or current.full:
+            return True
+        return not moved and (current.has_news if self._senders.waits else current.half_full)
+
+    def _emit(self, current: Reduction) -> Send:
+        slot, self._filling = self._filling, -1
+        complete = current.union.complete
+        senders = self._senders.ranks
+        memories = {self._senders.places[rank]: self._shorter[rank][slot] for rank in senders if rank in self._shorter}
+        readers = self._senders.readers
+        extra = self._extra if not complete or self._senders.running is None else self._senders.end()
+        nbytes, shorter = current.seal(slot, self._number, memories, extra)
+        self.spent += nbytes * (len(memories) or 1)
+        self._slots.send(slot, readers)
+        if complete:
+            self._complete(current)
+        return Send(readers, slot, nbytes, shorter and {senders[at]: shorter[at] for at in shorter})
+
+    def _complete(self, current: Reduction) -> None:
+        assert self._descriptor is not None
+        self.account.complete(self._descriptor, current)
+        self._current = self._descriptor = None
+        self._number += 1
+        for state in self._ranks:
+            state.joined = False
+
+    def _waited_for(self, current: Reduction) -> list[int]:
+        """The ranks that have not read their results, if no result slot is free; else those with the lowest
+        frontier."""
+        if self._filling < 0 and not self._slots.free:
+            return self._slots.readers
+        return [self._senders.ranks[place] for place in current.union.laggards]
+
+    # departures
+
+    def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
+        if rank in self._gone:
+            yield from self._violation(rank, ProtocolError("left twice"))
+            return
+        self._gone.add(rank)
+        if cause is not None:
+            own = cause.culprit == self._ranks[rank].name.partition(THROUGH)[0]
+            yield from self.abort(cause, kind_of(cause, own=own), rank if own else None)
+            return
+        yield from self._let_go(rank)
+
+    def _let_go(self, rank: int) -> Iterator[Effect]:
+        """The rank leaves in order."""
+        self._slots.release_all(rank)
+        yield Tell(rank, Goodbye())
+        if len(self._gone) == len(self._ranks) and self.ended is None:
+            self.ended = End(None)
+            yield self.ended
+
+    @property
+    def _missed(self) -> list[int]:
+        """The ranks that have left, though blocks of theirs are waited for. Of hosts not all ranks bring some."""
+        needed = self._senders.delegates if self._current is None else self._senders.ranks
+        return [] if self.idle else [rank for rank in needed if rank in self._gone]
+
+    def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
+        if isinstance(error, MismatchError):
+            return self.abort(error.cause, "mismatch")
+        return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)

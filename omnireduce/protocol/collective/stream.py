@@ -1,0 +1,236 @@
+"""Work for several shards at the same time, in threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from omnireduce.dtypes import BYTES, Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.merge import admit_marked
+from omnireduce.layout import Stripes
+from omnireduce.protocol.collective.codecs import Coder
+from omnireduce.protocol.collective.effects import Collective, Send
+from omnireduce.protocol.collective.messages import START, Lister, MessageSizing, expand
+from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, message_steps, read_header, seal
+from omnireduce.wire.control import Waiting
+
+
+class ShardStream:
+    """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
+
+    def __init__(
+        self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, sizing: MessageSizing
+    ) -> None:
+        self.shard, self._sizing = shard, sizing
+        self._send_slots, self._receive_slots = send_slots, receive_slots
+        self._free = list(range(len(send_slots)))
+        self._span = scan_span
+        self._outgoing: deque[Collective] = deque()
+        self._incoming: deque[Collective] = deque()
+        self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
+        self._sent_frontier = self._sent_blocks = 0
+        self._result_frontier = 0
+        self.heard_at = 0.0  # when anything came
+        self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
+        # What came of messages that were placed ahead; a text says what is wrong with one: an error would refer back.
+        self._placed: deque[Collective | str | None] = deque()
+        self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
+        self._lister = Lister(0)
+        self._coder: Coder | None = None  # the one used last
+
+    def submit(self, collective: Collective) -> None:
+        self._outgoing.append(collective)
+        self._incoming.append(collective)
+
+    def credited(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def heard(self, now: float, waiting: Waiting | None = None) -> None:
+        """Something came from this shard: a sign of work, or the message `waiting`."""
+        self.heard_at, self.waiting = now, waiting
+
+    def hangs(self, now: float, since: float, timeout_s: float) -> bool:
+        """Whether this shard has been quiet for longer than a shard that works. A shard that sends no result says
+        Waiting at the latest after half of the time limit, and again each time that the wait has doubled."""
+        waited_s = 0.0 if self.waiting is None else self.waiting.seconds
+        return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
+
+    def missing_from(self, collective: Collective) -> int:
+        """The first block whose result this shard still owes; the number of blocks if it owes none; -1 if the tensor is
+        empty, and its result is still to come."""
+        layout = collective.operand.layout
+        if not any(incoming is collective for incoming in self._incoming):
+            return layout.blocks
+        frontier = self._result_frontier if self.owes(collective) else 0
+        return layout.next_block(self.shard, frontier) if layout.blocks else -1
+
+    def owes(self, collective: Collective) -> bool:
+        """Whether results of the oldest collective under way are still to come from this shard."""
+        return bool(self._incoming) and self._incoming[0] is collective
+
+    @property
+    def may_pack(self) -> bool:
+        """There may be something to send, and there is a slot to send it in."""
+        return bool(self._outgoing and self._free)
+
+    def pack(self) -> Send | None:
+        """Pack and seal one message, if there is something to send and a slot to send it in."""
+        if not self._outgoing or not self._free:
+            return None
+        collective, extra = self._outgoing[0], b""
+        operand, host_sum = collective.sent, collective.host_sum
+        blocks, coder = operand.layout.blocks, None if collective.codec is None else self._coder_of(collective)
+        block_bytes = operand.block_bytes if coder is None else coder.block_bytes
+        most = self._sizing.blocks(block_bytes, self._sent_blocks, self._sent_frontier, blocks)
+        if host_sum is not None:
+            cursor = max(self._cursor, host_sum.start(self.shard))
+            if not host_sum.is_worth_packing(cursor, self._span, most):
+                return None
+        slot = self._free.pop()
+        if self._cursor < 0:
+            self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
+        memory = self._send_slots[slot]
+        rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)[:most]
+        indices = self._scratch(len(rows))
+        where = self.shard, self._cursor, self._span, rows, indices
+        packed = operand.pack(*where) if coder is None else coder.pack(operand, *where, collective.key)
+        count, self._cursor, frontier = packed
+        indices, layout = indices[:count], operand.layout
+        runs, steps = self._lister.shortest(indices, layout.shards, layout.stripe_blocks, block_bytes)
+        nbytes = seal(memory, collective.number, frontier, indices, block_bytes, extra, runs=runs, steps=steps)
+        self._sent_frontier = frontier
+        self._sent_blocks += count
+        if frontier == blocks:
+            self._outgoing.popleft()
+            self._cursor, self._sent_frontier, self._sent_blocks = -1, 0, 0
+        return Send((self.shard,), slot, nbytes)
+
+    def place(self, slot: int, nbytes: int) -> None:
+        """Do the work of `received` in advance. Other streams may do theirs at the same time."""
+        try:
+            self._placed.append(self._place(slot, nbytes))
+        except ProtocolError as error:
+            self._placed.append(str(error))
+
+    def received(self, slot: int, nbytes: int) -> Collective | None:
+        """Place a result message; return the collective if this shard has now delivered all of it. Raises
+        ProtocolError."""
+        if not self._placed:
+            return self._place(slot, nbytes)
+        outcome = self._placed.popleft()
+        if isinstance(outcome, str):
+            raise ProtocolError(outcome)
+        return outcome
+
+    def _place(self, slot: int, nbytes: int) -> Collective | None:
+        memory = self._receive_slots[slot]
+        header = read_header(memory, nbytes)
+        if not self._incoming or header.collective != self._incoming[0].number:
+            raise ProtocolError(f"a result out of order: {header}")
+        collective = self._incoming[0]
+        operand, coder = collective.sent, None if collective.codec is None else self._coder_of(collective)
+        blocks, block_bytes = operand.layout.blocks, operand.block_bytes if coder is None else coder.block_bytes
+        packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
+        program, is_last = collective.descriptor.program, header.frontier == blocks
+        behind = program.total_bytes if program is not None and is_last else 0
+        fits = header.block_bytes == block_bytes and header.extra_bytes == behind
+        if not (fits and self._result_frontier <= header.frontier <= packed):
+            raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
+        indices = self._scratch(header.block_count)[: header.block_count]
+        unchanged = self._unchanged[: header.block_count]
+        low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
+        listed = self._listed(memory, header, stripes, indices)
+        fitting = admit_marked(
+            listed, collective.sender, low, high, shard=stripes.shard, shards=stripes.shards,
+            stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
+        )  # fmt: skip
+        if fitting < indices.size:
+            raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
+        if header.left_out and header.left_out != np.count_nonzero(unchanged):
+            raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
+        rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)
+        if coder is None:
+            operand.put(rows, indices, unchanged, header.left_out > 0)
+        elif header.left_out:
+            raise ProtocolError(f"a result that leaves out blocks which are encoded: {header}")
+        else:
+            coder.put(operand, rows, indices)
+        self._result_frontier = header.frontier
+        if not is_last:
+            return None
+        if behind:
+            operand.take_totals(self.shard, np.frombuffer(message_extra(memory, header)))
+        self._result_frontier = 0
+        return self._incoming.popleft()
+
+    def _coder_of(self, collective: Collective) -> Coder:
+        """What encodes the blocks of a collective that has a codec. Raises CodecError."""
+        descriptor = collective.descriptor
+        if self._coder is None or not self._coder.suits(descriptor):
+            assert collective.codec is not None
+            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size)
+        return self._coder
+
+    @staticmethod
+    def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
+        """The indices of a result. Those of runs or steps are listed in `indices`. Raises ProtocolError."""
+        listed = message_steps(memory, header) if header.steps else message_list(memory, header)
+        if not (header.runs or header.steps):
+            return listed
+        filled, place = expand(listed, START, stripes, indices)
+        if filled < header.block_count or place[0] != (header.steps or header.runs):
+            raise ProtocolError(f"a result whose {header.listed} do not list its blocks: {header}")
+        return indices
+
+    def _scratch(self, size: int) -> Array:
+        if self._indices.size < size:
+            self._indices, self._unchanged = np.empty(size, np.int64), np.empty(size, np.bool_)
+            self._lister = Lister(size)
+        return self._indices
+
+
+T = TypeVar("T")
+
+
+class ThreadPool(Protocol):
+    """Threads that make calls at the same time. Tensors of `worth_bytes` or more are worth dividing among them."""
+
+    worth_bytes: int
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Make all calls; return their results in the order of the calls. Raises the first error among them. No call
+        runs on when it has returned or raised."""
+        ...
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+class Parallel:
+    """A worker's work for its shards, divided among the threads of `pool`. `streams`: one for each shard."""
+
+    def __init__(self, pool: ThreadPool, streams: Sequence[ShardStream], under_way: Collection[Collective]) -> None:
+        self.pool, self._streams, self._under_way = pool, streams, under_way
+
+    @property
+    def is_on(self) -> bool:
+        """A collective under way is large, and in all of them the parts of different shards touch nothing in common."""
+        large = any(collective.sent.nbytes >= self.pool.worth_bytes for collective in self._under_way)
+        return large and all(collective.sent.is_divisible for collective in self._under_way)
+
+    def pack(self) -> Iterator[Send]:
+        """Pack as long as there are free slots, for several shards at the same time."""
+        while calls := [stream.pack for stream in self._streams if stream.may_pack]:
+            messages = [message for message in self.pool.run(calls) if message is not None]
+            if not messages:
+                return
+            yield from messages
+
+    def place(self, shard: int, slot: int, nbytes: int) -> None:
+        """Do in advance the part of the machine's `received` that concerns this shard alone. Threads may do it for
+        different shards at the same time."""
+        self._streams[shard].place(slot, nbytes)

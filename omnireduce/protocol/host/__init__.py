@@ -1,0 +1,1 @@
+"""Collectives in memory that the ranks of one host share."""

@@ -1,0 +1,463 @@
+"""The exchange of one rank with the other ranks of its host, in memory that each of them writes and all read.
+
+The step function is compiled (`kernels.exchange`). Here are the collectives under way, in order, and what a rank says
+about those that it waits for. Pure: the memory is an array, and who sleeps is woken by an effect.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omnireduce.descriptor import REMEMBERED, Descriptor
+from omnireduce.dtypes import Array
+from omnireduce.kernels.chunk import BATCH
+from omnireduce.kernels.exchange import (
+    BROKEN,
+    CALLED,
+    DIFFERS,
+    DONE,
+    WAITS,
+    WANTS,
+    await_step,
+    next_step,
+    run,
+    run_with_rows,
+)
+from omnireduce.kernels.regions import (
+    ASLEEP,
+    BEGUN,
+    BEGUN_AT,
+    COLLECTED,
+    COMBINED,
+    DESCRIPTORS,
+    LEFT,
+    LINE,
+    PLACE_WORDS,
+    ROWS_AT,
+    SLOTS,
+    STAGED,
+    STATE,
+    SUMMED,
+    anybody_left,
+    anybody_sleeps,
+    get_counter,
+    set_counter,
+)
+from omnireduce.protocol.collective.effects import Collective, Wake
+from omnireduce.protocol.collective.operands import AGREEMENT, RowBlocks, TensorBlocks
+from omnireduce.protocol.collective.rows import RowSum
+from omnireduce.protocol.host.faults import HostError, ShortageError, check_begun, encoded_at
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.rows import HostRows
+from omnireduce.protocol.host.state import Counts, Group, HostAccount, PassKind, preset
+from omnireduce.status import LISTED
+from omnireduce.wire.control import Report
+
+_NO_NOTES = np.zeros(0, np.uint8)
+
+
+class MemoryPass(NamedTuple):
+    """One pass of `blocks` through memory. `notes`: for a sum, what is known of each block, as in `HostSum`. `owed`:
+    the ranks, counted within the host, that have to wait for a shard before they begin."""
+
+    collective: Collective
+    blocks: TensorBlocks | RowBlocks
+    form: PassKind
+    notes: Array = _NO_NOTES
+    owed: frozenset[int] = frozenset()
+
+
+def passes_of(collective: Collective, ranks: int, hosts: int) -> list[MemoryPass]:
+    """The legs of a collective among the `ranks` of one host, in a job on so many `hosts`."""
+    blocks, host_sum = collective.operand.blocks, collective.host_sum
+    if isinstance(host_sum, RowSum):
+        layout, nothing_yet = host_sum.layout, host_sum.returned()
+        owed = frozenset(shard % ranks for shard in range(layout.shards) if layout.takes_part(shard))
+        return [
+            MemoryPass(collective, host_sum.blocks, "sums of rows"),
+            MemoryPass(collective, nothing_yet, "returned rows", owed=owed),
+        ]
+    if host_sum is not None:
+        return [MemoryPass(collective, blocks, "sum", host_sum.notes)]
+    if hosts > 1:
+        return [MemoryPass(collective, AGREEMENT, "agreement")]
+    return [MemoryPass(collective, blocks, "rows" if isinstance(blocks, RowBlocks) else "tensor")]
+
+
+def _lowest_of_others(counters: Array) -> Array:
+    """For each rank, the lowest counter of the other ranks."""
+    if counters.size < 2:
+        return np.full(counters.size, np.iinfo(np.int64).max)
+    lowest, second = np.sort(counters)[:2]
+    lowest_others: Array = np.where(counters == lowest, second, lowest)
+    return lowest_others
+
+
+def owed_ranks(counters: Array, s: Any, number: int, owed: Collection[int]) -> list[int]:
+    """The ranks other than `me` that this one may wait for in leg `number`, while shards owe them something. Arguments
+    as in `late_ranks`."""
+    behind = counters[:, BEGUN] <= number if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
+    return [rank for rank in np.flatnonzero(behind).tolist() if rank != s["me"] and (not owed or rank in owed)]
+
+
+def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
+    """The ranks other than `me` that could take a step and have not. `counters`: int64 (ranks, words), the beginning of
+    each region; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
+    begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
+    has_begun = begun > s["number"]
+    late = ~has_begun
+    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the pass before
+    staged, combined, collected = (column - s["base"] for column in (staged, combined, collected))
+    summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
+    free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)
+    could = has_begun & (staged < s["chunks"]) & (free > staged - s["slots"])
+    if has_begun.all():
+        could |= (summed < staged) & (_lowest_of_others(staged) > summed)
+        could |= (collected < combined) & (_lowest_of_others(combined) > collected)
+    return [rank for rank in np.flatnonzero(late | could).tolist() if rank != s["me"]]
+
+
+PAGE = 4096
+EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
+BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
+_AT = {name: at for at, name in enumerate(STATE.names or ())}  # where the words of the state have what
+_COUNTS = slice(_AT[Counts._fields[0]], _AT[Counts._fields[-1]] + 1)
+STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
+
+
+def region_bytes(slots: int, slot_bytes: int, hosts: int = 1) -> int:
+    """The size of one rank's region, in whole pages. With several hosts, what shards return has slots, too."""
+    slots *= 1 if hosts == 1 else 2
+    return (SLOTS * 8 + slots * (slot_bytes + EXTRA_BYTES) + PAGE - 1) // PAGE * PAGE
+
+
+class HostExchange:
+    """What rank `me` of a host, counted within the host, exchanges with the others.
+
+    `regions`: uint8 (ranks, region bytes), as `region_bytes` says; this rank writes its own, and reads the others'.
+    `names` says who the ranks are, in errors and warnings, and `neighbours` which ranks of the job they are; nothing
+    given: all of them. With several hosts the shards get what `summed_blocks` says, and `arrived` is told what has come
+    back. One turn takes up to `steps` steps, and ends after `looks` looks at the others' counters that allowed none.
+    """
+
+    def __init__(
+        self,
+        regions: Array,
+        me: int,
+        names: Sequence[str],
+        slots: int,
+        slot_bytes: int,
+        neighbours: LocalRanks | None = None,
+        *,
+        steps: int = STEPS,
+        looks: int = LOOKS,
+    ) -> None:
+        ranks = len(regions)
+        self.neighbours = neighbours or LocalRanks(tuple(range(ranks)))
+        self._has_others = self.neighbours.hosts > 1
+        self._steps, self._looks = steps, looks
+        self.names, self.me, self._ranks = names, me, ranks
+        self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
+        self._region_words, self._slot_words = regions.shape[1] // 8, (slot_bytes + EXTRA_BYTES) // 8
+        self._group = Group(me, ranks, slots, self._region_words, self._slot_words, slot_bytes)
+        self._preset = lru_cache(REMEMBERED)(partial(preset, self._group))
+        self._state = np.zeros(1, STATE)
+        self._state_words = self._state.view(np.int64)
+        self._state_words[: len(self._group) - 1] = self._group[:-1]  # before any collective
+        self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
+        self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
+        self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
+        self._rows = HostRows(names)
+        self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
+        self._sleep = 0  # odd while this rank sleeps
+        self._queue: deque[MemoryPass] = deque()
+        self._begun, self._chunks = 0, 0  # passes, and chunks of those before the current one
+        self._taken = 0  # steps in the current pass
+        self._is_prepared = False  # the state is that of the first pass of the queue
+        self._rests = False
+        self.fatal_reasons = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
+        self.own_blocks = 0  # that this rank brought to tensors, those of zeros left out
+        self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
+        self._account = HostAccount()
+        self.moved_at = 0.0  # when a step was taken last
+
+    # collectives
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The size of the largest block that fits in one slot."""
+        size: int = (self._slot_words - self._group.count_words - 2 * LINE) * 8
+        return size
+
+    @property
+    def is_busy(self) -> bool:
+        """A collective is under way."""
+        return bool(self._queue)
+
+    def submit(self, collective: Collective, now: float) -> int:
+        """Queue a collective, which all ranks of the host queue in the same order. Returns how many passes it has."""
+        if not self._queue:
+            self.moved_at = now
+        passes = passes_of(collective, self._ranks, self.neighbours.hosts)
+        self._queue.extend(passes)
+        return len(passes)
+
+    def report(self, now: float) -> Report:
+        """The result of the collectives so far, and the ranks that this rank waits for."""
+        late_s = self._account.late_s
+        late = sorted(late_s, key=lambda rank: -late_s[rank])[:LISTED]
+        behind, numbers = self.waited_for(), self.neighbours.ranks
+        what = str(self.current) if behind else ""
+        return Report(
+            **self._account.totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
+            late=[numbers[rank] for rank in late], late_s=[late_s[rank] for rank in late],
+            what=what, behind=[numbers[rank] for rank in behind[:LISTED]], total=len(behind),
+            waited_s=max(0.0, now - self.moved_at) if behind else 0.0,
+        )  # fmt: skip
+
+    def advance(self, now: float) -> Iterator[Collective | Wake]:
+        """Take the steps that the others' counters allow, as many as one turn may. Yields collectives, once for each
+        pass that is complete here, and ranks to wake.
+
+        Raises MismatchError when the ranks have begun different collectives, HostError when a region is not in order,
+        and ShortageError when there is no memory for rows.
+        """
+        while self._queue:
+            memory_pass = self._queue[0]
+            collective, blocks = memory_pass.collective, memory_pass.blocks
+            if not self._is_prepared:
+                self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
+                self._prepare(memory_pass)
+            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, memory_pass.notes)
+            if (taken := int(self._state_words[_AT["taken"]])) != self._taken:
+                self._taken, self.moved_at = taken, now
+            if did == WAITS:
+                return
+            if did == CALLED:
+                yield from self._sleepers()
+            elif did == DONE:
+                self._finish(collective.descriptor)
+                yield collective
+                return  # one in a turn: other threads may wait for theirs
+            elif did == DIFFERS:
+                self._check_begun(collective)
+            elif did == BROKEN:
+                raise HostError(int(self._state[0]["culprit"]))
+            elif did != WANTS:
+                return  # enough for one turn
+
+    def _run(self, blocks: TensorBlocks, notes: Array) -> int:
+        did: int = run(
+            self._state, self._ints, self._words,
+            source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
+            places=self._places, plan=self._plan, marked=self._marked, notes=notes,
+            scratch=self._scratch, bits=self._bits, called=self._called, steps=self._steps, looks=self._looks,
+        )  # fmt: skip
+        return did
+
+    def _run_with_rows(self, blocks: RowBlocks) -> int:
+        room = self._rows
+        did: int = run_with_rows(
+            self._state, self._ints, self._words,
+            numbers=blocks.numbers, lists=room.lists, listed=room.listed, union=room.union,
+            rows=blocks.rows if len(blocks.rows) else room.result, result=room.result,
+            plan=self._plan, scratch=self._scratch, bits=self._bits,
+            called=self._called, steps=self._steps, looks=self._looks,
+        )  # fmt: skip
+        if did == WANTS:
+            room.make_room(self._state, blocks)
+        return did
+
+    def _prepare(self, memory_pass: MemoryPass) -> None:
+        """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
+        collective, blocks = memory_pass.collective, memory_pass.blocks
+        known = self._preset(collective.descriptor, collective.operand.layout, memory_pass.form)
+        state, ints, brought = self._state_words, self._ints, 0
+        state[:] = known.state
+        state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
+        if isinstance(blocks, TensorBlocks):
+            state[_AT["in_place"]], state[_AT["silent"]] = blocks.in_place, blocks.silent
+        else:
+            brought = len(blocks.numbers)
+        if collective.descriptor.element.is_half:
+            self._make_scratch(collective.operand.layout.block_size)
+        self._taken = 0
+        at = self._descriptor_at(self.me)
+        ints[at : at + known.encoded.size] = known.encoded
+        ints[at + ROWS_AT] = brought
+        self._is_prepared = True
+
+    def _make_scratch(self, block_size: int) -> None:
+        if self._scratch.shape[1] != block_size:
+            self._scratch = np.zeros((2, block_size), np.float32)
+            self._bits = self._scratch.view(np.uint32)
+
+    def _descriptor_at(self, rank: int) -> int:
+        at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * PLACE_WORDS
+        return at
+
+    def _finish(self, descriptor: Descriptor) -> None:
+        state, block_bytes = self._state_words, descriptor.block_bytes
+        counts = Counts._make(state[_COUNTS].tolist())
+        results = int(state[_AT["shown_blocks"]]) if self._has_others else counts.result_blocks
+        results = 0 if state[_AT["number_chunks"]] else results  # the sums of rows are everybody's own work
+        self.own_blocks += counts.staged_blocks + counts.own_blocks
+        self.sent_bytes += (counts.staged_blocks + results) * block_bytes
+        self.received_bytes += counts.collected_blocks * block_bytes
+        if not self._has_others:  # else the shards count
+            self._account.count(counts, descriptor, says_who_is_late=self.me == 0)  # one rank says it for all
+        self._chunks += int(state[_AT["chunks"]])
+        self._begun += 1
+        self._queue.popleft()
+        self._rows.clear()
+        self._is_prepared = False
+
+    # several hosts
+
+    @property
+    def current(self) -> Collective | None:
+        """The collective that is exchanged now."""
+        return self._queue[0].collective if self._queue else None
+
+    @property
+    def summed_blocks(self) -> int:
+        """The block below which this rank's sums of the current collective are ready for the shards. -1 for rows that
+        are not summed yet, for an empty tensor before it has passed its only chunk, and before anything has begun."""
+        s, memory_pass = self._state[0], self._queue[0]
+        blocks = memory_pass.collective.operand.layout.blocks
+        if isinstance(memory_pass.blocks, RowBlocks):
+            return blocks if memory_pass.form == "returned rows" else -1
+        if self._is_prepared and s["summed"] == s["chunks"]:
+            return blocks
+        return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
+
+    def arrived(self, blocks: int) -> None:
+        """The sums of all hosts have come for the current collective, up to this block of the part that this rank shows
+        or shares. Raises ShortageError when there is no memory to put returned rows in order."""
+        if not self._is_prepared:
+            return
+        self._state[0]["arrived"] = blocks
+        memory_pass = self._queue[0]
+        if not self._state[0]["may_begin"] and blocks == memory_pass.collective.operand.layout.blocks:
+            self._share(memory_pass)
+
+    def _share(self, memory_pass: MemoryPass) -> None:
+        """Everything that the shards owe this rank has come: begin to hand it over."""
+        assert isinstance(memory_pass.collective.host_sum, RowSum)
+        try:
+            returned = memory_pass.collective.host_sum.returned()
+        except MemoryError as error:
+            raise ShortageError("the rows that aggregators returned") from error
+        self._queue[0] = memory_pass._replace(blocks=returned)
+        self._ints[self._descriptor_at(self.me) + ROWS_AT] = len(returned.numbers)
+        self._state[0]["may_begin"] = 1
+
+    # waiting
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a step can be taken now."""
+        if not self._queue or self._rests:
+            return False
+        return not self._is_prepared or bool(next_step(self._state, self._ints) != WAITS)
+
+    def await_step(self) -> bool:
+        """Look for a moment whether a step can be taken; return whether it can. Others may use the processor meanwhile.
+        Another thread may submit and advance at the same time: what is found then is only old."""
+        if not self._queue or self._rests:
+            return False
+        return not self._is_prepared or bool(await_step(self._state, self._ints, self._looks))
+
+    def fall_asleep(self) -> bool:
+        """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
+        self._sleep += 1 + self._sleep % 2
+        self._publish(ASLEEP, self._sleep)
+        if self.can_go_on or (not self._rests and any(self.departed(why) for why in self.fatal_reasons)):
+            self.wake_up()
+            return False
+        return True
+
+    def rest(self) -> None:
+        """Take no further step: the job is over, though the reason may not be known yet. If another rank has ended it,
+        this one says that it has left, too: so the others do not take it for a rank that is late."""
+        self._rests = True
+        if self.has_failed:
+            self._publish(LEFT, FAILED)
+
+    def wake_up(self) -> None:
+        """Be awake, so that nobody has to wake this rank."""
+        if self._sleep % 2 and self._ints.size:
+            self._sleep += 1
+            self._publish(ASLEEP, self._sleep)
+
+    def leave(self, why: int = BY_ITSELF) -> Iterator[Wake]:
+        """Tell the others that this rank takes no further step."""
+        if self._ints.size:
+            self._publish(LEFT, why)
+            yield from self._sleepers()
+
+    def departed(self, why: int) -> list[int]:
+        """The ranks whose next step this rank waits for, though they have left."""
+        if not (self._is_prepared and anybody_left(self._state, self._ints)):
+            return []
+        left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
+        late, s = self.waited_for(), self._state[0]  # afterwards: who left had taken its last step
+        shown = s["base"] + s["chunks"] if s["shards"] else 0  # of several hosts a rank may also have left before this
+        late += [rank for rank in left if self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown]
+        return [rank for rank in left if rank in late]
+
+    @property
+    def has_failed(self) -> bool:
+        """A rank has ended the job because of a fault, of which the aggregator is about to tell the others."""
+        return any(self._read(rank, LEFT) == FAILED for rank in range(self._ranks) if self._is_prepared)
+
+    def _read(self, rank: int, line: int) -> int:
+        return int(get_counter(self._ints, rank * self._region_words + line))
+
+    def _publish(self, line: int, value: int) -> None:
+        set_counter(self._ints, self.me * self._region_words + line, value)
+
+    def _sleepers(self) -> Iterator[Wake]:
+        """Wake the ranks that sleep, once each time."""
+        if not anybody_sleeps(self._state, self._ints, self._called):
+            return
+        for rank in range(self._ranks):
+            sleep = self._read(rank, ASLEEP)
+            if sleep % 2 and rank != self.me and sleep != self._called[rank]:
+                self._called[rank] = sleep
+                yield Wake(rank)
+
+    def waited_for(self, *, except_left: int | None = None) -> list[int]:
+        """The other ranks that could take a step, but have not. Ranks that wait for others themselves are not named,
+        nor those that have left for the reason `except_left`."""
+        if not self._is_prepared:
+            return []
+        counters = self._counters
+        late = late_ranks(counters, self._state[0], self._queue[0].owed)
+        return [rank for rank in late if counters[rank, LEFT] != except_left]
+
+    @property
+    def _counters(self) -> Array:
+        return self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
+
+    def owed(self) -> list[int]:
+        """The other ranks that may wait for a shard before they show or share what this rank waits for."""
+        return owed_ranks(self._counters, self._state[0], self._begun, self._queue[0].owed)
+
+    def close(self) -> None:
+        """Let go of the memory; nothing is exchanged any more."""
+        self._queue.clear()
+        self._rows.clear()
+        self._is_prepared = False
+        self._ints, self._words = np.empty(0, np.int64), np.empty(0, np.uint64)
+
+    def _check_begun(self, collective: Collective) -> None:
+        """Descriptors differ: that is right where all ranks have refused their call."""
+        encoded, s = [encoded_at(self._ints, self._descriptor_at(rank)) for rank in range(self._ranks)], self._state[0]
+        check_begun(collective.number, encoded, int(s["culprit"]), self.neighbours.ranks, self.names)
+        s["has_agreed"] = 1

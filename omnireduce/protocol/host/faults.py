@@ -1,0 +1,53 @@
+"""Faults in the exchange among the ranks of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnireduce.descriptor import decode_descriptor
+from omnireduce.dtypes import Array
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.regions import EXTRA_WORDS
+from omnireduce.protocol.collective.differences import Begun, check_refusals
+
+
+class HostError(Exception):
+    """The memory of `rank` is not as the exchange leaves it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+class ShortageError(Exception):
+    """This rank has no memory for `what`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"no memory for {what}")
+
+
+def encoded_at(ints: Array, at: int) -> bytes:
+    """The encoded descriptor of a rank, at this place in memory. Its length is bounded, not believed."""
+    size = max(0, min(int(ints[at]), EXTRA_WORDS * 8))
+    padded: bytes = ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
+    return padded[:size]
+
+
+def check_begun(
+    number: int, encoded: Sequence[bytes], culprit: int, ranks: Sequence[int], names: Sequence[str]
+) -> None:
+    """Raises MismatchError when ranks of a host have begun what is not the same as collective `number`, unless all of
+    them have refused their call. `encoded` are their descriptors, and they are `ranks` of the job. Raises HostError for
+    a descriptor that cannot be read: the fault of `culprit`."""
+    try:
+        begun = [
+            Begun(rank, name, number, decode_descriptor(descriptor))
+            for rank, name, descriptor in zip(ranks, names, encoded, strict=True)
+        ]
+    except ProtocolError as error:
+        raise HostError(culprit) from error
+    calls = [call for call in begun if not call.descriptor.refused]
+    first = next((call for call in begun if call.descriptor.refused), begun[0])
+    for call in calls:
+        if call.descriptor != first.descriptor:
+            check_refusals(first, call)

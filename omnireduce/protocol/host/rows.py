@@ -1,0 +1,56 @@
+"""Rows inside a host: room for the numbers of all ranks' rows, for their union, and for its sums.
+
+How much is needed is known only when all ranks have begun, so the kernels ask for it; see `kernels.rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnireduce.dtypes import Array
+from omnireduce.kernels.rows import FIRST, STOP
+from omnireduce.protocol.collective.operands import RowBlocks
+from omnireduce.protocol.host.faults import ShortageError
+from omnireduce.protocol.host.groups import chunk_bytes
+
+CHUNK_BYTES = 1 << 18  # of a large union
+NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)
+
+
+class HostRows:
+    """Work space for the rows of one collective after the other: the arrays of `kernels.rows`. `names` says who the
+    ranks of the host are."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self.lists = names, np.zeros((5, len(names)), np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the rows."""
+        self.listed, self.union, self.result = NO_NUMBERS, NO_NUMBERS, NO_ROWS
+
+    def make_room(self, state: Array, rows: RowBlocks) -> None:
+        """Make the room that the kernels want. Raises ShortageError when there is no memory for it."""
+        s, total = state[0], int(self.lists[STOP, -1])
+        try:
+            if s["is_listing"]:
+                self.listed, self.union = (np.empty(total, np.int64) for _ in range(2))
+            else:
+                self.union = self.union[: s["union"]]
+                self.result = rows.hold(self.union)
+                self._cut(s)
+        except MemoryError as error:
+            what = f"the numbers of {total} rows" if s["is_listing"] else f"a result of {len(self.union)} rows"
+            brought = self.lists[STOP] - self.lists[FIRST]
+            most = int(np.argmax(brought))  # one that lies looks like one with many rows: so it is named, too
+            raise ShortageError(f"{what}, of which {self._names[most]} handed over {brought[most]}") from error
+        s["wants_room"] = 0
+
+    def _cut(self, s: Array) -> None:
+        """Cut the union into chunks, each of which fits a slot."""
+        rows, row_bytes = self.result.shape
+        wanted = chunk_bytes(self.result.nbytes, CHUNK_BYTES)
+        s["chunk_blocks"] = max(1, min(wanted, int(s["slot_words"]) * 8) // row_bytes)
+        s["chunks"] += -(-rows // s["chunk_blocks"])

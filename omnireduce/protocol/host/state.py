@@ -1,0 +1,120 @@
+"""Counters of a rank's exchanges in memory."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from omnireduce.descriptor import Descriptor
+from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
+from omnireduce.kernels.reduce import op_code
+from omnireduce.kernels.regions import LINE, STATE, STORAGES
+from omnireduce.layout import Layout
+from omnireduce.protocol.host.groups import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
+from omnireduce.wire.blocks import capacity
+
+
+def storage_of(element: ElementType) -> int:
+    """The number by which kernels know how to add these elements: an index into STORAGES."""
+    name = element.name if element.is_half else element.storage.name
+    assert name in STORAGES, f"no kernel adds {name}: see 'An element type' in CONTRIBUTING.md"
+    return STORAGES.index(name)
+
+
+_STORAGE_OF = {element.name: storage_of(element) for element in (*ELEMENT_TYPES.values(), BOOL)}
+
+# What goes through memory: a tensor, or one of which hosts send the sum; rows, those of which hosts send sums, or those
+# that shards return; or only which collective it is.
+PassKind = Literal["tensor", "sum", "rows", "sums of rows", "returned rows", "agreement"]
+
+
+class Group(NamedTuple):
+    """Rank `me` of the `ranks` of a host, and their memory: `slots` of `slot_words` in regions of `region_words`. A
+    slot has room for blocks of `slot_bytes`. The other fields begin STATE, in this order."""
+
+    me: int
+    ranks: int
+    slots: int
+    region_words: int
+    slot_words: int
+    slot_bytes: int
+
+    @property
+    def count_words(self) -> int:
+        """How many words of a slot the counts take, one for each part, in whole cache lines."""
+        return (self.ranks + LINE - 1) // LINE * LINE
+
+
+class Preset(NamedTuple):
+    """`state`: an element of STATE as int64, but for what differs each time. `encoded`: int64, the length of the
+    encoded descriptor in bytes, and its words."""
+
+    state: Array
+    encoded: Array
+
+
+def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind) -> Preset:
+    """The state before a call. `layout` says which shard gets what, where hosts send sums."""
+    element, block_bytes, is_sum, has_rows = descriptor.element, descriptor.block_bytes, form == "sum", "rows" in form
+    full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
+    at_once = CHUNKS_AT_ONCE if is_sum else CHUNKS_OF_ONE_HOST
+    blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes), at_once)
+    rows = group.count_words + (blocks + LINE - 1) // LINE * LINE
+    chunks = -(-full // blocks) + tail
+    if has_rows:  # the first chunk: what number chunks follow is known once all ranks have begun
+        chunks = 1
+    elif is_sum:  # also where there is nothing to sum, hosts wait for each other
+        chunks = max(chunks, 1)
+    state = np.zeros(1, STATE)
+    for name, value in {
+        "me": group.me, "ranks": group.ranks, "slots": group.slots, "region_words": group.region_words,
+        "slot_words": group.slot_words, "chunks": chunks, "full_blocks": full, "tail_blocks": tail,
+        "chunk_blocks": blocks, "indices": group.count_words, "rows": rows,
+        "width": block_bytes // 8, "size": layout.block_size, "storage": _STORAGE_OF[element.name],
+        "op": op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element),
+        "number_chunks": has_rows, "is_listing": has_rows, "may_begin": form != "returned rows",
+        "row_shards": layout.shards if form == "sums of rows" else 0,
+        "shards": layout.shards if is_sum else 0, "stripe_blocks": layout.stripe_blocks, "arrived": -1,
+        "mask": element.zero_mask,
+    }.items():  # fmt: skip
+        state[name] = value
+    text = descriptor.encoded
+    words = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
+    return Preset(state.view(np.int64), np.concatenate(([len(text)], words)))
+
+
+MOST_LATE_S = 3600.0  # in one collective
+
+
+class Counts(NamedTuple):
+    """Counters of one collective. The fields have the names and the order of those of STATE. Blocks are those of this
+    rank."""
+
+    staged_blocks: int
+    own_blocks: int
+    result_blocks: int
+    collected_blocks: int
+    taken: int
+    last: int
+    late_ns: int
+
+
+class HostAccount:
+    """Totals, as in `Report`, and for how long the others waited for each rank of the host."""
+
+    def __init__(self) -> None:
+        self.totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}
+        self.late_s: dict[int, float] = {}
+
+    def count(self, counts: Counts, descriptor: Descriptor, *, says_who_is_late: bool) -> None:
+        """A collective is complete."""
+        totals = self.totals
+        if counts.late_ns > 0 and says_who_is_late:  # a rank can write any time into its region
+            last = counts.last
+            self.late_s[last] = min(self.late_s.get(last, 0.0) + min(counts.late_ns / 1e9, MOST_LATE_S), 1e9)
+        totals["collectives"] += 1
+        if descriptor.reduces:  # in other collectives ranks send all or nothing by design
+            totals["blocks"] += descriptor.layout.blocks
+            totals["own_blocks"] += counts.staged_blocks + counts.own_blocks
+            totals["union_blocks"] += counts.result_blocks

@@ -1,0 +1,149 @@
+"""Checks of a Hello, by itself and against that of another worker of the same job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.protocol.joining.pending_job import Claim, PendingJob, member_name
+from omnireduce.wire.control import Hello
+from omnireduce.wire.safe_text import SHOWN
+
+HOST_CHARACTERS = 255
+MAX_SLOTS = 64
+MAX_SHARDS = 4096
+MAX_STRIPE_BLOCKS, MAX_WHOLE_BYTES = 1 << 20, 1 << 30
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400
+MAX_SETTLE_S = 3600
+MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
+
+_SAME_LIST = "list cluster.aggregators in the same order on every worker"
+ADVICE = {  # for ranks that disagree, by the field of their hello
+    "smallest": "give every worker the same elastic.enabled and elastic.smallest",
+    "settle_s": "give every worker the same elastic.settle_s",
+    "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
+    "shards": _SAME_LIST,
+    "shard": _SAME_LIST,
+    **{
+        name: f"give every worker the same protocol.{name}"
+        for name in ("urgent_bytes", "slots", "slot_bytes", "stripe_blocks", "state_bytes")
+    },
+}
+
+
+# what a job keeps when it is formed anew
+SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks", "state_bytes")
+
+
+def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
+    """How a hello differs from that of another worker of the same job; empty when it does not."""
+    for name in names:
+        ours, theirs = getattr(spec, name), getattr(hello, name)
+        if ours != theirs:
+            what = f"{name} {theirs} differs from {ours} of {member_name(spec)} in job '{hello.job}'"
+            return f"{what}: {ADVICE[name]}"
+    return ""
+
+
+def of_another_team(spec: Hello, hello: Hello) -> str:
+    """The text for a worker that wants to join a job of another team; empty when it is of the same team.
+
+    The text tells nothing about the other workers.
+    """
+    if spec.team == hello.team:
+        return ""
+    own = f"of team '{hello.team}'" if hello.team else "of those without a team"
+    advice = "choose another cluster.job, or give all workers of the job the same security.team"
+    return f"the job '{hello.job}' that is here is none {own}: {advice}"
+
+
+def in_the_way(pending_job: PendingJob, survivor: Hello) -> dict[int, str]:
+    """The ranks that a survivor replaces, because they disagree with it or gave its rank; each with what is wrong."""
+    wrong = dict[int, str]()
+    for rank, (_, other, claim) in pending_job.waiting_ranks.items():
+        if claim is not Claim.SURVIVOR:
+            differs = "" if pending_job.is_led else difference(survivor, other)
+            wrong[rank] = taken(survivor) if rank == survivor.rank else differs
+    return {rank: text for rank, text in wrong.items() if text}
+
+
+def taken(other: Hello) -> str:
+    return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
+
+
+def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
+    """A key that the generations of one elastic job have in common. On the first shard they have no formation yet."""
+    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
+
+
+def memory_bytes(hello: Hello) -> int:
+    """Memory of the job on this shard: receive slots for every rank, the results, and what programs may keep."""
+    return (hello.world_size + 1) * hello.slots * hello.slot_bytes + hello.state_bytes
+
+
+def demand(jobs: Iterable[Hello]) -> tuple[int, int]:
+    """The ranks and the bytes of memory of these jobs together."""
+    demands = [(job.world_size, memory_bytes(job)) for job in jobs]
+    return sum(ranks for ranks, _ in demands), sum(taken for _, taken in demands)
+
+
+def malformed(hello: Hello) -> str:
+    if not re.match(JOB_PATTERN, hello.job):
+        return f"job {hello.job[:SHOWN]!r}; expected {JOB_ALLOWED}"
+    if hello.launch and not re.match(JOB_PATTERN, hello.launch):
+        return f"launch {hello.launch[:SHOWN]!r}; expected nothing, or {JOB_ALLOWED}"
+    if len(hello.host) > HOST_CHARACTERS or not hello.host.isprintable():
+        return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
+    if not "".join(hello.relays).isprintable() or "" in hello.relays or bool(hello.relays) != bool(hello.relay):
+        return f"relays {str(hello.relays)[:SHOWN]}; expected addresses of characters that can be printed, and a key"
+    may_be_beyond = hello.smallest or hello.refuses  # of one that refuses it is the rank in the parent
+    if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not may_be_beyond):
+        return f"rank {hello.rank} of {hello.world_size} does not exist"
+    if not 2 <= hello.slots <= MAX_SLOTS:
+        return f"{hello.slots} slots; expected 2 to {MAX_SLOTS}"
+    if not MIN_SLOT_BYTES <= hello.slot_bytes <= MAX_SLOT_BYTES or hello.slot_bytes % PAGE:
+        expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
+        return f"slots of {hello.slot_bytes} bytes; expected {expected}"
+    if hello.verbs is not None and hello.verbs.address + hello.slots * hello.slot_bytes > 1 << 64:
+        return f"slots from address {hello.verbs.address} on; expected them to end within 64 bits"
+    if not MIN_TIMEOUT_S <= hello.timeout_s <= MAX_TIMEOUT_S:
+        return f"a time-out of {hello.timeout_s:g} s; expected {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S}"
+    return _malformed_shards(hello) or _malformed_elastic(hello) or _malformed_refusal(hello)
+
+
+def _malformed_refusal(hello: Hello) -> str:
+    if not hello.refuses.isprintable():
+        return f"a refusal because of {hello.refuses[:SHOWN]!r}; expected characters that can be printed"
+    is_first = hello.shard == hello.formation == hello.smallest == 0
+    if hello.refuses and (hello.parent_rank != hello.rank or hello.compiling or not is_first):
+        return "a refusal of what is no group; expected one on shard 0, with the rank in the parent"
+    return ""
+
+
+def _malformed_shards(hello: Hello) -> str:
+    if not 0 <= hello.shard < hello.shards:
+        return f"shard {hello.shard} of {hello.shards} does not exist"
+    if hello.shards > MAX_SHARDS:
+        return f"{hello.shards} shards; expected at most {MAX_SHARDS}"
+    if not 1 <= hello.stripe_blocks <= MAX_STRIPE_BLOCKS:
+        return f"stripes of {hello.stripe_blocks} blocks; expected 1 to {MAX_STRIPE_BLOCKS}"
+    if not 0 <= hello.whole_bytes <= MAX_WHOLE_BYTES:
+        return f"whole tensors of up to {hello.whole_bytes} bytes; expected 0 to {MAX_WHOLE_BYTES}"
+    return ""
+
+
+def _malformed_elastic(hello: Hello) -> str:
+    if not 0 <= hello.smallest <= hello.world_size:
+        return f"an elastic job of {hello.smallest} to {hello.world_size} workers"
+    if hello.survived and not hello.smallest:
+        return f"a survivor of formation {hello.survived} in a job that is not elastic"
+    if hello.smallest and hello.shard:
+        return f"an elastic hello on shard {hello.shard}; expected one on shard 0"
+    if hello.formation < 0 or (hello.formation and not hello.shard):
+        return (
+            f"formation {hello.formation} on shard {hello.shard}; expected one above 0 on the others, none on shard 0"
+        )
+    if not 0 <= hello.settle_s <= MAX_SETTLE_S:
+        return f"a job that settles after {hello.settle_s:g} s; expected 0 to {MAX_SETTLE_S}"
+    return ""

@@ -1,0 +1,107 @@
+"""Ranks whose kernels compile: they have said who they are, and will come later.
+
+The other ranks wait for them meanwhile, and that does not count as time to join. This wait ends: nobody waits for a
+rank that is here, and no job waits for longer than COMPILING_S in all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from itertools import takewhile
+from typing import NamedTuple
+
+from omnireduce.config.security import Terms
+from omnireduce.protocol.joining.checks import difference, taken
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.pending_job import JobKey, PendingJob
+from omnireduce.status import LISTED
+from omnireduce.wire.control import Hello
+
+COMPILING_S = 1800.0  # longer than that nobody waits: a process that has been stopped says no more that it is
+TOO_LONG = f"the kernels were not ready after {COMPILING_S:g} s"
+
+
+class _Compiler(NamedTuple):
+    place: JobKey
+    rank: int
+    until: float
+
+
+class Compilers:
+    """Ranks that compile, by their connections, which last until the ranks are ready. Each counts towards the limits on
+    ranks of the shard and of its team."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._all: dict[Hashable, _Compiler] = {}  # by connection, the oldest first
+        self._waited_for: dict[JobKey, dict[int, Hashable]] = {}  # of each rank the last connection, the oldest first
+        self._of_team = Counter[str]()
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Their connections."""
+        return list(self._all)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the time of the oldest of them is over."""
+        return next((compiler.until for compiler in self._all.values()), None)
+
+    def over(self, now: float) -> list[Hashable]:
+        """The connections of those whose time is over."""
+        return [key for key, _ in takewhile(lambda item: item[1].until <= now, self._all.items())]
+
+    def objection(self, hello: Hello, terms: Terms, here: PendingJob | None) -> str:
+        """Why nobody is to wait for the worker of `hello`; empty if the others are to wait. `here`: those that wait
+        already."""
+        wrong = ""
+        if here is not None and here.place == JobKey.of(hello) and not hello.smallest:
+            wrong = taken(hello) if hello.rank in here.waiting_ranks else difference(here.spec, hello)
+        team = self._of_team[hello.team]
+        if not wrong and len(self._all) >= self._limits.max_ranks:
+            wrong = f"{len(self._all)} ranks compile already, which is aggregator.max_ranks: raise it, or wait"
+        if not wrong and hello.team and team >= terms.max_ranks:
+            where = f"max_ranks in {hello.team}.toml on the aggregator: raise it, or wait"
+            wrong = f"{team} ranks of team '{hello.team}' compile already, which is {where}"
+        return wrong
+
+    def add(self, key: Hashable, hello: Hello, now: float) -> None:
+        """A worker compiles its kernels."""
+        place = JobKey.of(hello)
+        self._all[key] = _Compiler(place, hello.rank, now + COMPILING_S)
+        self._of_team[hello.team] += 1
+        ranks = self._waited_for.setdefault(place, {})
+        ranks.pop(hello.rank, None)
+        ranks[hello.rank] = key
+
+    def remove(self, key: Hashable) -> JobKey | None:
+        """A connection is over. Return where its rank was going to join; None if it was none of these."""
+        known = self._all.pop(key, None)
+        if known is None:
+            return None
+        self._of_team[known.place.team] -= 1
+        if not self._of_team[known.place.team]:
+            del self._of_team[known.place.team]
+        if self._waited_for.get(known.place, {}).get(known.rank) == key:
+            self._forget(known.place, known.rank)
+        return known.place
+
+    def came(self, hello: Hello) -> None:
+        """The worker of `hello` is here: it compiles no more."""
+        if hello.rank in self._waited_for.get(JobKey.of(hello), {}):
+            self._forget(JobKey.of(hello), hello.rank)
+
+    def _forget(self, place: JobKey, rank: int) -> None:
+        del self._waited_for[place][rank]
+        if not self._waited_for[place]:
+            del self._waited_for[place]
+
+    def until(self, place: JobKey) -> float:
+        """When the ranks that gather there have waited long enough for them."""
+        last = next(reversed(self._waited_for.get(place, {}).values()), None)
+        return 0.0 if last is None else self._all[last].until
+
+    def ranks(self, place: JobKey) -> list[int]:
+        """The first of them, in order."""
+        return sorted(self._waited_for.get(place, ()))[:LISTED]

@@ -1,0 +1,96 @@
+"""Admission of jobs to a shard: of all jobs; while it drains, only of those that are here; in the end, of none. A job
+that somebody has ended is not admitted again.
+
+An elastic job is here as long as the shard drains: its ranks may form it anew. Only its first shard knows which workers
+belong to it, so the other shards do the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from omnireduce.protocol.joining.checks import kin
+from omnireduce.wire.control import Hello
+
+DRAINING = "the aggregator is draining and takes no new jobs: use another one, or wait until it runs again"
+SHUTTING_DOWN = "the aggregator is shutting down"
+MAX_ENDED = 64  # jobs of which a shard remembers that somebody ended them
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    reason: str
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Order(_Ended):
+    """An order to end jobs with matching hellos. It refuses survivors of formations older than `before`."""
+
+    is_meant: Callable[[Hello], bool]
+    before: int
+
+
+class Intake:
+    """The answer of a shard to workers that want to begin a job. It remembers for `limit_s` that a job was ended."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self.state: Literal["open", "draining", "closed"] = "open"
+        self._here: set[tuple[str, str, str, bool, bool]] = set()  # while it drains
+        self._ended: dict[tuple[str, str, str], _Ended] = {}  # by team, job and launch, the oldest first
+        self._orders: deque[_Order] = deque(maxlen=MAX_ENDED)
+
+    def drain(self, here: Iterable[Hello]) -> None:
+        """Take no jobs but those of `here`, a hello of each that runs."""
+        if self.state == "open":
+            self.state, self._here = "draining", set(map(kin, here))
+
+    def resume(self) -> None:
+        """Take all jobs again."""
+        if self.state == "draining":
+            self.state = "open"
+
+    def close(self) -> None:
+        """Take no jobs any more."""
+        self.state = "closed"
+
+    def begins(self, spec: Hello) -> None:
+        """A job has been admitted; `spec`: one of its hellos."""
+        if self.state == "draining":
+            self._here.add(kin(spec))
+
+    def end(self, spec: Hello, reason: str, now: float) -> None:
+        """The job of this hello was ended."""
+        for key in [key for key, ended in self._ended.items() if now >= ended.until]:
+            del self._ended[key]
+        self._ended.pop(_name(spec), None)
+        if len(self._ended) >= MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._ended[_name(spec)] = _Ended(reason, now + self._limit_s)
+
+    def end_survivors(self, is_meant: Callable[[Hello], bool], reason: str, now: float, before: int) -> None:
+        """Jobs were ended whose ranks may have left already to form them anew: another shard told them first."""
+        self._orders.append(_Order(reason, now + self._limit_s, is_meant, before))
+
+    def objection(self, hello: Hello, now: float, *, gathers: bool) -> tuple[str, bool]:
+        """Why a worker may not come, and whether it may later; empty when it may. `gathers`: others wait for it."""
+        if self.state == "closed":
+            return SHUTTING_DOWN, True
+        is_elastic = hello.smallest > 0 or hello.formation > 0
+        if self.state == "draining" and not gathers and not (is_elastic and kin(hello) in self._here):
+            return DRAINING, True
+        for order in self._orders:
+            if 0 < hello.survived < order.before and now < order.until and order.is_meant(hello):
+                return order.reason, False
+        ended = self._ended.get(_name(hello))
+        # Where nothing tells launches apart, a worker that comes new may belong to another start of the job.
+        is_the_same = hello.launch != "" or hello.survived > 0
+        return (ended.reason, False) if ended is not None and is_the_same and now < ended.until else ("", False)
+
+
+def _name(hello: Hello) -> tuple[str, str, str]:
+    return hello.team, hello.job, hello.launch

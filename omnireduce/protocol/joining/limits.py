@@ -1,0 +1,97 @@
+"""Tickets of the members of a formation of an elastic job: they prove later that a worker was in it.
+
+A ticket is made with a key that never leaves the daemon. So a shard need not remember which workers got one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from hmac import compare_digest
+
+from omnireduce.config.security import Terms
+from omnireduce.protocol.joining.checks import demand, memory_bytes
+from omnireduce.wire.control import Hello
+
+
+def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+    """Why one more job is too much for the team of `hello`; empty when it is not.
+
+    `jobs` has a hello of every other job that gathers or runs, `held` one of every job whose slots are taken.
+    """
+    team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
+    count = sum(other.team == hello.team for other in jobs)
+    if count >= terms.max_jobs:
+        return f"{count} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
+    ranks, taken = demand(other for other in held if other.team == hello.team)
+    if ranks + hello.world_size > terms.max_ranks:
+        wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
+        return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"
+    if taken + memory_bytes(hello) > terms.max_bytes:
+        wanted = f"{taken} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
+        return f"{wanted} are more than max_bytes, {terms.max_bytes}, in {where}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on the number of jobs at once; on the ranks, and the bytes of slots and state, of one job; on the seconds
+    that a job may gather; on the ranks, and the bytes of slots and state, of all jobs together."""
+
+    max_jobs: int
+    max_world_size: int
+    max_job_bytes: int
+    join_timeout_s: float
+    max_ranks: int = 1 << 62
+    max_bytes: int = 1 << 62
+
+    def over(self, hello: Hello) -> str:
+        """Which limit the job of `hello` breaks by itself; empty when none."""
+        if hello.smallest and hello.settle_s >= self.join_timeout_s:
+            limit = f"aggregator.join_timeout_s, {self.join_timeout_s:g} s"
+            return f"elastic.settle_s is {hello.settle_s:g} s, expected less than {limit}"
+        if hello.world_size > self.max_world_size:
+            return f"world size {hello.world_size}; aggregator.max_world_size is {self.max_world_size}: raise it"
+        need = memory_bytes(hello)
+        if need > self.max_job_bytes:
+            return (
+                f"the job needs {need} bytes of slots and state; aggregator.max_job_bytes is {self.max_job_bytes}: "
+                "raise it on the aggregator, or lower protocol.slots, protocol.slot_bytes or "
+                "protocol.state_bytes"
+            )
+        return ""
+
+    def beyond(self, hello: Hello, jobs: int, others: Collection[Hello]) -> str:
+        """Which limit one more job like this breaks beside `jobs` other ones; empty when none.
+
+        `others`: the jobs that have memory, or want it.
+        """
+        if jobs >= self.max_jobs:
+            return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
+        ranks, held = demand(others)
+        if ranks + hello.world_size > self.max_ranks:
+            wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
+            return f"{wanted} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
+        if held + memory_bytes(hello) > self.max_bytes:
+            wanted = f"{held} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
+            return f"{wanted} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
+        return ""
+
+
+_PURPOSE = b"omni ticket 1"
+
+
+def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
+    """The ticket of the members of `formation` of the job that `hello` names: keyed BLAKE2b (RFC 7693), 32 bytes.
+
+    HMAC-SHA256 would do as well, but in each shard it touches 1.1 MiB of OpenSSL.
+    """
+    said = "\0".join((hello.team, hello.job, hello.launch, str(formation)))
+    return blake2b(said.encode(), digest_size=32, key=key, person=_PURPOSE).digest()
+
+
+def is_valid(key: bytes, hello: Hello) -> bool:
+    """Whether the worker of this hello was in the formation that it names. A wrong ticket takes as long as a right
+    one."""
+    return hello.survived > 0 and compare_digest(hello.ticket, ticket(key, hello, hello.survived))

@@ -1,0 +1,474 @@
+"""The join protocol of a worker: a pure state machine, from the first connection to the last Welcome.
+
+    to each aggregator in turn   connect; prove the secret and have it proved, where there is one; say Hello
+    then                         wait until all of them have said Welcome
+
+In an elastic job the first aggregator decides the ranks. The worker says Hello to that one alone. The Welcome has a
+seat, and the worker shows this seat to the others. It has less time for that: one that has a seat and does not come to
+them is left out of the next attempt. The ranks of a group of a job go to the first one alone, too: where it refuses
+them because one does not come, no other aggregator knows of this attempt when they come again.
+
+A connection that is lost before the Hello is made once more: nobody counts on this worker yet. Any other failure ends
+the attempt. A worker of an elastic job then hangs up, pauses and tries again, until its time to join is over or the
+failure is one that will not pass. A worker of another job gives up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from omnireduce.config.schema import URGENT
+from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
+from omnireduce.protocol.collective.effects import Tell, error_of
+from omnireduce.protocol.deadlines import Reminders
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
+from omnireduce.protocol.joining.compiling import COMPILING_S
+from omnireduce.protocol.joining.pending_job import worker_name
+from omnireduce.secret import Secret
+from omnireduce.wire.control import (
+    Aborted,
+    Cause,
+    ControlMessage,
+    Hello,
+    Leave,
+    Newcomers,
+    Pending,
+    RankAssignment,
+    Refused,
+    Waiting,
+    Welcome,
+)
+from omnireduce.wire.safe_text import shown
+
+
+class Connect(NamedTuple):
+    """Connect to aggregator `shard`, at the latest at time `by`. Then call `connected` or `unreachable`."""
+
+    shard: int
+    by: float
+
+
+class HangUp(NamedTuple):
+    """Close the connections to aggregator `first` and those that were made after it."""
+
+    first: int = 0
+
+
+class Notice(NamedTuple):
+    """Tell the user about something that takes long. `event` names it; `shard` is the aggregator, or -1 for none."""
+
+    event: str
+    text: str
+    shard: int = -1
+
+
+class Joined(NamedTuple):
+    """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
+
+    `generation`: the first aggregator's number. `seat` proves later that this worker was in this generation. Tensors of
+    up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: the ranks that share memory with it.
+    """
+
+    welcomes: list[Welcome]
+    rank: int
+    size: int
+    generation: int
+    whole_bytes: int
+    seat: RankAssignment | None
+    neighbours: LocalRanks
+
+
+class Meet(NamedTuple):
+    """Meet the other ranks of this host at the place that `token` names. This worker is number `rank` of `size` there.
+    The job has so many `hosts`."""
+
+    token: bytes
+    rank: int
+    size: int
+    hosts: int
+
+
+class JoinFailed(NamedTuple):
+    """This worker cannot join; all connections are closed."""
+
+    error: OmniReduceError
+
+
+JoinAction = Connect | Tell | HangUp | Notice | Meet | Joined
+JoinEffect = JoinAction | JoinFailed
+
+
+def perform(effects: Iterator[JoinEffect], do: Callable[[JoinAction], Iterator[JoinEffect] | None]) -> None:
+    """Carry out effects in order by `do`, then the effects that each call of `do` has returned.
+
+    Raises the error of Failed.
+    """
+    queue = deque([effects])
+    while queue:
+        for effect in queue.popleft():
+            if isinstance(effect, JoinFailed):
+                raise effect.error
+            outcome = do(effect)
+            if outcome is not None:
+                queue.append(outcome)
+
+
+RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
+LONGEST_PAUSE_S = 2.0
+SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
+MOST_SAID = 400  # characters of an error that the other ranks are told
+NEWS_LATE_S = 5.0  # in which that a rank compiles, which is said once a second, is said again
+QUIET_S = 2.0  # an attempt, or a wait for a proof, that takes longer tells something
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One connection to an aggregator in this attempt. `hint` may explain its loss."""
+
+    since: float
+    hint: str
+    candidate: Candidate | None  # until the secret is proved
+    pending: Pending | None = None
+    welcome: Welcome | None = None
+
+
+class Joining:
+    """One worker, until it is a rank of a job or knows why it cannot be.
+
+    `hello` is what the worker says to the first aggregator of `addresses`. It has `limit_s` seconds to join.
+    `transport` is the name of the transport in its errors.
+    """
+
+    def __init__(
+        self, hello: Hello, addresses: Sequence[str], secret: Secret | None, limit_s: float, transport: str = "auto"
+    ) -> None:
+        self._hello, self._addresses, self._secret = hello, addresses, secret
+        self._limit_s, self._transport = limit_s, transport
+        self._join_by = self._latest = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
+        self._last_error: OmniReduceError | None = None  # of the attempt before
+        self._reminders = Reminders(0.0)  # of what this attempt waits for
+        self._failures = Reminders(0.0)  # of attempts that fail for the same reason
+        self._again_at: float | None = None  # when to connect again or, in a pause, to try again
+        self._pauses = False
+        self._pause_s = RETRY_S
+        self._reason = ""  # why the aggregator in turn could not be reached, or was lost before the Hello
+        self._visits: list[_Visit] = []
+        self._shards = 0  # how many aggregators to visit so far
+        self._seat: RankAssignment | None = None
+        self.newcomers = 0  # workers that wait for the next generation
+        self._said: set[str] = set()
+        self._has_joined = self._has_failed = False
+        self._place: Joined | None = None  # while the ranks of this host meet
+        self._has_answer = False  # an aggregator of the list has said something: its address is not wrong
+
+    @property
+    def deadline(self) -> float | None:
+        """When `timer` must be called, if nothing happens before."""
+        if self._has_joined or self._has_failed:
+            return None
+        if self._pauses:
+            return self._again_at
+        return min(at for at in (self._by, self._reminders.at, self._again_at) if at is not None)
+
+    # events
+
+    def start(self, now: float) -> Iterator[JoinEffect]:
+        """Begin."""
+        self._join_by, self._failures = now + self._limit_s, Reminders(now)
+        self._latest = now + COMPILING_S + self._limit_s  # whatever an aggregator says of ranks that compile
+        yield self._attempt(now)
+
+    def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoinEffect]:
+        """There is a connection to this aggregator. `nonce` is fresh. `hint`: what may be wrong if it is lost."""
+        if shard != len(self._visits):
+            return  # of an attempt that has ended
+        candidate = None if self._secret is None else Candidate(self._secret, nonce)
+        self._visits.append(_Visit(now, hint, candidate))
+        self._again_at = None
+        if candidate is None:
+            yield from self._say_hello(shard, now)
+        else:
+            yield Tell(shard, candidate.greeting)
+
+    def unreachable(self, shard: int, reason: str, now: float) -> Iterator[JoinEffect]:
+        """No connection to this aggregator could be made. It may still start, or its name may become known later."""
+        self._reason = reason
+        self._again_at = min(now + RETRY_S, self._by)
+        return iter(())
+
+    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
+        """An aggregator said something."""
+        if shard >= len(self._visits):
+            return  # of an attempt that has ended
+        visit, address = self._visits[shard], self._addresses[shard]
+        self._has_answer = True
+        if isinstance(message, Refused):
+            error = RefusedError(f"aggregator {address} refused: {shown(message.reason)}", temporary=message.temporary)
+            yield from self.failed(error, now)
+        elif visit.candidate is not None:
+            yield from self._prove(shard, visit.candidate, message, now)
+        else:
+            yield from self._answered(shard, visit, message, now)
+
+    def lost(self, shard: int, reason: str, now: float, *, for_good: bool = False) -> Iterator[JoinEffect]:
+        """The connection to this aggregator is over. `for_good`: the next one would end like it."""
+        if shard >= len(self._visits):
+            return
+        visit, address = self._visits[shard], self._addresses[shard]
+        if visit.candidate is not None and not for_good:
+            yield HangUp(shard)
+            del self._visits[shard:]
+            yield from self.unreachable(shard, f"{reason} before the hello{visit.hint}", now)
+        else:
+            when = "(before this worker was admitted)" if for_good else f"before this worker was admitted{visit.hint}"
+            error = TransportError(f"aggregator {address}: {reason} {when}")
+            yield from self.failed(error, now, Cause(f"aggregator {address}", reason))
+
+    def timer(self, now: float) -> Iterator[JoinEffect]:
+        """Time has passed."""
+        if self._has_joined or self._has_failed:
+            return
+        if self._pauses:
+            if self._again_at is not None and now >= self._again_at:
+                yield self._attempt(now)
+        elif now >= self._by:
+            yield from self.failed(self._overdue(now), now)
+        else:
+            if waited_s := self._reminders.due(now):
+                yield self._complaint(waited_s)
+            if self._again_at is not None and now >= self._again_at:
+                self._again_at = None
+                yield Connect(len(self._visits), self._by)
+
+    def failed(self, error: OmniReduceError, now: float, cause: Cause | None = None) -> Iterator[JoinEffect]:
+        """This attempt has failed: one of the events above says so, or the caller could not do what was asked.
+
+        Some aggregators may have begun the job by now, so its other ranks are told why: because of `cause` or, without
+        one, because of `error`.
+        """
+        cause = cause or Cause(self._me, f"could not begin: {error}")
+        leave = Leave(replace(cause, culprit=cause.culprit[:MOST_SAID], reason=cause.reason[:MOST_SAID]))
+        for shard, visit in enumerate(self._visits):
+            if visit.candidate is None:
+                yield Tell(shard, leave)
+        yield HangUp()
+        self._visits.clear()
+        self._has_joined, self._place = False, None
+        if self._last_error is not None and now >= self._join_by and now < self._begun + QUIET_S:
+            error = self._last_error  # an attempt that had hardly begun tells less than the one before
+        self._last_error = error
+        if self._is_final(error) or now + self._pause_s >= self._join_by:
+            self._has_failed = True
+            yield JoinFailed(error)
+            return
+        self._pauses, self._again_at = True, now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        is_news, waited_s = self._is_news(str(error)), self._failures.due(now)
+        if is_news or waited_s:
+            since = "" if is_news else f", since {waited_s:.0f} s"
+            yield Notice("joining_again", f"joining once more{since}: {error}")
+
+    # an attempt
+
+    def _attempt(self, now: float) -> Connect:
+        self._begun, self._by, self._pauses, self._again_at = now, self._join_by, False, None
+        self._reminders, self._seat, self.newcomers = Reminders(now), None, 0
+        self._shards = 1 if self._is_elastic or self._hello.parent_rank >= 0 else len(self._addresses)
+        return Connect(0, self._by)
+
+    @property
+    def _me(self) -> str:
+        rank = self._hello.rank if self._seat is None else self._seat.rank
+        return worker_name(rank, self._hello.host, self._hello.pid)
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._hello.smallest > 0
+
+    def _is_final(self, error: OmniReduceError) -> bool:
+        """Whether another attempt could not do better."""
+        if not self._is_elastic or (isinstance(error, RefusedError) and not error.temporary):
+            return True
+        is_new = not self._hello.survived and not self._has_answer
+        return isinstance(error, TransportError) and is_new  # most likely a wrong address
+
+    def _is_news(self, text: str) -> bool:
+        is_news = text not in self._said
+        self._said = {text}
+        return is_news
+
+    def _say_hello(self, shard: int, now: float) -> Iterator[JoinEffect]:
+        """Say Hello at once: an aggregator drops a connection without a Hello, and the next one may take long to come
+        up."""
+        self._reminders, self._reason = Reminders(now), ""
+        hello, seat = replace(self._hello, shard=shard), self._seat
+        if seat is not None:
+            hello = replace(
+                hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,
+                smallest=0, settle_s=0.0, survived=0, ticket=b"",
+            )  # fmt: skip
+        yield Tell(shard, hello)
+        if shard + 1 < self._shards:
+            yield Connect(shard + 1, self._by)
+
+    def _prove(self, shard: int, candidate: Candidate, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
+        try:
+            answer = candidate.told(message)
+        except ProtocolError as error:
+            yield from self.failed(TransportError(f"aggregator {self._addresses[shard]} {error}"), now)
+            return
+        if answer is not None:
+            yield Tell(shard, answer)
+        else:
+            self._visits[shard].candidate = None
+            yield from self._say_hello(shard, now)
+
+    def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
+        """One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the
+        first shard can say Waiting, or Aborted, to a rank that waits for the second."""
+        address = self._addresses[shard]
+        if isinstance(message, Pending):
+            visit.pending = message
+            if message.compiling and self._seat is None:
+                more_s = max(self._limit_s, NEWS_LATE_S)
+                self._by = self._join_by = min(max(self._join_by, now + more_s), self._latest + more_s)
+            if message.note and self._is_news(message.note):
+                yield Notice("rank_refused", f"aggregator {address}: {shown(message.note)}", shard)
+        elif isinstance(message, Newcomers):
+            self.newcomers = message.count
+        elif isinstance(message, Aborted):
+            yield from self.failed(error_of(message.cause), now, message.cause)
+        elif isinstance(message, Welcome) and visit.welcome is None:
+            visit.welcome = message
+            yield from self._welcomed(now)
+        elif not isinstance(message, Waiting):
+            name = type(message).__name__
+            yield from self.failed(TransportError(f"aggregator {address} answered the hello with {name}"), now)
+
+    def _welcomed(self, now: float) -> Iterator[JoinEffect]:
+        """Go on once all aggregators that were visited have said Welcome."""
+        welcomes = [visit.welcome for visit in self._visits if visit.welcome is not None]
+        if len(welcomes) < self._shards:
+            return
+        if self._is_elastic and self._seat is None:
+            seat = self._seat = welcomes[0].seat
+            if seat is None or seat.rank >= seat.world_size or seat.world_size > self._hello.world_size:
+                error = TransportError(f"aggregator {self._addresses[0]} gave no place in an elastic job")
+                yield from self.failed(error, now)
+                return
+            if self._hello.survived:
+                self._hello = replace(self._hello, survived=seat.formation, ticket=seat.ticket)
+            self._seated_at = now
+            self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.settle_s))
+        if self._shards < len(self._addresses):
+            self._shards, self._reminders = len(self._addresses), Reminders(now)
+            yield Connect(1, self._by)
+        else:
+            yield from self._joined(welcomes, now)
+
+    def _joined(self, welcomes: list[Welcome], now: float) -> Iterator[JoinEffect]:
+        if len({welcome.whole_bytes for welcome in welcomes}) > 1:
+            sizes = ", ".join(str(welcome.whole_bytes) for welcome in welcomes)
+            error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
+            yield from self.failed(error, now)
+            return
+        if len({(welcome.neighbours, welcome.host, welcome.hosts) for welcome in welcomes}) > 1:
+            error = TransportError("the aggregators disagree about which ranks share a host")
+            yield from self.failed(error, now)
+            return
+        seat, first = self._seat, welcomes[0]
+        rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
+        neighbours = LocalRanks((rank,))
+        if max(welcome.place for welcome in welcomes) > rank:
+            error = TransportError(f"an aggregator gave slots that are not those of rank {rank}")
+            yield from self.failed(error, now)
+            return
+        if first.neighbours:
+            neighbours = LocalRanks(first.neighbours, first.host, first.hosts)
+            shares_none = len(neighbours.ranks) > 1 and not self._hello.memory
+            if shares_none or not neighbours.can_be(rank, size):
+                error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
+                yield from self.failed(error, now)
+                return
+        place = Joined(
+            welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, neighbours=neighbours
+        )
+        most = max(welcome.shards for welcome in welcomes)
+        is_first = rank == 0 and not self._hello.survived and not self._hello.job.endswith(URGENT)
+        if is_first and len(welcomes) < most:
+            text = f"has {most} shards, and cluster.aggregators lists {len(welcomes)}: the others have nothing to do"
+            yield Notice("idle_shards", f"aggregator {self._addresses[0]} {text}", 0)
+        if first.meeting is not None and len(neighbours.ranks) > 1:
+            self._place = place
+            yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks), neighbours.hosts)
+        else:
+            self._has_joined = True
+            yield place
+
+    def met(self, now: float) -> Iterator[JoinEffect]:
+        """All ranks of this host have each other's memory."""
+        if self._place is not None:
+            place, self._place, self._has_joined = self._place, None, True
+            yield place
+
+    # waiting for too long
+
+    def _complaint(self, waited_s: float) -> Notice:
+        since = f"since {waited_s:.0f} s"
+        if len(self._visits) < self._shards:
+            shard = len(self._visits)
+            text = f"waiting for aggregator {self._addresses[shard]} {since}: {self._reason}"
+            return Notice("waiting_for_aggregator", text, shard)
+        return Notice("waiting_for_ranks", f"waiting for {self._what_is_missing()} {since}")
+
+    def _overdue(self, now: float) -> OmniReduceError:
+        """The error that says whom this attempt waited for in vain."""
+        proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
+        if proving is not None and (waited_s := now - proving[1].since) >= min(QUIET_S, (now - self._begun) / 2):
+            late = f"within {waited_s:.2g} s; {UNHEARD}"
+            return RefusedError(
+                f"no proof of the secret came from aggregator {self._addresses[proving[0]]} {late}", temporary=True
+            )
+        at = len(self._visits) if proving is None else proving[0]
+        if self._reason or (proving is None and at < self._shards):
+            return unreachable(self._addresses[at], self._transport, self._reason)
+        limit = f"cluster.join_timeout_s = {self._limit_s:g}"
+        if self._by < self._join_by:
+            limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"
+        is_known = any(visit.pending for visit in self._visits if visit.welcome is None)
+        hint = "; were all workers started, with the same world size and job?" if is_known else ""
+        if self._place is None and not self._has_answer:
+            hint = f"; {UNHEARD}"
+        return RefusedError(f"still waiting for {self._what_is_missing()} after {limit}{hint}", temporary=True)
+
+    def _what_is_missing(self) -> str:
+        if self._place is not None:
+            return f"the other ranks of job '{self._hello.job}' on this host to share their memory"
+        waiting = [(self._addresses[i], visit) for i, visit in enumerate(self._visits) if visit.welcome is None]
+        address, visit = min(waiting, key=lambda pair: pair[0])
+        pending = visit.pending
+        if pending is None:
+            return f"an answer of aggregator {address}"
+        if not pending.missing and pending.note:
+            return f"an answer of aggregator {address} ({shown(pending.note)})"
+        if not pending.missing:
+            return f"the last generation of job '{self._hello.job}' to go, at aggregator {address}"
+        names = ", ".join(map(str, pending.missing)) + (" …" if pending.total_missing > len(pending.missing) else "")
+        compiles = f"the kernels of rank {', '.join(map(str, pending.compiling))} compile" if pending.compiling else ""
+        note = f" ({shown(pending.note) or compiles})" if pending.note or compiles else ""
+        return f"rank {names} of job '{self._hello.job}' at aggregator {address}{note}"
+
+
+def unreachable(address: str, transport: str, reason: str) -> TransportError:
+    """The error for an aggregator that cannot be connected to."""
+    by = "" if transport == "auto" else f" by {transport}"
+    return TransportError(
+        f"cannot reach aggregator {address}{by}: {reason.rstrip('?') or 'nobody answers'}; "
+        "is `omnireduce aggregator` running there, and is its port open to this host?"
+    )
