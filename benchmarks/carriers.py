@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from omnireduce.printing import carriers_text
-from omnireduce.runtime.member import ending
+from omnireduce.runtime.rank import engine
 
 SAID = re.compile(r"^carried by (\S+)$", re.MULTILINE)
 NOTHING = carriers_text({})
@@ -39,8 +39,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
-        self._opened = ending.opened
-        ending.opened = self._remember  # which each communicator calls when it has joined
+        self._opened = engine.opened
+        engine.opened = self._remember  # which each communicator calls when it has joined
 
     def _remember(self, communicator: Any) -> None:
         if communicator not in self._seen:

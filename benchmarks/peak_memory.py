@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import omnireduce as omni
-import omnireduce.runtime.member.communicator  # the package loads it, and numba, when a name is used first
+import omnireduce.runtime.rank.communicator  # the package loads it, and numba, when a name is used first
 from benchmarks.cases import BLOCK
 from benchmarks.orders import serve
 from omnireduce.dtypes import Array

@@ -16,7 +16,7 @@ from omnireduce.descriptor import describe
 from omnireduce.dtypes import Array, element_type
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.runtime.member.threads import ParallelDriver, Threads
+from omnireduce.runtime.rank.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.inproc import InprocLink
 from omnireduce.wire.blocks import read_header, room_for

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from omnireduce.kernels.codecs.base import Codec
     from omnireduce.launching.functions import run
     from omnireduce.optimizers.sharded import ShardedOptimizer
-    from omnireduce.runtime.member.calls import Rows
-    from omnireduce.runtime.member.communicator import Communicator
-    from omnireduce.runtime.member.groups import Table
-    from omnireduce.runtime.member.handle import Handle
-    from omnireduce.runtime.member.statistics import Statistics
-    from omnireduce.runtime.member.world import (
+    from omnireduce.runtime.rank.calls import Rows
+    from omnireduce.runtime.rank.channels import Statistics
+    from omnireduce.runtime.rank.communicator import Communicator
+    from omnireduce.runtime.rank.groups import Table
+    from omnireduce.runtime.rank.handles import Handle
+    from omnireduce.runtime.rank.world import (
         allgather,
         allgather_async,
         allgather_object,
@@ -112,15 +112,15 @@ else:
         "omnireduce.kernels.codecs.base": ("Codec",),
         "omnireduce.launching.functions": ("run",),
         "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
-        "omnireduce.runtime.member.calls": ("Rows",),
-        "omnireduce.runtime.member.communicator": ("Communicator",),
+        "omnireduce.runtime.rank.calls": ("Rows",),
+        "omnireduce.runtime.rank.communicator": ("Communicator",),
         "omnireduce.elastic": ("ElasticState", "run_elastic"),
-        "omnireduce.runtime.member.groups": ("Table",),
-        "omnireduce.runtime.member.handle": ("Handle",),
-        "omnireduce.runtime.member.statistics": ("Statistics",),
+        "omnireduce.runtime.rank.groups": ("Table",),
+        "omnireduce.runtime.rank.handles": ("Handle",),
+        "omnireduce.runtime.rank.channels": ("Statistics",),
     }
     _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
-    _OTHERS = "omnireduce.runtime.member.world"
+    _OTHERS = "omnireduce.runtime.rank.world"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

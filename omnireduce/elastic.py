@@ -16,8 +16,8 @@ import numpy as np
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, NewcomersError, UsageError
 from omnireduce.logs import tagged
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")

@@ -28,7 +28,7 @@ from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.protocol.host.exchange import HostExchange, region_bytes
 from omnireduce.protocol.host.groups import LocalRanks, Sharding
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.rank.calls import Pool
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
 from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header

@@ -28,7 +28,7 @@ from transports import carriers, meant_by
 
 from omnireduce.config import Config, load_config
 from omnireduce.kernels.jit import kernel_files
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor

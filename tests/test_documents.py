@@ -28,7 +28,7 @@ from omnireduce import Communicator
 from omnireduce.config import load_config
 from omnireduce.files.cache import cache_folders
 from omnireduce.kernels.warm import make_ready, worker_kernels
-from omnireduce.runtime.member.collectives import Collectives
+from omnireduce.runtime.rank.communicator import Collectives
 from omnireduce.wire.control import PROTOCOL_VERSION
 
 START = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

@@ -38,7 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("protocol", "transport"),
     ("runtime",),
     ("tracing",),
-    ("member", "shard"),
+    ("rank", "shard"),
     LIBRARY,
     ("face",),
     FRONTS,
@@ -46,7 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("program",),
 )
 STRANGE = {  # a program on one side knows nothing of the other side's rooms
-    "aggregator": ("member", *LIBRARY, "face"),
+    "aggregator": ("rank", *LIBRARY, "face"),
     "worker": ("shard",),
 }
 BASE = {
@@ -136,7 +136,7 @@ def layer_of(name: str) -> str | None:
     part, _, within = rest.partition(".")
     if part in PACKAGES:
         return part
-    if part == "runtime" and (room := within.partition(".")[0]) in ("member", "shard", "tracing"):
+    if part == "runtime" and (room := within.partition(".")[0]) in ("rank", "shard", "tracing"):
         return room
     if part == "__main__":
         return "program"

@@ -12,7 +12,7 @@ from typing import Any
 
 from omnireduce import Communicator
 from omnireduce.errors import TransportError
-from omnireduce.runtime.member import ending
+from omnireduce.runtime.rank import engine
 
 
 def _has_rdma() -> bool:
@@ -71,8 +71,8 @@ class Carriers:
 
     def __init__(self) -> None:
         self.meant, self._carried = set[str](), Counter[str]()
-        self._closed = ending.closed
-        ending.closed = self._count  # which each communicator calls when it has left a generation of its job
+        self._closed = engine.closed
+        engine.closed = self._count  # which each communicator calls when it has left a generation of its job
 
     def _count(self, communicator: Any) -> None:
         self._carried.update(communicator.statistics().carried)
@@ -80,7 +80,7 @@ class Carriers:
 
     def take(self) -> list[str]:
         """Which ways were meant, and carried nothing though others did. What was counted is forgotten."""
-        for each in ending._process.open:
+        for each in engine._process.open:
             self._carried.update(each.statistics().carried)
         found = [each for each in sorted(self.meant) if missing(each, self._carried)]
         self.meant.clear()

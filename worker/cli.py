@@ -65,7 +65,7 @@ def bench(
 ) -> None:
     config = _load(config_file, overrides)
     from omnireduce.bench.command import run_bench
-    from omnireduce.runtime.member.launcher import own_launch
+    from omnireduce.runtime.rank.environment import own_launch
 
     launch = own_launch(rank=rank, size=size)
     wrong = run_bench(config, launch, pattern=pattern, json_path=json_path, against_mpi=against == "mpi")
@@ -96,7 +96,7 @@ def lab(
     rounds: int,
 ) -> None:
     config = _load(config_file, overrides)
-    from omnireduce.runtime.member.launcher import own_launch
+    from omnireduce.runtime.rank.environment import own_launch
     from omnireduce.worker.lab.command import run_lab
 
     sizes = numbers(elements, "--elements")

@@ -20,8 +20,8 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import make_console
 from omnireduce.progress import PlainProgress
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.launcher import Launch
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.environment import Launch
 
 _AGAINST_MPI = "mpirun -n {} omnireduce bench --against mpi"
 

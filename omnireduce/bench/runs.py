@@ -20,7 +20,7 @@ from omnireduce.bench.rows import Row
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.printing import carriers_text
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 
 def run_case(

@@ -16,9 +16,9 @@ from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.collective.codecs import Coder
-from omnireduce.runtime.member.calls import check_codec
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.calls import check_codec
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 STEP_BYTES = 2  # about, of the number of an element that travels by itself
 # What is done for it takes as long as so many bytes of blocks: over a link of 1 Gbit/s, and where ranks share memory

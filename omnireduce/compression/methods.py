@@ -22,7 +22,7 @@ from omnireduce.compression.sums import Sum
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import BUILT_IN, NONE
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 M = TypeVar("M")
 SELECTORS: dict[str, Callable[..., Selector]] = {

@@ -22,8 +22,8 @@ from omnireduce.compression.sums import Sum, check_gradient, check_name, check_s
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 
 def rank_for(shape: tuple[int, ...], most: int) -> tuple[int, int, int]:

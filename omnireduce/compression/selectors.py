@@ -26,7 +26,7 @@ from omnireduce.kernels.select import (
     list_at_least,
     sum_squares,
 )
-from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.rank.arguments import whole
 
 Unit = Literal["elements", "blocks"]
 Selects = Literal["largest", "about", "some", "none"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.rank.arguments import whole
 
 NAME_CHARACTERS = 160
 SENT_CHARACTERS = 180  # of a name of collectives; the rest is for what single ones add

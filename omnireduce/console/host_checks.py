@@ -14,7 +14,7 @@ from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.console.finding import Finding, State
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.launcher import alone_though, detect_launch, job_name
+from omnireduce.runtime.rank.environment import alone_though, detect_launch, job_name
 
 PACKAGES = ("omnireduce", "numpy", "numba", "llvmlite", "msgspec", "ml_dtypes", "prometheus-client")
 OPTIONAL = {"mpi4py": "omnireduce bench --against mpi", "pyverbs": "RDMA"}

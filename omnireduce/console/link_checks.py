@@ -15,8 +15,8 @@ from omnireduce.console.finding import Finding, State
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
 from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
-from omnireduce.runtime.member.embedded import identify
-from omnireduce.runtime.member.launcher import detect_launch
+from omnireduce.runtime.rank.embedded import identify
+from omnireduce.runtime.rank.environment import detect_launch
 from omnireduce.secret import load_secret
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm

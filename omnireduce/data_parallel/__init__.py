@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from omnireduce.data_parallel.job import init
     from omnireduce.data_parallel.optimizer import DistributedOptimizer
     from omnireduce.data_parallel.partition import Loader, partition_dataset
-    from omnireduce.runtime.member.world import is_initialized, rank, shutdown, size
+    from omnireduce.runtime.rank.world import is_initialized, rank, shutdown, size
 else:
     _PLACES = {
         "Adapter": "adapters",
@@ -33,7 +33,7 @@ else:
         "init": "job",
         "partition_dataset": "partition",
     }
-    _OTHERS = "omnireduce.runtime.member.world"
+    _OTHERS = "omnireduce.runtime.rank.world"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -22,9 +22,9 @@ from omnireduce.data_parallel.buffers import Buffer
 from omnireduce.data_parallel.gradients import Part
 from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
-from omnireduce.runtime.member.agreement import check_agreement
-from omnireduce.runtime.member.arguments import two_that_share
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.agreement import check_agreement
+from omnireduce.runtime.rank.arguments import two_that_share
+from omnireduce.runtime.rank.communicator import Communicator
 
 COPIED_BYTES = 3 << 18  # the largest gradient that is copied
 MEAN: Op = "mean"

@@ -14,10 +14,10 @@ from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.states import State
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.member.agreement import check_agreement
-from omnireduce.runtime.member.arguments import check_root
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.agreement import check_agreement
+from omnireduce.runtime.rank.arguments import check_root
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 NAME = "broadcast_parameters"
 

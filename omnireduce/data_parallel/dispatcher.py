@@ -22,9 +22,9 @@ from omnireduce.data_parallel.tasks import FailedTask, Task
 from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.logs import tagged
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.engine import FORKED
-from omnireduce.runtime.member.refusals import told
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.engine import FORKED
+from omnireduce.runtime.rank.refusals import told
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 
 log = logging.getLogger("omnireduce")

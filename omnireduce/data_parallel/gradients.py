@@ -12,7 +12,7 @@ from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.rounding import scaled
-from omnireduce.runtime.member.arguments import two_that_share
+from omnireduce.runtime.rank.arguments import two_that_share
 
 
 class Part(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from omnireduce.runtime.member import world
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank.communicator import Communicator
 
 
 def init(config: Any = None, **named: Any) -> tuple[int, int]:

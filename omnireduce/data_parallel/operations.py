@@ -13,9 +13,9 @@ from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.rounding import integer_mean, scaled
-from omnireduce.runtime.member.arguments import check_array, check_root, check_rows, flat_view, two_that_share
-from omnireduce.runtime.member.calls import Rows
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.arguments import check_array, check_root, check_rows, flat_view, two_that_share
+from omnireduce.runtime.rank.calls import Rows
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.tracing.timeline import INNER
 
 OF_QUEUE = INNER  # before the names of its collectives: a timeline shows tensors instead

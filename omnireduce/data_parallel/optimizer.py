@@ -14,8 +14,8 @@ from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
 # What optimizers call what all ranks must have alike

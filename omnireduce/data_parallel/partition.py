@@ -17,9 +17,9 @@ from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.member.agreement import check_agreement
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.agreement import check_agreement
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 ToTensor = Callable[[Array], Any]
 

@@ -17,8 +17,8 @@ from omnireduce.data_parallel.tasks import Task
 from omnireduce.descriptor import NAME_CHARACTERS, Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import is_told, reason_of, told
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import is_told, reason_of, told
 
 OWN_NAMES = (JOIN, "(barrier)")
 LONGEST_NAME = NAME_CHARACTERS - 20  # there is more before it in the names of the collectives of a queue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnireduce.data_parallel.requests import Request
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.tracing.timeline import EXCHANGE, MEMCPY_IN, MEMCPY_OUT, QUEUE
 
 

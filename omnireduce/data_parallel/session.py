@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.data_parallel.tasks import Task
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.member import ending, world
-from omnireduce.runtime.member.agreement import run_agreed_by
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank import engine, world
+from omnireduce.runtime.rank.agreement import run_agreed_by
+from omnireduce.runtime.rank.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -337,7 +337,7 @@ def _place(everyone: Queue, joined: Communicator) -> LocalRank:
 
 
 def _at_exit() -> None:
-    if not ending.is_by_exception():  # else the others are told which one
+    if not engine.is_by_exception():  # else the others are told which one
         shutdown()
 
 

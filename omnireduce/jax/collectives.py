@@ -21,10 +21,10 @@ from omnireduce.descriptor import Op
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.rounding import scaled
-from omnireduce.runtime.member.agreement import check_agreement
-from omnireduce.runtime.member.arguments import check_root
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.agreement import check_agreement
+from omnireduce.runtime.rank.arguments import check_root
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 OnHost = Callable[[Communicator, list[Array]], list[Array]]
 

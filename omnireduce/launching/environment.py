@@ -1,6 +1,6 @@
 """The environment variables of ranks.
 
-`OMNIRUN_…` is for the library (omnireduce/runtime/member/launcher.py), `RANK` and its like for torch, `HOROVOD_RANK`
+`OMNIRUN_…` is for the library (omnireduce/runtime/rank/environment.py), `RANK` and its like for torch, `HOROVOD_RANK`
 and its like for scripts that read these.
 """
 

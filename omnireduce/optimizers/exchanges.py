@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from omnireduce.block_program import SUM, Assembly, BlockProgram, Operation
 from omnireduce.optimizers.parts import Part
 from omnireduce.optimizers.rules import Lamb, Rule, Step
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 
 T = TypeVar("T")
 AT_ONCE = 16  # exchanges that are under way, where each parameter has its own

@@ -12,9 +12,9 @@ from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.layout import Layout
-from omnireduce.runtime.member.arguments import check_rows
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank.arguments import check_rows
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 
 SMALL_BYTES = 1 << 19  # the largest array that is copied to travel with others
 

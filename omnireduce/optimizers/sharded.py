@@ -33,11 +33,11 @@ from omnireduce.optimizers.saved import (
     share_of,
     write_part,
 )
-from omnireduce.runtime.member import world
-from omnireduce.runtime.member.agreement import check_agreement, run_agreed
-from omnireduce.runtime.member.arguments import check_root, two_that_share
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
+from omnireduce.runtime.rank.arguments import check_root, two_that_share
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
 _opened: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()

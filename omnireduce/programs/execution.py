@@ -15,8 +15,8 @@ from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, compute
 from omnireduce.programs.ranks import Ranks, Rooms
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,7 @@ from omnireduce.programs.text import program_text
 
 if TYPE_CHECKING:
     from omnireduce.programs.on_shards import OnShards
-    from omnireduce.runtime.member.communicator import Communicator
+    from omnireduce.runtime.rank.communicator import Communicator
 
 LONGEST_NAME = 40  # characters of a program's name: it begins the names of its collectives
 Handle = Expression | str

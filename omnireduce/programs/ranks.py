@@ -14,8 +14,8 @@ from omnireduce.programs.expressions import Expression
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import Reduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 
 
 class Ranks(NamedTuple):

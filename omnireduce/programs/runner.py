@@ -22,9 +22,9 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, input_value, sizes_in
 from omnireduce.programs.ranks import Ranks, Waiting, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
-from omnireduce.runtime.member.agreement import Comparison
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.agreement import Comparison
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.refusals import told_to_others
 
 
 def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, compare: bool = True) -> dict[str, Array]:

@@ -24,10 +24,10 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.logs import tagged
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.launcher import own_launch
-from omnireduce.runtime.member.refusals import told_to_others
-from omnireduce.runtime.member.world import connect
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.environment import own_launch
+from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.world import connect
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
 from omnireduce.switchml.job import Job, JobState, Starter
 from omnireduce.switchml.packets import Exchange, Instant, OverTheService, Packets

@@ -14,7 +14,7 @@ import numpy as np
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError
-from omnireduce.runtime.member.statistics import Statistics
+from omnireduce.runtime.rank.channels import Statistics
 from omnireduce.switchml.packets import Batch
 from omnireduce.switchml.settings import Dummy
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError, a_type
-from omnireduce.runtime.member.arguments import flat_view
+from omnireduce.runtime.rank.arguments import flat_view
 
 
 class Pending(Protocol):

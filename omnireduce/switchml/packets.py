@@ -17,7 +17,7 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.switchml.prepostprocessor import JobSlice, PrePostProcessor
 
 

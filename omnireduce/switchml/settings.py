@@ -20,7 +20,7 @@ from omnireduce.config.keys import unknown
 from omnireduce.errors import ConfigError, UsageError, show
 from omnireduce.files.paths import read_text
 from omnireduce.loading import load_named
-from omnireduce.runtime.member.launcher import detect_launch
+from omnireduce.runtime.rank.environment import detect_launch
 from omnireduce.switchml.prepostprocessor import READY, PrePostProcessor
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks

@@ -21,8 +21,8 @@ from torch.futures import Future
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
-from omnireduce.runtime.member.calls import once
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.calls import once
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.torch.agreement import Sizes, check_agreement, statement
 from omnireduce.torch.completion import Completion, Pending
 from omnireduce.torch.job import Job

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.torch.process_group import ProcessGroup
 from omnireduce.torch_backend import BACKEND
 

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from omnireduce.addresses import is_ipv6, is_numeric, loopback, own_addresses, reachable_address
-from omnireduce.runtime.member.launcher import this_host
+from omnireduce.runtime.rank.environment import this_host
 
 MOST_SAID = 8  # addresses of a host
 CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them

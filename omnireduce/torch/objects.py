@@ -14,7 +14,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.objects import ADVICE, ObjectCodec, add_form
+from omnireduce.runtime.rank.objects import ADVICE, ObjectCodec, add_form
 from omnireduce.torch.tensors import bytes_of, staged
 from omnireduce.wire.blocks import MAX_ELEMENTS
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.member.calls import Rows
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank.calls import Rows
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 from omnireduce.torch import movements
 from omnireduce.torch.completion import Completion
 from omnireduce.torch.forms import (

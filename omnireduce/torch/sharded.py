@@ -29,7 +29,7 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.logs import tagged
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.torch.tensors import array_of, staged
 
 log = logging.getLogger("omnireduce")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from omnireduce.errors import CollectiveTimeoutError
-from omnireduce.runtime.member.calls import once
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank.calls import once
+from omnireduce.runtime.rank.handles import Handle
 from omnireduce.torch.completion import Completion, Pending
 from omnireduce.torch.tensors import gpus_of
 from omnireduce.torch.typed_futures import typed_future

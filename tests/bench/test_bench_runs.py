@@ -13,7 +13,7 @@ from omnireduce.bench.rows import Row
 from omnireduce.bench.runs import run_case
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 
 def make_case(elements: int = 100_003, dtype: str = "float32", op: str = "sum", density: float = 0.1) -> SyntheticCase:

@@ -22,7 +22,7 @@ from omnireduce.config import load_config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.tensors import FileError
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 
 def saved(folder: Path, tensors: list[Array], suffix: str = ".npy") -> str:

@@ -12,8 +12,8 @@ from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually
 from omnireduce.config import Config
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.kernels.claims import Kernel
-from omnireduce.runtime.member import compiling
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank import joining
+from omnireduce.runtime.rank.communicator import Communicator
 
 LIMIT = ("cluster.join_timeout_s=1", "aggregator.join_timeout_s=1")
 
@@ -23,10 +23,10 @@ class Compiler:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_done, self._this = threading.Event(), threading.local()
-        self._make_ready, self._list, self.lists = compiling.make_ready, compiling.worker_kernels, 0
-        monkeypatch.setattr(compiling, "worker_kernels", self.list_once)
-        monkeypatch.setattr(compiling, "are_kept", lambda kernels: not self.is_needed)
-        monkeypatch.setattr(compiling, "make_ready", self.make_ready)
+        self._make_ready, self._list, self.lists = joining.make_ready, joining.worker_kernels, 0
+        monkeypatch.setattr(joining, "worker_kernels", self.list_once)
+        monkeypatch.setattr(joining, "are_kept", lambda kernels: not self.is_needed)
+        monkeypatch.setattr(joining, "make_ready", self.make_ready)
 
     @property
     def is_needed(self) -> bool:
@@ -39,7 +39,7 @@ class Compiler:
         self.lists += 1
         return self._list(in_memory=in_memory)
 
-    def make_ready(self, lists: Sequence[Sequence[Kernel]], progress: compiling.Progress) -> None:
+    def make_ready(self, lists: Sequence[Sequence[Kernel]], progress: joining.Progress) -> None:
         while self.is_needed and not self.is_done.wait(0.01):
             progress(1, 2)
         self._make_ready(lists, progress)

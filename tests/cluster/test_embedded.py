@@ -33,9 +33,8 @@ from users import set_user
 
 from omnireduce import AbortedError, ClosedError, Communicator, ConfigError, RefusedError, TransportError, connect
 from omnireduce.config import Config
-from omnireduce.runtime.member.embedded import identify
-from omnireduce.runtime.member.invitations import place_of
-from omnireduce.runtime.member.launcher import Launch
+from omnireduce.runtime.rank.embedded import identify, place_of
+from omnireduce.runtime.rank.environment import Launch
 
 NOBODY = 65534
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")

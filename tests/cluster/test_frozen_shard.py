@@ -15,7 +15,7 @@ from local_cluster import SLOWNESS, Daemon, Ranks, configured, eventually, uniqu
 from transports import KINDS, MEMORY, over
 
 from omnireduce import ClosedError
-from omnireduce.runtime.member.rendezvous import Arrival, hello_of, join
+from omnireduce.runtime.rank.joining import Arrival, hello_of, join
 
 
 @contextmanager

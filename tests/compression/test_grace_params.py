@@ -13,7 +13,7 @@ import omnireduce as omni
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace, grace_from_params
 from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS, MEMORIES, ON_A_GPU
-from omnireduce.runtime.member import world
+from omnireduce.runtime.rank import world
 
 GRACE_HAS = [
     *("none", "adaq", "dgc", "efsignsgd", "fp16", "inceptionn", "natural", "onebit", "powersgd", "qsgd", "randomk"),

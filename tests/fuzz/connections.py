@@ -17,7 +17,7 @@ from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.rank import Joined, JoinEffect, JoinFailed, Joining
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.member.rendezvous import feed
+from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.teams import Teams

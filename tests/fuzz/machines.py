@@ -22,8 +22,8 @@ from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.shard import AggregatorMachine
-from omnireduce.runtime.member.objects import from_bytes, to_bytes
-from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.rank.calls import Pool
+from omnireduce.runtime.rank.objects import from_bytes, to_bytes
 from omnireduce.wire.blocks import MAX_BLOCKS, read_header
 from omnireduce.wire.control import decode_control, encode_control
 from omnireduce.wire.safe_text import UNDECODABLE

@@ -29,7 +29,7 @@ from omnireduce.administration import AdminRequest
 from omnireduce.block_program import BlockProgram, packed
 from omnireduce.descriptor import Descriptor
 from omnireduce.protocol.joining.authentication import Candidate
-from omnireduce.runtime.member.objects import FORMS, to_bytes
+from omnireduce.runtime.rank.objects import FORMS, to_bytes
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 from omnireduce.wire.blocks import seal

@@ -24,7 +24,7 @@ from omnireduce.kernels.checksum import checksum
 from omnireduce.kernels.codecs.table import BUILT_IN, codec_named
 from omnireduce.kernels.warm import make_ready, warm_up_aggregator, worker_kernels
 from omnireduce.protocol.collective.operands import as_writable
-from omnireduce.runtime.member.arguments import combine_duplicates
+from omnireduce.runtime.rank.arguments import combine_duplicates
 from tests.simulator import draw
 from tests.simulator.campaign import Task, run_task
 

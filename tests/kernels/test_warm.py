@@ -21,7 +21,7 @@ from omnireduce.kernels import warm
 from omnireduce.kernels.cache import KernelFiles
 from omnireduce.kernels.jit import kernel
 from omnireduce.logs import BoundLog
-from omnireduce.runtime.member import compiling
+from omnireduce.runtime.rank import joining
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
@@ -146,11 +146,11 @@ def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(warm, "kernel_files", lambda: files)
     files.save("one", b"")
     log = BoundLog(logging.getLogger("omnireduce"))
-    compiling.say_trouble(log, is_first=False)
+    joining.say_trouble(log, is_first=False)
     assert not caplog.records
     files.save("one", b"")
     for _ in range(2):
-        compiling.say_trouble(log, is_first=True)
+        joining.say_trouble(log, is_first=True)
     assert caplog.text.count("every start compiles them again (this user has no home): set OMNIREDUCE_CACHE") == 1
 
 

@@ -22,7 +22,7 @@ from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.other_launchers import _is_open_mpi, words_of, wrapped
 from omnireduce.launching.output import Plain
 from omnireduce.launching.plan import LaunchRequest
-from omnireduce.runtime.member.launcher import detect_launch, launch_id
+from omnireduce.runtime.rank.environment import detect_launch, launch_id
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 CODE = """

@@ -9,7 +9,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.layout import Layout
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rows import RowSet, RowsInto
-from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.rank.calls import Pool
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])

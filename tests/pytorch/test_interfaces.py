@@ -16,7 +16,7 @@ from separate_hosts import separate_hosts
 
 from benchmarks.testbed import Host
 from omnireduce.addresses import Address, is_ipv6, parse_address
-from omnireduce.runtime.member.launcher import this_host
+from omnireduce.runtime.rank.environment import this_host
 from omnireduce.torch.interfaces import (
     CHOSEN_BY_USER,
     MOST_SAID,

@@ -12,7 +12,7 @@ import pytest
 from free_ports import free_ports
 from local_cluster import MPIRUN, WAIT_S, Process
 
-from omnireduce.runtime.member.launcher import detect_launch, launch_id
+from omnireduce.runtime.rank.environment import detect_launch, launch_id
 from omnireduce.torch.launch import tell_torch
 from omnireduce.torch.rendezvous import FIRST_PORT, PORTS
 

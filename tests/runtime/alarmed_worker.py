@@ -18,8 +18,8 @@ from local_cluster import configured
 from transports import over
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.runtime.member import calls
-from omnireduce.runtime.member.threads import Threads
+from omnireduce.runtime.rank import calls
+from omnireduce.runtime.rank.threads import Threads
 
 SIZE, JOBS = 1 << 20, 6
 

@@ -10,7 +10,7 @@ import sys
 from pictured import queued
 
 import omnireduce as omni
-from omnireduce.runtime.member import profiler
+from omnireduce.runtime.rank import profiler
 
 
 def main() -> None:

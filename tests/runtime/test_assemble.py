@@ -19,7 +19,7 @@ from transports import MEMORY, WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 from omnireduce.dtypes import Array
-from omnireduce.runtime.member import assemble, rendezvous
+from omnireduce.runtime.rank import joining
 from omnireduce.transport.host_meeting import HostMeeting, RankGoneError
 
 SCRIPT = """
@@ -93,15 +93,15 @@ def test_whatever_fails_the_others_hear_of_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: BaseException, expected: type[BaseException], words: str
 ) -> None:
     """Shards are told one by one, links are closed."""
-    job, make, links = unique_job(), assemble._assemble, []
+    job, make, links = unique_job(), joining._assemble, []
 
-    def failing(config: object, job: str, arrival: assemble.Arrival, me: str) -> assemble.Assembled:
+    def failing(config: object, job: str, arrival: joining.Arrival, me: str) -> joining.Assembled:
         if arrival.joined.rank == 0:
             return make(config, job, arrival, me)  # type: ignore[arg-type]
         links.extend(arrival.links)
         raise raised
 
-    monkeypatch.setattr(assemble, "_assemble", failing)
+    monkeypatch.setattr(joining, "_assemble", failing)
     config = configured(daemon.addresses)
     first, second = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(second, expected)
@@ -164,7 +164,7 @@ def test_who_cannot_make_its_slots_tells_the_others(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str, way: str
 ) -> None:
     """On all shards, also those where it has its slots already."""
-    job, attach, links = unique_job(), rendezvous._attach, []
+    job, attach, links = unique_job(), joining._attach, []
 
     def failing(link: Any, *arguments: Any) -> Any:
         if arguments[0].place == 0:  # of rank 0
@@ -174,7 +174,7 @@ def test_who_cannot_make_its_slots_tells_the_others(
             raise raised
         return attach(link, *arguments)
 
-    monkeypatch.setattr(rendezvous, "_attach", failing)
+    monkeypatch.setattr(joining, "_attach", failing)
     config = configured(daemon.addresses, *over(way))
     first, second = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(second, TransportError)
@@ -191,7 +191,7 @@ def test_a_worker_touches_the_slots_that_it_is_going_to_use(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     touched: list[Array] = []
-    monkeypatch.setattr(assemble, "touch", touched.append)
+    monkeypatch.setattr(joining, "touch", touched.append)
     run_job(configured(daemon.addresses, *over(way)), 2, lambda comm: comm.barrier())
     both_ways_of_all_links = 2 * 2 * len(daemon.addresses)
     assert len(touched) == (0 if way == MEMORY else both_ways_of_all_links)

@@ -13,7 +13,7 @@ from transports import BY_SHARDS, KINDS, over
 from omnireduce import AbortedError, CodecError, Communicator, ConfigError, UsageError
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.runtime.member.channel import _tell_idle
+from omnireduce.runtime.rank.channels import _tell_idle
 
 HERE = Path(__file__).parent
 OWN = ("own_codecs:Doubles", "own_codecs:Unlucky", "own_codecs:Clumsy")

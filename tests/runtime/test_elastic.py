@@ -15,8 +15,8 @@ from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, Re
 from omnireduce.config import Config
 from omnireduce.errors import NewcomersError
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.runtime.member import calls
-from omnireduce.runtime.member.calls import Call, CallContext
+from omnireduce.runtime.rank import calls
+from omnireduce.runtime.rank.calls import Call, CallContext
 
 ELASTIC = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
 

@@ -13,7 +13,7 @@ from local_cluster import Daemon, Ranks, configured, unique_job
 from oracle import bits, reduce_by_host
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.runtime.member import rendezvous
+from omnireduce.runtime.rank import joining
 from omnireduce.runtime.tracing.lanes import read_lanes
 from omnireduce.runtime.tracing.trace import What
 
@@ -31,7 +31,7 @@ def rank_of_thread(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     def key() -> str:
         return hashlib.sha256(b"%d" % HOST_OF[here.rank]).hexdigest()[:32]
 
-    monkeypatch.setattr(rendezvous, "memory_key", key)
+    monkeypatch.setattr(joining, "memory_key", key)
     return here
 
 

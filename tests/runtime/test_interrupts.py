@@ -30,10 +30,10 @@ from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective.effects import Effect
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.runtime.member import engine, poller
-from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.handle import Handle
+from omnireduce.runtime.rank import engine, poller
+from omnireduce.runtime.rank.calls import Call
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 from omnireduce.transport import stream
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink

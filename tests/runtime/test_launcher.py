@@ -21,8 +21,8 @@ from omnireduce.config.keys import KEYS
 from omnireduce.config.schema import JOB_PATTERN
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.launchers import HINTS, LAUNCHERS
-from omnireduce.runtime.member import launcher
-from omnireduce.runtime.member.launcher import (
+from omnireduce.runtime.rank import environment
+from omnireduce.runtime.rank.environment import (
     Launch,
     alone_though,
     check_told_apart,
@@ -165,7 +165,7 @@ def test_arguments_win() -> None:
 def test_the_launcher_knows_the_host_of_the_arguments() -> None:
     said = detect_launch(OPEN_MPI)
     assert said.local_size is not None
-    assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, launcher="arguments")
+    assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, environment="arguments")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ SPEAKS_OF_SEVERAL = [
 def test_nobody_is_alone_in_silence(
     environ: dict[str, str], is_certain: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_said", set[str]())
+    monkeypatch.setattr(environment, "_said", set[str]())
     if is_certain:
         with pytest.raises(UsageError, match="but does not say which rank of how many this one is"):
             own_launch(environ)
@@ -332,7 +332,7 @@ def test_the_page_for_users_has_all_variables() -> None:
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_mpirun() -> None:
     program = (
-        "from omnireduce.runtime.member.launcher import detect_launch as d\n"
+        "from omnireduce.runtime.rank.environment import detect_launch as d\n"
         "import sys\n"
         "l = d()\n"
         "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.local_size} {l.launcher}\\n')"  # in one piece
@@ -400,7 +400,7 @@ def ids_of_hosts(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> li
     """The id of the same launch on each of HOSTS."""
     found = []
     for parts in HOSTS:
-        monkeypatch.setattr(launcher, "this_host", lambda parts=parts: ".".join(parts))
+        monkeypatch.setattr(environment, "this_host", lambda parts=parts: ".".join(parts))
         found.append(launch_id(6, 7, environ))
     return found
 
@@ -435,7 +435,7 @@ def test_what_tells_hosts_apart(tmp_path: Path) -> None:
 
 
 def test_all_processes_of_a_host_say_the_same() -> None:
-    program = "import sys; from omnireduce.runtime.member.launcher import this_host; sys.stdout.write(this_host())"
+    program = "import sys; from omnireduce.runtime.rank.environment import this_host; sys.stdout.write(this_host())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == this_host()
 
@@ -450,7 +450,7 @@ def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_dif
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_launches_have_ids_of_their_own() -> None:
     program = (
-        "import sys; from omnireduce.runtime.member.launcher import detect_launch, launch_id; "
+        "import sys; from omnireduce.runtime.rank.environment import detect_launch, launch_id; "
         "launch = detect_launch(); "
         "sys.stdout.write(launch_id(launch.rank, launch.size) + '\\n')"
     )

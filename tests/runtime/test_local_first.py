@@ -5,7 +5,7 @@ from __future__ import annotations
 from local_cluster import Ranks, unique_job
 
 from omnireduce import AbortedError, Communicator, Config
-from omnireduce.runtime.member.local_first import local_first
+from omnireduce.runtime.rank.groups import local_first
 
 
 def outcomes(config: Config, trace: list[str], *, fails: bool) -> list[object]:

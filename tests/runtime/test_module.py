@@ -17,8 +17,8 @@ import pytest
 from local_cluster import ROOT, Daemon, Ranks, unique_job
 
 import omnireduce as omni
-from omnireduce.runtime.member import ending, world
-from omnireduce.runtime.member.collectives import Collectives
+from omnireduce.runtime.rank import engine, world
+from omnireduce.runtime.rank.communicator import Collectives
 
 ADD = "'A collective' in CONTRIBUTING.md"
 CALLS: list[Callable[[], object]] = [
@@ -162,7 +162,7 @@ def test_init_twice(daemon: Daemon) -> None:
 @pytest.fixture
 def untouched_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook of a new process. An earlier test may have left one that calls ours, as `init_process_group` does."""
-    monkeypatch.setattr(ending._process, "_show", None)
+    monkeypatch.setattr(engine._process, "_show", None)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 

@@ -13,7 +13,7 @@ import pytest
 from local_cluster import WAIT_S
 
 from omnireduce.protocol.host.exchange import HostExchange
-from omnireduce.runtime.member.poller import Poller
+from omnireduce.runtime.rank.poller import Poller
 from omnireduce.transport.base import Control
 from omnireduce.transport.shm import ShmLink
 

@@ -19,9 +19,9 @@ from transports import KINDS, MEMORY, WAYS, over
 from omnireduce import AbortedError, ClosedError, Communicator, UsageError
 from omnireduce.config import Config
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.runtime.member import rendezvous
-from omnireduce.runtime.member.fused import FusedCollectives
-from omnireduce.runtime.member.refusals import reason_of
+from omnireduce.runtime.rank import joining
+from omnireduce.runtime.rank.communicator import FusedCollectives
+from omnireduce.runtime.rank.refusals import reason_of
 
 INDICES = np.array([1, 3])
 PROGRAM = momentum(every=False)
@@ -133,7 +133,7 @@ def test_what_all_ranks_refuse_is_over(daemon: Daemon, what: str, where: tuple[s
 def here(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Ranks are threads; each has the memory of the host of its `rank`."""
     found = threading.local()
-    monkeypatch.setattr(rendezvous, "memory_key", lambda: hashlib.sha256(b"%d" % HOSTS[found.rank]).hexdigest()[:32])
+    monkeypatch.setattr(joining, "memory_key", lambda: hashlib.sha256(b"%d" % HOSTS[found.rank]).hexdigest()[:32])
     return found
 
 
@@ -293,7 +293,7 @@ def test_a_thread_that_starts_what_needs_a_name(daemon: Daemon) -> None:
 
 def test_who_leaves_after_a_refusal_says_so(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have not come to that call yet."""
-    monkeypatch.setattr("omnireduce.runtime.member.refusals.SETTLE_S", 0.01)
+    monkeypatch.setattr("omnireduce.runtime.rank.refusals.SETTLE_S", 0.01)
     has_left = threading.Event()
 
     def run(rank: int) -> str:

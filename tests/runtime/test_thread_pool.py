@@ -23,14 +23,14 @@ from transports import KINDS, MEMORY, over
 from omnireduce.config import Config
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.collective.stream import ShardStream
-from omnireduce.runtime.member import assemble, engine
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.threads import MOST_BY_ITSELF, Threads, threads_for
+from omnireduce.runtime.rank import engine, joining
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.threads import MOST_BY_ITSELF, Threads, threads_for
 from omnireduce.transport.base import Link
 from omnireduce.transport.inproc import InprocLink, pair
 
 BLOCK = 256
-QUOTA = "omnireduce.runtime.member.threads.quota"
+QUOTA = "omnireduce.runtime.rank.threads.quota"
 
 
 def links(count: int, local: int = 0) -> list[Link]:
@@ -149,7 +149,7 @@ def test_an_error_keeps_nothing_until_the_cycle_collector_runs(three: Threads, f
 
 HAMMERED = """
 import random, signal, threading, zlib
-from omnireduce.runtime.member.threads import Threads
+from omnireduce.runtime.rank.threads import Threads
 
 chance, data, came, went, armed, interrupted = random.Random(1), bytes(1 << 16), [], [], 0, 0
 
@@ -267,7 +267,7 @@ def test_a_rank_without_room_for_its_threads_says_so(daemon: Daemon, monkeypatch
     def full(*_: object) -> None:
         raise BlockingIOError(11, "no room for 3 threads; set transport.threads = 1")
 
-    monkeypatch.setattr(assemble, "threads_for", full)
+    monkeypatch.setattr(joining, "threads_for", full)
     with pytest.raises(OmniReduceError, match=r"could not begin: no room for 3 threads"):
         Communicator(configured(daemon.addresses, "transport.threads=3"), rank=0, size=1, job=unique_job())
 
@@ -442,7 +442,7 @@ def test_threads_work_until_the_process_has_ended(threaded: Config) -> None:
 import atexit, sys, threading
 import numpy as np
 import omnireduce as omni
-from omnireduce.runtime.member.threads import Threads
+from omnireduce.runtime.rank.threads import Threads
 Threads.worth_bytes = 0
 comm = omni.connect(rank=0, size=1, job=sys.argv[1])
 

@@ -19,7 +19,7 @@ from transports import KINDS, MEMORY, over
 
 from omnireduce import AbortedError, Communicator, ConfigError, UsageError, load_config
 from omnireduce.__main__ import main
-from omnireduce.runtime.member import profiler
+from omnireduce.runtime.rank import profiler
 from omnireduce.runtime.tracing.merge import merge
 from omnireduce.runtime.tracing.timeline import OFF
 

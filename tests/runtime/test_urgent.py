@@ -15,9 +15,9 @@ from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, Us
 from omnireduce.config import Config, schema
 from omnireduce.config.loading import load_config, override_config
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.runtime.member import channel, rendezvous
-from omnireduce.runtime.member.channel import for_urgent
-from omnireduce.runtime.member.rendezvous import join
+from omnireduce.runtime.rank import channels
+from omnireduce.runtime.rank.channels import for_urgent
+from omnireduce.runtime.rank.joining import join
 
 URGENT = ("protocol.urgent_bytes=65536", "security.allow_no_secret=true")
 LARGE, SMALL = 1 << 20, 1000  # elements of float32
@@ -316,7 +316,7 @@ def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkey
             raise ZeroDivisionError("a bug")
         return join(config, hello, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous, "join", joining)
+    monkeypatch.setattr(joining, "join", joining)
     config = configured(daemon.addresses, *URGENT, "cluster.join_timeout_s=600")
     first, second = start_job(config, 2, lambda comm: comm.size).outcomes(WAIT_S)
     assert isinstance(first, AbortedError)
@@ -330,7 +330,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
 
     def joining(config: Config, hello: object, secret: object, gave_up: Callable[[], bool]) -> object:
         if hello.job.endswith(schema.URGENT):  # type: ignore[attr-defined]
-            hello = channel.replace(hello, world_size=2)  # type: ignore[type-var]
+            hello = channels.replace(hello, world_size=2)  # type: ignore[type-var]
             threading.Thread(target=known[0].shutdown).start()
         return join(config, hello, secret, gave_up)  # type: ignore[arg-type]
 
@@ -341,7 +341,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
         self._channels = []
         form(self, hello, parent)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous, "join", joining)
+    monkeypatch.setattr(joining, "join", joining)
     monkeypatch.setattr(Communicator, "_form", forming)
     with pytest.raises(ClosedError, match="while it joined"):
         Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job())

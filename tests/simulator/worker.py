@@ -23,10 +23,10 @@ from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.joining.rank import Connect, HangUp, JoinAction, Joined, JoinEffect, Joining, Meet, perform
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.member.engine import GOODBYE_S
-from omnireduce.runtime.member.pool import Pool
-from omnireduce.runtime.member.rendezvous import feed
-from omnireduce.runtime.member.threads import ParallelDriver
+from omnireduce.runtime.rank.calls import Pool
+from omnireduce.runtime.rank.engine import GOODBYE_S
+from omnireduce.runtime.rank.joining import feed
+from omnireduce.runtime.rank.threads import ParallelDriver
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink

@@ -17,7 +17,7 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.collective.block_programs import ProgrammedTensor, Totals
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
 from omnireduce.protocol.collective.rows import RowSet, RowsInto
-from omnireduce.runtime.member.pool import Pool
+from omnireduce.runtime.rank.calls import Pool
 from tests.oracle import is_number, reduce_by_tree
 from tests.program_oracle import add, dropped
 from tests.samples import sparse_tensor

@@ -19,7 +19,7 @@ from omnireduce.bench.recorded import find_arrays
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.worker.train import check_plot, named_methods, run_methods, run_train
 from omnireduce.worker.train.run import load_shared_corpus
 

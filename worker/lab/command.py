@@ -13,8 +13,8 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.printing import make_console, short_count, short_time
-from omnireduce.runtime.member.launcher import Launch
-from omnireduce.runtime.member.world import connect
+from omnireduce.runtime.rank.environment import Launch
+from omnireduce.runtime.rank.world import connect
 from omnireduce.worker.lab.exercises import allreduce_by_messages, echo, reduce_by_messages, timed
 from omnireduce.worker.lab.libraries import Library, gloo, mpi, service
 

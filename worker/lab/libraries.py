@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.extras import install
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.launcher import Launch
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.environment import Launch
 
 
 class Messages(NamedTuple):

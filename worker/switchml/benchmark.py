@@ -15,7 +15,7 @@ from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import carriers_text
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.switchml import Context, Distribution, Settings
 from omnireduce.switchml.dummy import DummyCommunicator
 from omnireduce.worker.switchml.signals import Say, started

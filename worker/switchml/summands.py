@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnireduce.dtypes import Array
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.switchml.dummy import DummyCommunicator
 
 LENGTH = 1 << 20

@@ -15,7 +15,7 @@ from omnireduce.elastic import ElasticState, run_elastic
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import make_console
 from omnireduce.progress import PlainProgress
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.worker.train.corpus import Corpus
 from omnireduce.worker.train.results import Verification, say_verdict
 from omnireduce.worker.train.run import configuration_digest, exchange_over, verify

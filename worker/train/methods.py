@@ -21,7 +21,7 @@ from omnireduce.files.paths import user_path
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.printing import make_console, short_count, short_time
 from omnireduce.progress import PlainProgress
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.worker.train.corpus import Corpus
 from omnireduce.worker.train.run import load_shared_corpus, progress, ranks_unlike_first
 from omnireduce.worker.train.trainer import Trainer, held_out_pairs, mean_loss

@@ -24,7 +24,7 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, make_folder, write_json, write_npy
 from omnireduce.printing import carriers_text, make_console
 from omnireduce.progress import PlainProgress
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.worker.train.corpus import Corpus, load_corpus, source_files
 from omnireduce.worker.train.results import Baseline, Gradients, Timing, TrainingResult, Verification, print_result
 from omnireduce.worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange

@@ -31,8 +31,8 @@ from omnireduce.config import Config, load_config
 from omnireduce.launching.messages import RESULT_FD
 from omnireduce.logs import start_logs
 from omnireduce.printing import carriers_text, make_console, short_count
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.launcher import detect_launch, job_name
+from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.environment import detect_launch, job_name
 
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
 FINALISTS, LAST = 8, 3  # best samples that are measured once more, and best of these that are measured again

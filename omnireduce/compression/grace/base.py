@@ -18,10 +18,10 @@ from omnireduce.compression.selectors import Selects
 from omnireduce.compression.sums import check_name
 from omnireduce.errors import UsageError, a_type
 from omnireduce.logs import tagged
-from omnireduce.runtime.member import world
-from omnireduce.runtime.member.communicator import Communicator as Member  # what GRACE calls so is another thing
-from omnireduce.runtime.member.numbers import whole
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.communicator import Communicator as Member  # what GRACE calls so is another thing
+from omnireduce.runtime.rank.refusals import told_to_others
 
 Tensors = Sequence[Any]
 HALVES = "async_send", "wait_receive"  # of `send_receive`

@@ -16,7 +16,7 @@ from omnireduce.compression.grace.forms import payload_like, payload_of
 from omnireduce.compression.grace.native import BuiltIn
 from omnireduce.compression.sums import name_for_all
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member.communicator import Communicator as Member
+from omnireduce.runtime.rank.communicator import Communicator as Member
 
 
 class Collective(Communicator):

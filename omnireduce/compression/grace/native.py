@@ -15,7 +15,7 @@ from omnireduce.compression.grace.forms import GradientTemplate, payload_of
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array
 from omnireduce.kernels.codecs.draws import stream_key
-from omnireduce.runtime.member.communicator import Communicator as Member
+from omnireduce.runtime.rank.communicator import Communicator as Member
 
 
 class Context(NamedTuple):

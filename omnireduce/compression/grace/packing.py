@@ -21,7 +21,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
 from omnireduce.kernels.codecs.means import MEANS_BYTES
 from omnireduce.kernels.codecs.table import NONE, codec_named
-from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.rank.arguments import whole
 
 EVERYWHERE = ("allreduce", "allgather", "broadcast", "aggregator")
 IN_PIECES = ("allgather", "broadcast", "alltoall", "aggregator")

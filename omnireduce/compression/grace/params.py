@@ -13,8 +13,8 @@ from omnireduce.compression.grace.communicators import Allgather, Broadcast, Col
 from omnireduce.compression.grace.loading import class_named
 from omnireduce.errors import UsageError, a_type
 from omnireduce.logs import tagged
-from omnireduce.runtime.member import world
-from omnireduce.runtime.member.communicator import Communicator as Member
+from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank.communicator import Communicator as Member
 
 COMPRESSORS: Mapping[str, type[Compressor]] = {
     "none": packing.NoneCompressor,

@@ -14,8 +14,8 @@ import numpy as np
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
 from omnireduce.compression.grace.communicators import Collective
 from omnireduce.compression.grace.forms import GradientTemplate
-from omnireduce.runtime.member.communicator import Communicator as Member
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.communicator import Communicator as Member
+from omnireduce.runtime.rank.refusals import told_to_others
 
 
 class AllToAll(Collective):

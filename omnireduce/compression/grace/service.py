@@ -21,8 +21,8 @@ from omnireduce.compression.sums import Sum
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE
-from omnireduce.runtime.member.communicator import Communicator as Member
-from omnireduce.runtime.member.refusals import told_to_others
+from omnireduce.runtime.rank.communicator import Communicator as Member
+from omnireduce.runtime.rank.refusals import told_to_others
 
 
 class Aggregator(Collective):

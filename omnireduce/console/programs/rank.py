@@ -26,7 +26,7 @@ from omnireduce.launching.messages import RESULT_FD
 from omnireduce.logs import start_logs
 from omnireduce.printing import carriers_text, make_console, short_count, short_time
 from omnireduce.programs import Pipeline
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from omnireduce.programs.placement import RankPlacement
 from omnireduce.programs.ranks import meeting_of
 from omnireduce.programs.ready import schedules
 from omnireduce.programs.ready.schedules import STATE
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 RATE = 0.01
 CLOSE = 1e-6  # of the largest element, where ranks add up in another order than one process

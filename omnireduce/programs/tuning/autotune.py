@@ -14,7 +14,7 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.tuning.candidates import CHUNKS, Candidate, Program, candidates
 from omnireduce.programs.tuning.memory import Question, recalled, remember
 from omnireduce.programs.tuning.trials import Sizes, Trial, ValuesMaker, drawn_values, sizes_of
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.version import __version__
 
 TURNS, WARM_UP = 7, 2

@@ -16,7 +16,7 @@ from omnireduce.programs.on_shards import OnShards, given_in_runs
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
 from omnireduce.programs.tuning.candidates import Candidate
-from omnireduce.runtime.member.communicator import Communicator
+from omnireduce.runtime.rank.communicator import Communicator
 
 Sizes = Mapping[str, int]
 ValuesMaker = Callable[[Pipeline, Communicator, Sizes], Mapping[str, Any]]

@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every host is one",
-        "omnireduce.runtime.member.launcher",
+        "omnireduce.runtime.rank.environment",
         "launches of two hosts that meet on loopback sum each other's tensors",
         '    return f"{address}@{this_host()}" if is_loopback(',
         "    return address if is_loopback(",
@@ -169,7 +169,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a name belongs to nobody",
-        "omnireduce.runtime.member.handle",
+        "omnireduce.runtime.rank.handles",
         "two threads that use one name in turn get each other's sums",
         "            names.claim(handle.name, handle.thread)\n",
         "            pass\n",

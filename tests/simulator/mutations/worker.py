@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are lent while in use",
-        "omnireduce.runtime.member.pool",
+        "omnireduce.runtime.rank.calls",
         "memory of a result is lent to the next collective",
         "_references(self._lent, at) == _UNUSED]",
         "_references(self._lent, at) >= _UNUSED]",

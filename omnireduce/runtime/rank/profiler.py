@@ -14,8 +14,8 @@ from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, make_folder, write_file
 from omnireduce.files.paths import whole_path
 from omnireduce.logs import BoundLog
-from omnireduce.runtime.member.channel import Channel
-from omnireduce.runtime.member.observed import Moved, Observer
+from omnireduce.runtime.rank.channels import Channel
+from omnireduce.runtime.rank.traced import Moved, Observer
 from omnireduce.runtime.tracing.merge import merge
 from omnireduce.runtime.tracing.parts import is_written
 from omnireduce.runtime.tracing.profile import Profile

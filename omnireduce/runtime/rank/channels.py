@@ -1,18 +1,16 @@
-"""The channels of a communicator. Each is a way through the service with an order of its own.
-
-Collectives of one channel come one after another. Where urgent ones have a channel, they do not wait behind large
-tensors. To the aggregators it is a second job of the same ranks, with small slots.
-"""
+"""Statistics of a worker: what it has moved, and by which transports."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 from msgspec.structs import replace
 
 from omnireduce.config import Config
@@ -22,14 +20,54 @@ from omnireduce.logs import tagged
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.joining.rank import Joined
-from omnireduce.runtime.member.assemble import assemble
-from omnireduce.runtime.member.calls import CallContext, WithPool
-from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.pool import Pool
-from omnireduce.runtime.member.rank_channels import CallChannel
-from omnireduce.runtime.member.rendezvous import Arrival, join_beside
+from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls import CallContext, Pool, WithPool
+from omnireduce.runtime.rank.engine import Engine
+from omnireduce.runtime.rank.joining import Arrival, assemble, join_beside
 from omnireduce.secret import Secret
 from omnireduce.wire.control import Hello
+
+
+class CallChannel(NamedTuple):
+    """One channel of a rank: what its calls need to know, and the engine that drives them."""
+
+    place: CallContext
+    engine: Engine
+
+
+class RankChannels(NamedTuple):
+    """A rank in one generation of a job. Tensors of up to `urgent_bytes` go the `urgent` way, which is the ordinary one
+    where there is no other.
+
+    All is replaced together, so that no call is made for one generation and started in another.
+    """
+
+    ordinary: CallChannel
+    urgent: CallChannel
+    urgent_bytes: int
+
+    @property
+    def owner(self) -> threading.Thread:
+        """The thread whose collectives need no name."""
+        return self.ordinary.place.owner
+
+    def owned_by(self, thread: threading.Thread) -> RankChannels:
+        """The same, if this thread is the owner."""
+        ways = [
+            channel._replace(place=channel.place._replace(owner=thread)) for channel in (self.ordinary, self.urgent)
+        ]
+        return self._replace(ordinary=ways[0], urgent=ways[1])
+
+    def way(self, x: object, priority: object, block_size: object) -> CallChannel:
+        """The channel for `x`: as `priority` says; None: urgent for a small array. Blocks larger than usual take the
+        ordinary channel, because slots of the urgent one may be too small. Raises UsageError for a priority that is no
+        number."""
+        if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
+            return self.ordinary
+        if priority is not None:
+            return self.urgent if whole(priority, "priority") > 0 else self.ordinary
+        return self.urgent if isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes else self.ordinary
+
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")
@@ -149,3 +187,27 @@ def _lending(engine: Engine, pool: Pool) -> WithPool:
         return engine.exclusively(lambda: make(pool))
 
     return with_pool
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Totals of one worker since it joined. Bytes include framing; with shared memory they are what a wire would have
+    carried. `shard_bytes` are those exchanged with each shard, both ways. `carried` are those of tensors, both ways, by
+    what carried them: "memory", which ranks of one host share, "shm", "tcp", "verbs"."""
+
+    sent_bytes: int
+    received_bytes: int
+    collectives: int
+    shard_bytes: tuple[int, ...]
+    carried: Mapping[str, int]
+
+
+def statistics_of(channels: Sequence[Channel]) -> Statistics:
+    """The totals of all channels."""
+    return Statistics(
+        sum(channel.sent_bytes for channel in channels),
+        sum(channel.received_bytes for channel in channels),
+        sum(channel.machine.submitted for channel in channels),
+        tuple(sum(those) for those in zip(*(channel.shard_bytes for channel in channels), strict=True)),
+        sum((channel.carried for channel in channels), Counter[str]()),
+    )

@@ -7,27 +7,161 @@ Only while asynchronous collectives are under way and nobody waits, a background
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from omnireduce.errors import ClosedError, OmniReduceError, fault_of_codec
+from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of_codec
 from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.collective.effects import End, error_of
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
-from omnireduce.runtime.member.calls import Call
-from omnireduce.runtime.member.handle import Observing, Started, check_fits, check_free
-from omnireduce.runtime.member.interrupts import Interruptible, ThreadState, entering
-from omnireduce.runtime.member.names import Names
-from omnireduce.runtime.member.poller import Poller
-from omnireduce.runtime.member.threads import ParallelDriver
+from omnireduce.runtime.rank.arguments import Names
+from omnireduce.runtime.rank.calls import Call
+from omnireduce.runtime.rank.handles import Observing, Started, check_fits, check_free
+from omnireduce.runtime.rank.poller import Poller
+from omnireduce.runtime.rank.threads import ParallelDriver
 from omnireduce.transport.base import Link
 from omnireduce.wire.control import Cause
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Own = TypeVar("Own", bound="Interruptible")
+
+
+class ThreadState(threading.local):
+    """The state of one thread: how many calls are under way, nested, and what to do after them."""
+
+    depth = 0
+    asked: tuple[Callable[[], None], ...] = ()
+
+
+class Interruptible:
+    """The base of a class with such calls."""
+
+    _here: ThreadState
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is in a call. Code that is not part of the call can ask this only in a signal handler,
+        which has interrupted the call."""
+        return self._here.depth > 0
+
+    def afterwards(self, function: Callable[[], None], *, first: bool = False) -> None:
+        """Call `function` when the outermost call of this thread is over, perhaps before others."""
+        self._here.asked = (function, *self._here.asked) if first else (*self._here.asked, function)
+
+    def _refuse_nested(self) -> None:
+        """Raise UsageError in a call on top of another one."""
+        if self._here.depth > 1:
+            raise UsageError(
+                "a collective from a signal handler (or another callback) that interrupts a collective of the same "
+                "thread would wait for itself; let the handler set a flag, and call it from the program"
+            )
+
+
+def entering(method: Callable[Concatenate[Own, P], T]) -> Callable[Concatenate[Own, P], T]:
+    """Count `method` as a call; after the outermost one do what was asked for meanwhile."""
+
+    @functools.wraps(method)
+    def entered(self: Own, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        here = self._here
+        before = here.depth
+        here.depth = before + 1  # no handler runs between an assignment and `try`, or at the start of `finally`
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            here.depth = before
+            if here.asked and not before:
+                asked, here.asked = here.asked, ()
+                for function in asked:
+                    function()
+
+    return entered
+
+
+class Open(Protocol):
+    """A communicator that has not left its job."""
+
+    def _abandon(self) -> None:
+        """Close all in a forked child, and tell nobody."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the job, because of `error` if there is one."""
+
+
+class _Process:
+    """The open communicators of this process, and what ended it."""
+
+    def __init__(self) -> None:
+        self.open: weakref.WeakSet[Open] = weakref.WeakSet()
+        self._ended_by: BaseException | None = None
+        self._hook = self._remember  # one object, to be recognised by
+        self._show: Callable[..., object] | None = None  # what ours has replaced; None: it has replaced nothing
+        self._lock = threading.RLock()  # a signal handler may close on top of a thread that does
+
+    def opened(self, communicator: Open) -> None:
+        with self._lock:
+            self.open.add(communicator)
+            if self._show is None:
+                self._show, sys.excepthook = sys.excepthook, self._hook
+
+    def closed(self, communicator: Open) -> None:
+        with self._lock:
+            self.open.discard(communicator)
+            self._restore()
+
+    def _restore(self) -> None:
+        """Once nothing is open, forget the exception. Take our function away, if it is still there."""
+        if self.open:
+            return
+        self._ended_by = None
+        if sys.excepthook is self._hook and self._show is not None:
+            sys.excepthook, self._show = self._show, None
+
+    def _remember(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not hasattr(sys, "ps1"):  # an interactive session goes on
+            self._ended_by = error
+        show = sys.__excepthook__ if self._show is None else self._show
+        show(kind, error, trace)
+
+    def abandon_in_child(self) -> None:
+        """A forked child must neither speak for its parent nor keep the parent's connections open after its death."""
+        self._lock = threading.RLock()  # perhaps another thread of the parent held it
+        for communicator in list(self.open):
+            communicator._abandon()
+        self.open.clear()
+        self._restore()
+
+    def leave_all(self) -> None:
+        """At the end of the process leave all jobs. If an exception ended it, the other ranks read which one."""
+        error = self._ended_by
+        for communicator in list(self.open):
+            communicator.__exit__(None if error is None else type(error), error, None)
+
+
+_process = _Process()
+opened, closed = _process.opened, _process.closed
+
+
+def is_by_exception() -> bool:
+    """Whether an exception ends this process."""
+    return _process._ended_by is not None
+
+
+os.register_at_fork(after_in_child=_process.abandon_in_child)
+atexit.register(_process.leave_all)
+
+
 SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
 FORKED = "was forked from the one that joined; connect in it anew"
 READS = 20  # within the time limit: what has come of a message is noticed so often

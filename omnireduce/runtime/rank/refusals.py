@@ -23,9 +23,9 @@ from omnireduce.descriptor import REFUSED_BYTES, Descriptor
 from omnireduce.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.runtime.member.calls import Call, CallContext
-from omnireduce.runtime.member.engine import Engine
-from omnireduce.runtime.member.rank_channels import RankChannels
+from omnireduce.runtime.rank.calls import Call, CallContext
+from omnireduce.runtime.rank.channels import RankChannels
+from omnireduce.runtime.rank.engine import Engine
 
 E = TypeVar("E", bound=Exception)
 SETTLE_S = 2.0  # how long a rank that leaves waits for the others to hear what it has refused

@@ -33,7 +33,7 @@ from omnireduce.launchers import (
     Variables,
 )
 from omnireduce.logs import tagged
-from omnireduce.runtime.member.numbers import whole
+from omnireduce.runtime.rank.arguments import whole
 
 LONGEST = 128  # characters of a job's name and of a launch's id
 PROC = Path("/proc")

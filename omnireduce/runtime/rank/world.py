@@ -14,13 +14,12 @@ from omnireduce.descriptor import Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.logs import show_debug_lines
-from omnireduce.runtime.member.calls import Rows
-from omnireduce.runtime.member.collectives import G, S
-from omnireduce.runtime.member.communicator import Communicator
-from omnireduce.runtime.member.groups import Table
-from omnireduce.runtime.member.handle import Handle
-from omnireduce.runtime.member.launcher import job_name, own_launch
-from omnireduce.runtime.member.local_first import local_first as first_of_host
+from omnireduce.runtime.rank.calls import Rows
+from omnireduce.runtime.rank.communicator import Communicator, G, S
+from omnireduce.runtime.rank.environment import job_name, own_launch
+from omnireduce.runtime.rank.groups import Table
+from omnireduce.runtime.rank.groups import local_first as first_of_host
+from omnireduce.runtime.rank.handles import Handle
 
 _global: Communicator | None = None
 

@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.member import calls
-from omnireduce.runtime.member.refusals import reason_of, told
+from omnireduce.runtime.rank import calls
+from omnireduce.runtime.rank.refusals import reason_of, told
 
 if TYPE_CHECKING:
-    from omnireduce.runtime.member.communicator import Communicator
+    from omnireduce.runtime.rank.communicator import Communicator
+
 
 T = TypeVar("T")
 DIGEST_BYTES = 8

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from omnireduce import config as settings
 from omnireduce.blame import from_a_handler
 from omnireduce.config import Config, whole_bytes
-from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError
+from omnireduce.dtypes import Array
+from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
+from omnireduce.kernels.claims import are_kept
+from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
 from omnireduce.logs import BoundLog, tagged
+from omnireduce.progress import Seldom
 from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.host.exchange import region_bytes
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.joining.rank import (
     Connect,
     HangUp,
@@ -31,23 +44,232 @@ from omnireduce.protocol.joining.rank import (
     perform,
 )
 from omnireduce.runtime.asking.connecting import connect_once, why_lost
-from omnireduce.runtime.member.sharing import memory_key
+from omnireduce.runtime.asking.observe import reach
+from omnireduce.runtime.asking.prove import read_message
+from omnireduce.runtime.driver import say_last_words
+from omnireduce.runtime.rank.engine import GOODBYE_S, Engine
+from omnireduce.runtime.rank.threads import threads_for
+from omnireduce.runtime.rank.traced import Parts, traced
 from omnireduce.runtime.reserve import shortage
-from omnireduce.secret import NONCE_BYTES, Secret
-from omnireduce.transport.base import Control, Event, Link, Lost
+from omnireduce.runtime.tracing.trace import trace_folder, with_folder
+from omnireduce.secret import NONCE_BYTES, Secret, load_secret
+from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
-from omnireduce.transport.memory import private_slots
+from omnireduce.transport.memory import private_slots, touch
 from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls_files import worker_context
 from omnireduce.transport.verbs import import_rdma
-from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Welcome, decode_control, encode_control
+from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
 from omnireduce.wire.safe_text import shown
 
-if TYPE_CHECKING:  # importing it needs pyverbs
+if TYPE_CHECKING:
     from omnireduce.transport.verbs.connect import Offer
 
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+CLOCK = "/proc/self/ns/time"  # ranks of a host compare their times
+NETWORK = "/proc/self/ns/net"  # an abstract Unix socket is seen only within it
+
+
+def memory_key() -> str:
+    """The same text for all processes that can share memory and meet to do so: those of one user, on one host, in one
+    network namespace. Empty if that is not known."""
+    with suppress(OSError), open(BOOT_ID, "rb") as file:
+        clock = os.stat(CLOCK).st_ino if os.path.exists(CLOCK) else 0
+        told = b"%s %d %d %d" % (file.read(64).strip(), os.stat(NETWORK).st_ino, clock, os.geteuid())
+        return hashlib.sha256(told).hexdigest()[:32]
+    return ""
+
+
 CONNECT_S = 3.0  # for one attempt to connect: meanwhile nothing else is heard
+AGAIN_S = 1.0  # between two attempts
+LOOK_S = 0.1  # between two looks whether the kernels are ready
+
+
+def progress_of(rank: int, log: BoundLog) -> Progress:
+    """The function that reports, on rank 0, how many kernels are compiled. It warns, because a program that sets up no
+    logs shows nothing less severe."""
+
+    def say(ready: int, total: int) -> None:
+        if rank == 0:
+            log.warning(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
+
+    return Seldom(say)
+
+
+def make_kernels_ready(
+    config: Config, progress: Progress, meet: Callable[[], None], tell: Callable[[threading.Event], None]
+) -> None:
+    """Compile, or load, what this rank needs, and `meet` the other ranks of its host. Where there is something to
+    compile, both go on at the same time, and then `tell` tells the aggregators, until the event is set. Raises what
+    `meet` raises."""
+    kernels = worker_kernels(in_memory=config.transport.host_exchange != "off")
+    if are_kept(kernels):
+        make_ready([kernels], progress)
+        meet()
+        return
+    over, has_met = threading.Event(), Future[None]()
+
+    def meet_and_tell() -> None:
+        try:
+            meet()
+        except BaseException as error:
+            has_met.set_exception(error)
+            return
+        has_met.set_result(None)
+        with suppress(OmniReduceError):  # whoever joins will say what is wrong
+            tell(over)
+
+    def progress_or_end(ready: int, total: int) -> None:
+        progress(ready, total)
+        if has_met.done():
+            has_met.result()
+
+    threading.Thread(target=meet_and_tell, name="omnireduce-meet", daemon=True).start()
+    try:
+        make_ready([kernels], progress_or_end)
+    finally:
+        over.set()
+    has_met.result()
+
+
+def say_trouble(log: BoundLog, *, is_first: bool) -> None:
+    """Log once what was wrong with the files of kernels, on the rank that is first on its host."""
+    if (trouble := take_trouble()) and is_first:
+        log.warning("%s", trouble, extra=tagged("kernels_not_kept"))
+
+
+def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, over: threading.Event) -> None:
+    """Let the aggregators know, until it is `over`, that the worker of `hello` compiles. `secret`: in place of the
+    configured one. Aggregators that cannot be reached may start later. Raises ConfigError."""
+    secret = load_secret(config.security) if secret is None else secret
+    first = 1 if hello.smallest else None  # the first aggregator of an elastic job gives the ranks, also to the others
+    wanted = {shard: 0.0 for shard, _ in enumerate(config.cluster.aggregators[:first])}  # when to try
+    links = dict[int, StreamLink]()
+    with ExitStack() as stack:
+        while not over.wait(LOOK_S):
+            now = time.monotonic()
+            for shard in [shard for shard, at in wanted.items() if at <= now]:
+                with suppress(OmniReduceError, OSError):
+                    link = reach(config.cluster.aggregators[shard], config, secret, now + CONNECT_S)
+                    stack.callback(link.close)
+                    link.send_control(encode_control(replace(hello, shard=shard, compiling=True)))
+                    links[shard] = link
+                wanted[shard] = float("inf") if shard in links else now + AGAIN_S
+            for shard, link in list(links.items()):
+                if not _is_heard(link):
+                    del links[shard]
+                    wanted[shard] = now + AGAIN_S
+
+
+def _is_heard(link: StreamLink) -> bool:
+    """Whether the aggregator still knows of this worker."""
+    try:
+        for event in link.poll():
+            read_message(link, event)
+    except (OmniReduceError, OSError):
+        return False
+    return True
+
+
+class Assembled(NamedTuple):
+    """What a rank works with."""
+
+    links: list[Link]
+    machine: WorkerMachine
+    engine: Engine
+
+
+def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
+    """Make the engine of a rank that has joined.
+
+    Raises TransportError when there are no descriptors or no memory for it. The other ranks are then told, and
+    everything is given back.
+    """
+    joined = arrival.joined
+    me = worker_name(joined.rank, socket.gethostname(), os.getpid())
+    try:
+        return _assemble(config, job, arrival, me)
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # an error of a signal handler, not of the system
+            _give_up(arrival, Cause(me, left_because(error)))
+            raise
+        wrong = shortage(error)
+    except BaseException as error:
+        _give_up(arrival, Cause(me, left_because(error)))
+        raise
+    # Not within `except`: the error would keep the memory that is to be given back.
+    _give_up(arrival, Cause(me, f"could not begin: {wrong}"))
+    raise TransportError(f"rank {joined.rank} of job '{job}' could not begin: {wrong}")
+
+
+def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
+    joined, parts = arrival.joined, Parts(arrival.links)
+    is_traced = bool(trace_folder(config.trace))
+    if is_traced:
+        parts = traced(with_folder(config.trace), job, joined.rank, joined.size, parts.links)
+    links = parts.links
+    host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
+    used = links if host is None or joined.neighbours.hosts > 1 else []  # those that blocks go by
+    for link in used:
+        touch(link.send_slots)
+        touch(link.receive_slots)
+    wanted = 1 if is_traced else config.transport.threads  # a trace shows one line of work
+    threads = threads_for(wanted, used, len(joined.neighbours.ranks))
+    machine = parts.machine(
+        [(link.send_slots, link.receive_slots) for link in links],
+        [link.peer for link in links],
+        me,
+        rank=joined.rank,
+        scan_span=config.protocol.scan_span,
+        timeout_s=config.cluster.timeout_s,
+        sizing=[_sizing(config.protocol, link) for link in links],
+        host=host,
+        neighbours=joined.neighbours,
+        threads=threads,
+    )
+    machine.newcomers = arrival.newcomers
+    log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
+    eventfds = () if arrival.group is None else arrival.group.eventfds
+    try:
+        return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, eventfds))
+    except BaseException:
+        if threads is not None:
+            threads.close()
+        raise
+
+
+def _sizing(protocol: settings.Protocol, link: Link) -> MessageSizing:
+    if link.kind == "tcp":
+        return MessageSizing.up_to(protocol.tcp_message_bytes)
+    return MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
+
+
+def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, LocalRanks]:
+    """What a host exchange is made of."""
+    neighbours, protocol = joined.neighbours, config.protocol
+    pids = zip(neighbours.ranks, group.pids, strict=True)
+    names = [worker_name(number, socket.gethostname(), pid) for number, pid in pids]
+    me = neighbours.ranks.index(joined.rank)
+    return group.regions, me, names, protocol.slots, protocol.slot_bytes, neighbours
+
+
+def _give_up(arrival: Arrival, cause: Cause) -> None:
+    """Tell all shards, then close the links and let go of all memory."""
+    links = arrival.links
+    if arrival.group is not None:
+        arrival.group.close()
+    deadline = time.monotonic() + GOODBYE_S
+    for link in links:
+        link.send_control(encode_control(Leave(cause)))
+    for link in links:
+        say_last_words(link, deadline)
+        link.close()
+        link.attach(NO_SLOTS, NO_SLOTS)
+
+
 LISTEN_S = 0.1  # how long a shutdown meanwhile may go unnoticed: no signal handler can end a wait without an exception
 
 

@@ -5,6 +5,7 @@ Nothing is started here, so nothing has to be undone when an argument is wrong.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -22,7 +23,7 @@ from omnireduce.layout import Layout
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
 from omnireduce.protocol.collective.rows import RowSet, RowsInto
 from omnireduce.protocol.host.groups import Sharding
-from omnireduce.runtime.member.arguments import (
+from omnireduce.runtime.rank.arguments import (
     check_array,
     check_name,
     check_op,
@@ -30,9 +31,36 @@ from omnireduce.runtime.member.arguments import (
     check_rows,
     combine_duplicates,
     flat_view,
+    whole,
 )
-from omnireduce.runtime.member.numbers import whole
-from omnireduce.runtime.member.pool import Pool
+
+KEPT = 6  # arrays that a pool remembers: of rows a call takes up to four, and users keep results of calls before
+
+
+class Pool:
+    """Lends arrays of bytes, and lends them again once nobody refers to them: to touch fresh memory for the first time
+    costs more than all copies of a row. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lent: list[Array] = []
+
+    def take(self, nbytes: int) -> Array:
+        """An array of at least `nbytes` bytes, with any content; it is the caller's as long as he refers to it."""
+        free = [at for at in range(len(self._lent)) if _references(self._lent, at) == _UNUSED]
+        for at in reversed(free):
+            if self._lent[at].size >= nbytes:
+                return self._lent[at]
+            del self._lent[at]
+        self._lent = [*self._lent[1 - KEPT :], np.empty(nbytes, np.uint8)]
+        return self._lent[-1]
+
+
+def _references(arrays: list[Array], at: int) -> int:
+    return sys.getrefcount(arrays[at])
+
+
+_UNUSED = _references([np.empty(0)], 0)  # depends on the interpreter
+
 
 T = TypeVar("T")
 S = TypeVar("S", bound=np.generic)

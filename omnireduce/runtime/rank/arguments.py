@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
@@ -15,8 +17,57 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.protocol.collective.operands import as_writable
-from omnireduce.runtime.member.numbers import whole
 from omnireduce.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
+
+LONGEST_BITS = 1024  # of an integer that an error may still show
+
+
+def whole(value: object, what: str) -> int:
+    """An integer of any type as an int. Raises UsageError, also for a bool: it is most likely a mix-up."""
+    try:
+        if not isinstance(value, bool):
+            number = operator.index(value)  # type: ignore[arg-type]  # that is the question
+            if number.bit_length() > LONGEST_BITS:
+                raise UsageError(f"{what} is an integer of {number.bit_length()} bits, which is out of any range")
+            return number
+    except TypeError:
+        pass
+    raise UsageError(f"{what} is {value!r}, {a_type(value)}; expected an int")
+
+
+MOST_NAMES = 4096  # that are remembered for certain; at most twice as many are
+
+
+class Names:
+    """A name belongs to the thread that used it first, until that thread has ended.
+
+    Two threads that use one name in turn may do so in another order on another rank, and nothing would tell their
+    tensors apart. A program may use a new name in each step. So names that were not used for long are forgotten: those
+    in use move from the older table to the newer one, and when that is full, it becomes the older one.
+    """
+
+    def __init__(self) -> None:
+        self._newer: dict[str, weakref.ref[threading.Thread]] = {}
+        self._older: dict[str, weakref.ref[threading.Thread]] = {}
+
+    def __len__(self) -> int:
+        return len(self._newer) + len(self._older)
+
+    def claim(self, name: str, thread: threading.Thread) -> None:
+        """Raise UsageError if the name belongs to another thread; else it belongs to `thread` from now on."""
+        known = self._newer.get(name)
+        if known is not None and known() is thread:  # nearly always
+            return
+        known = known or self._older.get(name)
+        owner = None if known is None else known()
+        if owner is not None and owner is not thread and owner.is_alive():
+            raise UsageError(
+                f"the name '{name}' belongs to thread '{owner.name}', which used it first; thread '{thread.name}' must "
+                "use another one: the ranks tell threads apart by the names of their collectives, and nothing else"
+            )
+        if len(self._newer) >= MOST_NAMES:
+            self._older, self._newer = self._newer, {}
+        self._newer[name] = weakref.ref(thread)
 
 
 def check_array(x: Array, what: str) -> Array:

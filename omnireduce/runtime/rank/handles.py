@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.member.calls import Call, once
-from omnireduce.runtime.member.names import Names
+from omnireduce.runtime.rank.arguments import Names
+from omnireduce.runtime.rank.calls import Call, once
 
 T = TypeVar("T")
 

@@ -1,0 +1,852 @@
+"""The public API of a worker: collectives on NumPy arrays over the aggregators of one job."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from omnireduce.block_program import BlockProgram
+from omnireduce.config import Config, check_config
+from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.descriptor import Op, RowOp
+from omnireduce.dtypes import Array
+from omnireduce.errors import ClosedError, UsageError, left_because
+from omnireduce.kernels.warm import Progress
+from omnireduce.layout import Layout
+from omnireduce.logs import BoundLog
+from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.runtime.rank import calls, engine, groups, packed_calls
+from omnireduce.runtime.rank.agreement import check_agreement
+from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls import Call, CallContext, Pool, Rows, check_codec_of
+from omnireduce.runtime.rank.channels import CallChannel, Channel, RankChannels, Statistics, join_urgent, statistics_of
+from omnireduce.runtime.rank.embedded import Embedded, embed
+from omnireduce.runtime.rank.engine import Engine
+from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of, job_name
+from omnireduce.runtime.rank.groups import Table, check_group, config_of_group, job_of_group, refuse_to_come
+from omnireduce.runtime.rank.handles import Handle, Together
+from omnireduce.runtime.rank.joining import (
+    Arrival,
+    hello_of,
+    join_beside,
+    make_kernels_ready,
+    progress_of,
+    say_trouble,
+    tell_aggregators,
+)
+from omnireduce.runtime.rank.packed_calls import Fused, FusedRows, fused_reduction, fused_rows
+from omnireduce.runtime.rank.profiler import Profiler
+from omnireduce.runtime.rank.refusals import names_told, reason_of, settle, tell, told
+from omnireduce.runtime.tracing.timeline import NoTimeline
+from omnireduce.runtime.tracing.trace import check_trace
+from omnireduce.secret import Secret, load_secret
+from omnireduce.transport.base import Link
+from omnireduce.wire.control import Hello
+
+GROUPS = list, tuple, dict
+T = TypeVar("T")
+P = ParamSpec("P")
+G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
+S = TypeVar("S", bound=np.generic)
+
+
+class Collectives:
+    """Collectives on NumPy arrays; every rank must call the same ones in the same order. A call that raises here
+    before it was started has its place in that order, too: see `refuse`."""
+
+    _member: RankChannels
+    drives_in_background: bool
+
+    @overload
+    def allreduce(
+        self, x: G, *, op: Op = ..., name: str = ..., priority: int | None = ..., codec: str | None = ...
+    ) -> G: ...
+    @overload
+    def allreduce(
+        self,
+        x: NDArray[S],
+        *,
+        out: NDArray[S] | None = ...,
+        op: Op = ...,
+        name: str = ...,
+        block_size: int | None = ...,
+        priority: int | None = ...,
+        codec: str | None = ...,
+    ) -> NDArray[S]: ...
+    def allreduce(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+        priority: int | None = None,
+        codec: str | None = None,
+    ) -> Any:
+        """Combine `x` of all ranks, element by element, in a fixed order; return the result, which is the same on all
+        ranks.
+
+        `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
+        int64, uint8 … uint64 or bool. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only
+        read). `op`: sum, mean, min, max or prod, and of bool any or all; mean needs a float type; 16-bit floats are
+        summed in float32 and rounded once, bfloat16 also in each of several hosts; integers wrap. `name` is compared
+        between ranks and appears in errors; threads other than the communicator's own must give one. `block_size`
+        overrides `protocol.block_size`: elements, a multiple of 8.
+
+        A list, tuple or dict of arrays, also nested, is a group: all its arrays are combined in place, and it is
+        returned. Those of up to 512 KiB travel together, one exchange for each dtype; larger ones travel on their own,
+        at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups. In an
+        array of a group a block is part of a larger whole, so a -0 may stay where the array alone would get +0.
+
+        `priority`: 1 for a tensor that is urgent, 0 for one that is not, the same on all ranks. None says that tensors
+        of up to `protocol.urgent_bytes` are, but not groups. Where that is not 0, urgent tensors have a channel of
+        their own: they do not wait for other collectives, and may be complete before those. Sums are the same.
+        Other collectives, and what has a larger `block_size` than `protocol.block_size`, are never urgent.
+
+        `codec` overrides `protocol.codec` for sums and means of float32: how blocks travel to aggregators and back, in
+        fewer bytes and not exactly. "none": as they are; "bf16", "fp16", "int8", "natural", "onebit", "qsgd",
+        "scaled_sign", "sign", "ternary", or "module:Class", a codec of your own. Of a group it is for the arrays of
+        float32, of which small ones share blocks. All ranks get the same result. Between ranks of one host, which share
+        memory, nothing is encoded: there "sign" is a sum, not a vote.
+
+        A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
+        becomes +0.
+
+        Raises UsageError for unsuitable arguments, for arrays that a collective under way uses, for a missing name in
+        another thread, and for a name that belongs to another thread; AbortedError or its subclass
+        CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
+        """
+        way = self._way(x, priority, block_size)
+        return self._start_allreduce(way, x, out, op=op, name=name, block_size=block_size, codec=codec).wait()
+
+    @overload
+    def allreduce_async(
+        self, x: G, *, op: Op = ..., name: str = ..., priority: int | None = ..., codec: str | None = ...
+    ) -> Handle[G]: ...
+    @overload
+    def allreduce_async(
+        self,
+        x: NDArray[S],
+        *,
+        out: NDArray[S] | None = ...,
+        op: Op = ...,
+        name: str = ...,
+        block_size: int | None = ...,
+        priority: int | None = ...,
+        codec: str | None = ...,
+    ) -> Handle[NDArray[S]]: ...
+    def allreduce_async(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: Op = "sum",
+        name: str = "",
+        block_size: int | None = None,
+        priority: int | None = None,
+        codec: str | None = None,
+    ) -> Handle[Any]:
+        """Start an `allreduce` and return its handle. Those of one priority complete in the order of their starts.
+
+        The arrays belong to the collective until the handle is done. Raises what `allreduce` raises, except that
+        a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
+        """
+        way = self._way(x, priority, block_size)
+        return self._in_background(
+            way, lambda: self._start_allreduce(way, x, out, op=op, name=name, block_size=block_size, codec=codec)
+        )
+
+    def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
+        """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
+
+        The others' `x` is only read; they get None. The result travels to all ranks, not only to the root. Raises what
+        `allreduce` raises.
+        """
+        return self._start(calls.reduction_at_root, x, root, op, name).wait()
+
+    def reduce_async(
+        self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = ""
+    ) -> Handle[NDArray[S] | None]:
+        """Start a `reduce`; see `allreduce_async`."""
+        return self._start_async(calls.reduction_at_root, x, root, op, name)
+
+    def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
+        """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
+
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
+        """
+        return self._start(calls.copy_of_root, x, root, name).wait()
+
+    def broadcast_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
+        """Start a `broadcast`; see `allreduce_async`."""
+        return self._start_async(calls.copy_of_root, x, root, name)
+
+    def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
+        """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
+
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
+        """
+        return self._start(calls.all_parts, x, name).wait()
+
+    def allgather_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+        """Start an `allgather`; see `allreduce_async`."""
+        return self._start_async(calls.all_parts, x, name)
+
+    def allgather_ragged(self, x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
+        """Return the `x` of all ranks in a list, bit by bit, where the length of the first dimension may differ.
+
+        `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects, of up to
+        `protocol.max_part_bytes` (1 GiB), else all ranks raise UsageError; dtype and `x.shape[1:]` are the same on all
+        ranks. Raises what `allreduce` raises.
+        """
+        return self._start(packed_calls.ragged_parts, x, name).wait()
+
+    def allgather_ragged_async(self, x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
+        """Start an `allgather_ragged`; see `allreduce_async`."""
+        return self._start_async(packed_calls.ragged_parts, x, name)
+
+    def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
+        """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
+
+        The parts travel to all ranks, not only to the root. Otherwise as `allgather`.
+        """
+        return self._start(calls.parts_at_root, x, root, name).wait()
+
+    def gather_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
+        """Start a `gather`; see `allreduce_async`."""
+        return self._start_async(calls.parts_at_root, x, root, name)
+
+    def scatter(self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
+        """Replace `out` on each rank by the root's `parts[rank]`, bit by bit; return it.
+
+        `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of that dtype
+        on the root, not looked at elsewhere. Every part travels to all ranks. Raises what `allreduce` raises.
+        """
+        return self._start(calls.part_of_root, out, parts, root, name).wait()
+
+    def scatter_async(
+        self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
+    ) -> Handle[NDArray[S]]:
+        """Start a `scatter`; see `allreduce_async`."""
+        return self._start_async(calls.part_of_root, out, parts, root, name)
+
+    def alltoall(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
+        """Send part `x[r]` to rank r; return the parts that the ranks have sent here, (size, *x.shape[1:]), bit by bit.
+
+        `x`: a C-contiguous array of `size` parts, of the same dtype and shape on all ranks. All parts travel to all
+        ranks, so this moves `size` times as many bytes as are needed. Raises what `allreduce` raises.
+        """
+        return self._start(calls.exchanged_parts, x, name).wait()
+
+    def alltoall_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
+        """Start an `alltoall`; see `allreduce_async`."""
+        return self._start_async(calls.exchanged_parts, x, name)
+
+    def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
+        """Return the root's `x` on all ranks: the object itself on the root, an equal one elsewhere. The others' `x` is
+        ignored.
+
+        `x` is plain data: None, bool, numbers of up to some 4,000 digits, str, bytes, tuples, lists, dicts, sets, dates
+        (whose tzinfo is None or a plain offset), arrays. It is nested up to 64 deep, and has up to 65,536 keys that are
+        neither str nor bytes. With `trust`, on all ranks, it is anything that can be pickled; then each rank and each
+        aggregator of the job can run code in this process. It takes up to `protocol.max_part_bytes` (1 GiB).
+
+        Raises UsageError on all ranks for other objects of the root, and the job goes on. On all ranks but the root it
+        also raises UsageError for bytes of a peer that are no such object. Otherwise it raises what `allreduce` raises.
+        """
+        return self._start(packed_calls.object_of_root, x, root, name, trust).wait()
+
+    def broadcast_object_async(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
+        """Start a `broadcast_object`; see `allreduce_async`."""
+        return self._start_async(packed_calls.object_of_root, x, root, name, trust)
+
+    def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
+        """Return a list with an object equal to the `x` of each rank. See `broadcast_object` for what `x` may be; where
+        that of one rank is anything else, all raise UsageError."""
+        return self._start(packed_calls.all_objects, x, name, trust).wait()
+
+    def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
+        """Start an `allgather_object`; see `allreduce_async`."""
+        return self._start_async(packed_calls.all_objects, x, name, trust)
+
+    def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
+        """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
+
+        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
+        raises.
+        """
+        return self._start(calls.reduced_part, x, op, name).wait()
+
+    def reduce_scatter_async(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
+        """Start a `reduce_scatter`; see `allreduce_async`."""
+        return self._start_async(calls.reduced_part, x, op, name)
+
+    def barrier(self, *, name: str = "") -> None:
+        """Return when all ranks have called it. Raises what `allreduce` raises."""
+        self._start(calls.barrier, name).wait()
+
+    def barrier_async(self, *, name: str = "") -> Handle[None]:
+        """Start a `barrier`; its handle is done when all ranks have started theirs. See `allreduce_async`."""
+        return self._start_async(calls.barrier, name)
+
+    def allreduce_rows(
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
+    ) -> Rows[S]:
+        """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
+
+        `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first, in
+        the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row length
+        may not. `op`: sum or mean; mean divides by the number of all ranks, also of those that lack the row. Returns
+        (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
+
+        Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
+        """
+        return self._start(calls.rows, indices, values, n_rows, op=op, name=name).wait()
+
+    def allreduce_rows_async(
+        self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
+    ) -> Handle[Rows[S]]:
+        """Start an `allreduce_rows`; see `allreduce_async`."""
+        return self._start_async(calls.rows, indices, values, n_rows, op=op, name=name)
+
+    def allreduce_rows_into(
+        self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
+    ) -> NDArray[S]:
+        """`allreduce_rows`, with a dense result: `out`, (n_rows, row length), gets the sums in their rows, and zeros in
+        the others. Returns `out`.
+
+        Raises UsageError where `out` does not fit, too; otherwise what `allreduce_rows` raises.
+        """
+        return self._start(calls.rows_into, out, indices, values, op=op, name=name).wait()
+
+    def allreduce_rows_into_async(
+        self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
+    ) -> Handle[NDArray[S]]:
+        """Start an `allreduce_rows_into`; see `allreduce_async`."""
+        return self._start_async(calls.rows_into, out, indices, values, op=op, name=name)
+
+    def allreduce_tables(self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
+        """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.
+
+        `tables`: a list of (indices, values, n_rows). Returns (indices, values) of each. Raises what
+        `allreduce_rows` raises.
+        """
+        return self._start_tables(tables, op, name).wait()
+
+    def allreduce_tables_async(
+        self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = ""
+    ) -> Handle[list[Rows[Any]]]:
+        """Start an `allreduce_tables`; see `allreduce_async`."""
+        return self._in_background(self._member.ordinary, lambda: self._start_tables(tables, op, name))
+
+    def refuse(self, error: Exception) -> None:
+        """Take part in the next collective of the other ranks by refusing it, because of `error`. For programs that
+        find by themselves, before they call it, that this rank cannot take part.
+
+        If all ranks refuse, the job goes on; else all get an AbortedError that says what this one has refused, at once
+        where they wait already. Returns before the others know. Does nothing for an error that they have been told of,
+        and where the job is over. Raises nothing.
+        """
+        tell(self._member, error)
+
+    # Each `except` costs nothing where nothing is raised. What begins after the call was started is not inside.
+
+    def _way(self, x: object, priority: object, block_size: object) -> CallChannel:
+        try:
+            return self._member.way(x, priority, block_size)
+        except Exception as error:
+            self.refuse(error)
+            raise
+
+    def _start(
+        self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]:
+        place, engine = self._member.ordinary
+        try:
+            [handle] = engine.submit(make(place, *args, **kwargs))
+        except Exception as error:
+            self.refuse(error)
+            raise
+        return handle
+
+    def _start_async(
+        self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]:
+        return self._in_background(self._member.ordinary, lambda: self._start(make, *args, **kwargs))
+
+    def _start_allreduce(
+        self, way: CallChannel, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
+    ) -> Handle[Any]:
+        place, engine = way
+        try:
+            if not isinstance(x, GROUPS):
+                call = calls.reduction(
+                    place, "allreduce", x, op=op, name=name, out=out, block_size=block_size, codec=codec
+                )
+                return engine.submit(call)[0]
+            if out is not None or block_size is not None:
+                raise UsageError(
+                    "out and block_size go with one array; a group is combined in place, in blocks of its own"
+                )
+            handles = engine.submit(*groups.arrays(place, x, op=op, name=name, codec=codec))
+        except Exception as error:
+            self.refuse(error)
+            raise
+        return Together(handles, lambda _: x)
+
+    def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
+        place, engine = self._member.ordinary
+        try:
+            batch = groups.tables(place, tables, op, name)
+            handles = engine.submit(*batch.calls)
+        except Exception as error:
+            self.refuse(error)
+            raise
+        return Together(handles, batch.result)
+
+    def _in_background(self, way: CallChannel, start: Callable[[], Handle[T]]) -> Handle[T]:
+        if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
+            return start()
+        try:
+            way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
+        except Exception as error:
+            self.refuse(error)
+            raise
+        handle = start()
+        way.engine.drive_in_background()  # now there is something to drive
+        return handle
+
+
+class FusedCollectives(Collectives):
+    """Every rank calls the same ones in the same order, as other collectives, with the same program.
+
+    They go through the aggregators, also between ranks of one host. So the job has `protocol.state_bytes`, or the
+    communicator is one that `create_group` has made with `state_bytes`.
+    """
+
+    def state_bytes(self, tensors: Iterable[tuple[int, int]], columns: int, cells: int = 0) -> int:
+        """How much the shard with the most of it keeps of states with so many columns and cells. `tensors`: of each
+        tensor the number of elements, and of those in a block. For `create_group`."""
+        sharding = self._member.ordinary.place.sharding._replace(slot_bytes=0)  # no host sends sums there
+        total = 0
+        for elements, block_size in tensors:
+            layout = Layout(elements, block_size).dealt(
+                sharding.shards, sharding.stripe_blocks, sharding.whole_bytes, block_size * NUMBER_BYTES
+            )
+            blocks = max(layout.stripes(shard).count(layout.blocks) for shard in range(min(2, sharding.shards)))
+            total += blocks * row_numbers(columns, cells, block_size) * NUMBER_BYTES
+        return total
+
+    def fused_allreduce(
+        self, x: Array | None, program: BlockProgram,
+        *, out: Array, op: RowOp = "sum", name: str = "", block_size: int | None = None, wanted: bool = True,
+    ) -> Fused:  # fmt: skip
+        """Sum `x` of all ranks, let each shard run `program` on the sum of each of its blocks, and put what comes of it
+        into `out`, the same on all ranks. Source: FusedAllReduce of CoCoNet (https://arxiv.org/abs/2105.05720).
+
+        `x`, `out`: C-contiguous arrays of float32 of one shape, which do not overlap. `x` None: this rank brings
+        nothing. Blocks that are zero on all ranks are neither sent nor run, and stay in `out` as they are, unless
+        `program.every_block`. `op`: sum or mean. `wanted` False: this rank drops the results, and `out` only gives the
+        shape. `name`, `block_size`: as for `allreduce`; a block has up to 16,384 elements.
+
+        Raises UsageError for unsuitable arguments, and where ranks exchange in memory; otherwise what `allreduce`
+        raises. A program whose state finds no room ends the job.
+        """
+        return self._start(
+            fused_reduction, x, program, out=out, op=op, name=name, block_size=block_size, wanted=wanted
+        ).wait()
+
+    def fused_allreduce_async(self, x: Array | None, program: BlockProgram, **options: Any) -> Handle[Fused]:
+        """Start a `fused_allreduce`, which has the same options; see `allreduce_async`."""
+        options = {"op": "sum", "name": "", "block_size": None, "wanted": True} | options
+        return self._start_async(fused_reduction, x, program, **options)
+
+    def fused_allreduce_rows(
+        self, indices: Array, values: Array, program: BlockProgram,
+        *, n_rows: int, out: Array | None = None, op: RowOp = "sum", name: str = "", wanted: bool = True,
+    ) -> FusedRows:  # fmt: skip
+        """As `fused_allreduce`, of rows of a tall matrix as `allreduce_rows` takes them. A block is a row.
+
+        `out`, (n_rows, row length): what comes of each row is also written there; the other rows stay as they are.
+        `wanted` False: this rank gets no rows. Raises what `fused_allreduce` raises.
+        """
+        return self._start(
+            fused_rows, indices, values, program, n_rows=n_rows, out=out, op=op, name=name, wanted=wanted
+        ).wait()
+
+    def fused_allreduce_rows_async(
+        self, indices: Array, values: Array, program: BlockProgram, **options: Any
+    ) -> Handle[FusedRows]:
+        """Start a `fused_allreduce_rows`, which has the same options; see `allreduce_async`."""
+        options = {"out": None, "op": "sum", "name": "", "wanted": True} | options
+        return self._start_async(fused_rows, indices, values, program, **options)
+
+
+MOST_RANKS = (1 << 31) - 1
+
+
+class Communicator(FusedCollectives):
+    """Membership of this process in one job; every rank must call the same collectives in the same order. (Urgent ones
+    have an order of their own: see `allreduce`.)
+
+    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
+    (None: as `cluster.job` says). Construction returns once all ranks have joined.
+
+    Where `config` names no aggregators, rank 0 starts one for this job. All ranks must then be on one host; the
+    aggregator ends when rank 0 has shut down or is gone.
+
+    Several threads may share it. Only one of them may start a collective without a name: the thread that has made the
+    communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
+    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. A
+    name belongs to the thread that used it first, until that thread has ended, or until `reform`: use other names in
+    each thread. Handles may be waited for in any thread. Another thread can become the one whose collectives need no
+    name: see `take_over`.
+
+    Set `drives_in_background` to False in a program where some thread waits whenever a collective is under way: then no
+    thread of the communicator's own competes with it. With `protocol.urgent_bytes` there are such threads all the same:
+    who waits for an urgent collective does nothing for the others.
+
+    A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
+
+    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
+    say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
+    several joined by "+"), `shards`, the number of aggregators, `generation`, the number that the first one gave
+    this membership, and `formation`, an object of its own for this communicator, and another one after `reform`.
+
+    With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
+    until the others call `reform`.
+
+    Raises ConfigError; UsageError for a `job` or `rank` that cannot be; TransportError when an aggregator cannot be
+    reached; RefusedError when it does not admit this worker, or ranks are missing after `cluster.join_timeout_s`;
+    AbortedError when another rank failed meanwhile.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        size: int,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+        job: str | None = None,
+        _parent: Communicator | None = None,
+    ) -> None:
+        config = check_config(config)
+        rank, size = whole(rank, "rank"), whole(size, "size")
+        if not 0 <= rank < size <= MOST_RANKS:
+            raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
+        self.config = config
+        self.local_rank = None if local_rank is None else whole(local_rank, "local_rank")
+        self.local_size = None if local_size is None else whole(local_size, "local_size")
+        name = job or job_name(config, None)
+        if not re.match(JOB_PATTERN, name):
+            raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
+        if config.elastic.enabled and config.elastic.smallest > size:
+            raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
+        check_trace(config.trace)
+        check_codec_of(config.protocol)
+        self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
+        self._job, self._largest = name, size
+        self._profiler = Profiler(config.trace, name, self._log)
+        self._pools = Pool(), Pool()  # of each channel
+        self._groups = set[Communicator]()  # that this one has created, until they are shut down
+        self.rank, self.drives_in_background = rank, True
+        self._name_in_parent, self._rank_in_parent = "", -1 if _parent is None else _parent.rank
+        self._gave_up = False  # `shutdown` was called
+        self._on_shutdown: Callable[[Communicator], None] = lambda _: None
+        is_named = config.cluster.job != "auto" or name != job_name(config, None)
+        self._embedded: Embedded | None = None
+        if config.cluster.aggregators:
+            check_told_apart(config, rank, size, is_named=is_named)
+        else:
+            place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
+            self._embedded = embed(config, place, name, is_named=is_named)
+        self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
+        try:
+            progress = progress_of(rank, self._log)
+            make_kernels_ready(
+                config, progress, lambda: self._meet(progress),
+                lambda over: tell_aggregators(self.config, self._hello, self._own_secret, over),
+            )  # fmt: skip
+            say_trouble(self._log, is_first=0 in (rank, self.local_rank))
+            self._form(self._hello, None if _parent is None else _parent._engine)
+        except BaseException:
+            self._end_embedded()
+            raise
+
+    def _meet(self, progress: Progress) -> None:
+        """Find out where the aggregators are, and what to say to them."""
+        if self._embedded is not None:
+            self.config = self._embedded.meet(progress)
+            self._own_secret = self._embedded.secret
+        self._hello = self._make_hello()
+
+    def _make_hello(self) -> Hello:
+        config, rank, size = self.config, self.rank, self._largest
+        hello = hello_of(config, self._job, identity_of(config, rank, size), rank, size)
+        if config.elastic.enabled:
+            hello = replace(hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
+        return replace(hello, parent_rank=self._rank_in_parent)
+
+    def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
+        """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
+
+        For after an AbortedError, or when `newcomers` is not 0. Afterwards `rank`, `size`, `generation` and
+        `statistics` are new. A process may have another rank, but the order of ranks stays that in which they were
+        launched. The job starts again with `largest` workers (None: as many as were launched). It also starts with
+        `smallest` or more (None: `elastic.smallest`) when no other has come for `elastic.settle_s`. All workers give
+        the same numbers.
+
+        Returns when this worker is in such a job. Raises what construction raises. Raises RefusedError when fewer than
+        `smallest` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may then be
+        called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
+        interrupts a collective; ClosedError when a signal handler or another thread calls `shutdown` meanwhile.
+        """
+        smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
+        largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
+        if not 1 <= smallest <= largest <= MOST_RANKS:
+            raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
+        if any(channel.engine.inside for channel in self._channels):
+            raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
+        if self._gave_up and self._embedded is not None:
+            raise UsageError("the aggregator of this job has ended with shutdown; make a new communicator")
+        self._gave_up = False
+        self._end_groups()
+        self._hang_up()
+        hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
+        if self._seat is not None:
+            hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
+        self._form(hello)
+
+    def create_group(self, ranks: Sequence[int] | None = None, *, name: str, state_bytes: int = 0) -> Communicator:
+        """A communicator of their own for these ranks (None: all) on the same aggregators. They alone call this.
+
+        The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
+        so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
+        has it, nor do other ranks use it at the same time. Give other ranks another name: some may be late, or may not
+        have heard of an attempt that was refused. It ends with this one, and with `reform`. It knows nothing of
+        `protocol.urgent_bytes` and `elastic`.
+        `state_bytes` is its `protocol.state_bytes`.
+
+        Raises UsageError for ranks or a name that cannot be, or without this rank, and on all ranks that meet where
+        they name other ranks; RefusedError where another rank has raised UsageError by itself, or has called
+        `refuse_group`; otherwise what construction raises.
+        """
+        config, size, job = None, None, job_of_group(self._job, name, self.generation)
+        try:
+            ranks = range(self.size) if ranks is None else [whole(rank, "rank") for rank in ranks]
+            check_group(ranks, self.rank, self.size, name, [group._name_in_parent for group in self._groups])
+            size = len(ranks)
+            config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
+            group = Communicator(config, rank=ranks.index(self.rank), size=size, job=job, _parent=self)
+        except Exception as error:
+            if config is None:
+                self.refuse_group(error, name=name, size=size)
+            told(error, job)
+            raise
+        group._name_in_parent, group._on_shutdown = name, self._groups.discard
+        self._groups.add(group)
+        group._profiler.follow(self._profiler)
+        try:
+            check_agreement(group, [("ranks of the group", str(list(ranks)))], "")
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+    def refuse_group(self, error: Exception, *, name: str, size: int | None = None) -> None:
+        """Let the ranks that call `create_group` with this `name` know that this one does not, because of `error`: they
+        raise RefusedError, now or when they come. For programs that find by themselves that they cannot create it.
+        `size`: of the group (None: not known). Does nothing where they know of the error. Raises nothing.
+        """
+        job = job_of_group(self._job, name, self.generation)
+        if self.size > 1 and not self._engine.is_closed and job not in names_told(error):
+            hello = replace(self._hello, job=job, rank=self.rank, world_size=size or self.size, parent_rank=self.rank)
+            refuse_to_come(self.config, hello, reason_of(told(error, job)), self._own_secret)
+
+    def take_over(self) -> None:
+        """From now on, this thread is the one that may start collectives without a name.
+
+        For programs in which several threads start collectives one after another, in an order that is the same on every
+        rank. Such a program keeps a lock from here until the collective is started. It does not `reform` meanwhile.
+        """
+        if self._member.owner is not threading.current_thread():
+            self._member = self._member.owned_by(threading.current_thread())
+
+    @property
+    def _engine(self) -> Engine:
+        return self._channels[0].engine
+
+    @property
+    def _links(self) -> list[Link]:
+        return self._channels[0].links
+
+    @property
+    def _machine(self) -> WorkerMachine:
+        return self._channels[0].machine
+
+    @property
+    def timeline(self) -> NoTimeline:
+        """What notes the way of tensors, or `OFF`. It may change at any time."""
+        return self._profiler.timeline
+
+    def start_timeline(self, path: str | Path, mark_cycles: bool = False) -> None:
+        """Begin a timeline of this rank in the file `path`, which is one for all ranks that call this with it.
+
+        As `trace.timeline` does for the whole of a job. Each rank leaves its part in the folder `path`.parts beside it,
+        or in `trace.folder`. `mark_cycles`: also note when a queue looks for tensors to combine. Without
+        `trace.timeline` or `trace.folder` the rank shows what its collectives do, but no waits and messages; daemons
+        show nothing. `path` is valid JSON at any time. Raises UsageError if it cannot be written, when a timeline is
+        being recorded, and after `shutdown`.
+        """
+        self._profiler.start(path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End the timeline, and write it; does nothing when there is none. The last rank to do so, or to leave, writes
+        what all of them have noted."""
+        self._profiler.stop()
+
+    @property
+    def newcomers(self) -> int:
+        """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
+        self._engine.listen()  # it may have been idle for long
+        return self._machine.newcomers
+
+    def _form(self, hello: Hello, parent: Engine | None = None) -> None:
+        """Become a rank of a generation of the job, while `parent` lasts. Raises ClosedError when `shutdown` is called
+        meanwhile."""
+        secret = load_secret(self.config.security) if self._own_secret is None else self._own_secret
+        self._enter(join_beside(parent, self.config, hello, secret, lambda: self._gave_up), hello, secret)
+        if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
+            self._hang_up()
+            self._end_embedded()
+            raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
+
+    def _enter(self, arrival: Arrival, hello: Hello, secret: Secret | None) -> None:
+        self._seat = arrival.joined.seat
+        channels = [Channel(self.config, self._job, arrival, self._pools[0])]
+        if self.config.protocol.urgent_bytes:
+            try:
+                pool, gave_up = self._pools[1], lambda: self._gave_up
+                channels.append(join_urgent(channels[0], self.config, hello, secret, gave_up, pool))
+            except BaseException as error:
+                if not self._gave_up:
+                    channels[0].engine.abort(left_because(error))
+                channels[0].engine.shutdown()
+                raise
+        first, last = channels[0], channels[-1]
+        self._channels, joined = channels, first.joined
+        self._member = RankChannels(first.way, last.way, self.config.protocol.urgent_bytes)
+        self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
+        self.formation = object()
+        self.transport = "+".join(sorted(first.kinds | last.kinds))
+        self.shards = len(first.links)
+        if first is not last:
+            first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)
+            last.engine.names = first.engine.names
+        for channel in channels:
+            channel.engine.on_closed = _weakly(self._has_closed)
+        self._profiler.opened(self.rank, self.size, channels)
+        engine.opened(self)
+
+    def __repr__(self) -> str:
+        shards = "1 aggregator" if self.shards == 1 else f"{self.shards} aggregators"
+        state = ", shut down" if self.is_shut_down else ""
+        return (
+            f"<omnireduce.Communicator: rank {self.rank} of {self.size} in job '{self._job}', generation "
+            f"{self.generation}, {shards} by {self.transport}{state}>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                for channel in self._channels:
+                    channel.engine.abort(left_because(error))
+        finally:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing.
+
+        In a signal handler that interrupts a collective it returns at once. The collective then leaves the job, closes
+        everything and raises ClosedError. A `reform` that joins meanwhile raises ClosedError soon.
+        """
+        self._gave_up = True
+        self._end_groups()
+        if self._hang_up():
+            self._end_embedded()
+        self._on_shutdown(self)
+
+    @property
+    def is_shut_down(self) -> bool:
+        """`shutdown` was called, and `reform` was not since."""
+        return self._gave_up
+
+    def _hang_up(self) -> bool:
+        """Return whether all is closed; else the call that a signal handler interrupts will do that."""
+        inside = [channel for channel in self._channels if channel.engine.inside]
+        with ExitStack() as stack:
+            for channel in inside or self._channels:
+                stack.callback(channel.engine.shutdown)
+                stack.callback(settle, channel.engine)  # before that
+        return all(channel.engine.is_closed for channel in self._channels)
+
+    def _has_closed(self) -> None:
+        """A channel has closed. After a shutdown that a signal handler asked for, the others follow."""
+        for channel in self._channels if self._gave_up else ():
+            if not channel.engine.is_closed:
+                channel.engine.shutdown()
+        if not all(channel.engine.is_closed for channel in self._channels):
+            return
+        engine.closed(self)
+        self._profiler.closed()
+        if self._gave_up:
+            self._end_embedded()
+
+    def _end_groups(self) -> None:
+        for group in list(self._groups):
+            group.shutdown()
+        self._groups.clear()
+
+    def _end_embedded(self) -> None:
+        if self._embedded is not None:
+            self._embedded.close()
+
+    def _abandon(self) -> None:
+        self._profiler.abandon()
+        for channel in self._channels:
+            channel.engine.abandon()
+
+    def statistics(self) -> Statistics:
+        """What this worker has moved so far. Raises nothing, also after `shutdown`."""
+        return statistics_of(self._channels)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A communicator that refers to itself would keep its memory until the cycle collector runs."""
+    known = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (method := known()) is not None:
+            method()
+
+    return call
