@@ -29,7 +29,7 @@ from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Listener
-from omnireduce.runtime.shard.relaying import Upstream
+from omnireduce.runtime.shard.relay import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError
 from omnireduce.runtime.asking.connecting import connect_once
-from omnireduce.runtime.shard.relaying import Connected
+from omnireduce.runtime.shard.relay import Connected
 from omnireduce.transport.base import Link
 from omnireduce.transport.tls_files import worker_context
 

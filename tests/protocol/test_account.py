@@ -14,7 +14,7 @@ from machine_bench import BLOCKS, Bench, aggregator, message
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.protocol.counters import Account
-from omnireduce.runtime.shard.status_pages import StatusPages
+from omnireduce.runtime.shard.status import StatusPages
 from omnireduce.status import MOST, Late, Status, StatusRequest, Traffic
 from omnireduce.wire.control import PROTOCOL_VERSION, Report, decode_control, encode_control
 

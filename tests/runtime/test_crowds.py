@@ -20,7 +20,7 @@ from omnireduce.runtime.reserve import PAUSE_S
 from omnireduce.runtime.shard.connections import LINGER_S
 from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.status_requests import STATUSES
+from omnireduce.runtime.shard.status import STATUSES
 from omnireduce.status import Status, StatusRequest
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
-from omnireduce.runtime.shard.relaying import RETRY_S, Connected, Relaying, Upstream
+from omnireduce.runtime.shard.relay import RETRY_S, Connected, Relaying, Upstream
 from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Lost
 from omnireduce.transport.inproc import InprocLink, pair

@@ -10,9 +10,9 @@ from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.collective.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.relaying import Relaying
+from omnireduce.runtime.shard.relay import Relaying
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 

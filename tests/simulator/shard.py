@@ -11,7 +11,7 @@ from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.collective.shard import RANK_WORK, ROUND_WORK
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.shard.access import Access
-from omnireduce.runtime.shard.relaying import Relaying, Upstream
+from omnireduce.runtime.shard.relay import Relaying, Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 

@@ -10,7 +10,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Membership, MembershipEffect
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.relaying import Relaying
+from omnireduce.runtime.shard.relay import Relaying
 from omnireduce.wire.control import Cause
 
 

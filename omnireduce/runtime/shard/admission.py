@@ -12,13 +12,11 @@ from omnireduce.protocol.joining.membership import Admit, Announce, Membership, 
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.administration import Administration
-from omnireduce.runtime.shard.connection import Connection
-from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.job import why_broken_off
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, Listening
-from omnireduce.runtime.shard.relaying import Relaying
-from omnireduce.runtime.shard.status_pages import StatusPages
-from omnireduce.runtime.shard.status_requests import StatusRequests
+from omnireduce.runtime.shard.relay import Relaying
+from omnireduce.runtime.shard.status import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost

@@ -5,12 +5,80 @@ from __future__ import annotations
 import itertools
 import selectors
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from omnireduce.logs import tagged
+from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.connection import Connection
-from omnireduce.runtime.shard.time_limit import TimeLimit
+from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import Link
-from omnireduce.wire.control import ControlMessage, encode_control
+from omnireduce.wire.control import ControlMessage, Hello, encode_control
+from omnireduce.wire.safe_text import SHOWN
+
+
+class TimeLimit:
+    """Connections, each of which may stay for `limit_s`. The oldest stands first, so no method has to look at all."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._since: dict[Connection, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._since
+
+    def add(self, connection: Connection, now: float) -> None:
+        """The connection's time begins now."""
+        assert connection not in self._since
+        self._since[connection] = now
+
+    def discard(self, connection: Connection) -> None:
+        """The connection is gone, or may stay."""
+        self._since.pop(connection, None)
+
+    @property
+    def oldest(self) -> Connection:
+        """The connection that has been here for longest."""
+        return next(iter(self._since))
+
+    @property
+    def deadline(self) -> float | None:
+        """When the time of the oldest is over."""
+        return self._since[self.oldest] + self.limit_s if self._since else None
+
+    def over(self, now: float) -> Iterator[Connection]:
+        """Take out those whose time is over."""
+        while self._since and now >= self._since[self.oldest] + self.limit_s:
+            connection = self.oldest
+            self.discard(connection)
+            yield connection
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A peer: a newcomer, one that waits for its job to begin, a rank of a job, or one that leaves."""
+
+    link: Link
+    gate: Gate
+    of_monitor: bool = False  # the daemon's own monitor asks here
+    hello: Hello | None = None
+    job: Job | None = None
+    rank: int = -1
+    leaving: bool = False
+    has_left: bool = False  # it has said so
+    number: int = 0  # those that came later have a higher one
+    interest: int = selectors.EVENT_READ  # what the selector looks for; 0: it does not look
+
+    def about(self, what: str) -> dict[str, object]:
+        """The log's fields for the event `what`, with the facts known of this connection's peer."""
+        hello, team = self.hello, self.gate.said or None
+        peer: dict[str, object] = {"peer": self.link.peer, "user": self.link.user, "team": team}
+        if hello is None or not hello.job.isprintable():
+            return tagged(what, **peer)
+        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, **peer)
+
 
 HELLO_LIMIT = 4096  # bytes of a message of a peer that is in no job yet; an honest message has a tenth of that
 LINGER_S = 1.0  # how long a leaver's last output may take

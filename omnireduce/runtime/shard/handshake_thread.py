@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from omnireduce.runtime.shard.connection import Connection
-from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.scheduler import Scheduler
 from omnireduce.transport.base import Link
 

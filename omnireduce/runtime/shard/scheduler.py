@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.connection import Connection
+from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import EVERYTHING
 

@@ -26,15 +26,13 @@ from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
 from omnireduce.runtime.shard.administration import Administration
 from omnireduce.runtime.shard.admission import Admission
-from omnireduce.runtime.shard.connection import Connection
-from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
 from omnireduce.runtime.shard.job import WARN_AFTER_S, Above, Job, JobFactory, why_broken_off, why_not_started
 from omnireduce.runtime.shard.listening import Listener, Listening
-from omnireduce.runtime.shard.relaying import Relaying, Upstream
+from omnireduce.runtime.shard.relay import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
-from omnireduce.runtime.shard.status_pages import StatusPages
-from omnireduce.runtime.shard.status_requests import StatusRequests
+from omnireduce.runtime.shard.status import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.transport.base import EVERYTHING, Event, Link

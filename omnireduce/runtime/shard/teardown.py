@@ -8,11 +8,10 @@ from contextlib import suppress
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Membership
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.connection import Connection
-from omnireduce.runtime.shard.connections import Connections
+from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.relaying import Relaying
-from omnireduce.runtime.shard.status_requests import StatusRequests
+from omnireduce.runtime.shard.relay import Relaying
+from omnireduce.runtime.shard.status import StatusRequests
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 
