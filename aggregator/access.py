@@ -8,7 +8,7 @@ from omnireduce.errors import ConfigError
 from omnireduce.protocol.joining.authentication import GIVE
 from omnireduce.runtime.shard.access import Access
 from omnireduce.teams import load_teams
-from omnireduce.transport.tls_files import aggregator_context
+from omnireduce.transport.tls import aggregator_context
 
 
 def make_access(config: Config) -> Access:

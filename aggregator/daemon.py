@@ -26,13 +26,20 @@ from omnireduce.administration import Order
 from omnireduce.aggregator.access import count_changes, make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
 from omnireduce.aggregator.draining import Draining
-from omnireduce.aggregator.family import RESTART_WINDOW_S, Child, Deaths, Family, where_it_hangs
-from omnireduce.aggregator.line import ClientOrder, Line, RemainingJobs
-from omnireduce.aggregator.notify import notify, watchdog_s
+from omnireduce.aggregator.family import (
+    RESTART_WINDOW_S,
+    Child,
+    ClientOrder,
+    Deaths,
+    Family,
+    Line,
+    RemainingJobs,
+    where_it_hangs,
+)
 from omnireduce.aggregator.pages import make_pages, why_open
+from omnireduce.aggregator.processes import ignore, notify, watchdog_s
 from omnireduce.aggregator.reload import reloaded
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
-from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
 from omnireduce.config import Config
 from omnireduce.control_groups import OutOfMemory

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from omnireduce.addresses import parse_address
+from omnireduce.aggregator.processes import ignore
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
-from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import LOOK_S
 from omnireduce.cli import lose_unwritable_logs
 from omnireduce.config import Config

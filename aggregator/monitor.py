@@ -30,13 +30,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from omnireduce.addresses import Address, parse_address, parse_listen, seen_from_here, why_cannot_listen
-from omnireduce.aggregator.line import Line
+from omnireduce.aggregator.family import Line
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
 from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
-from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.processes import ignore, process_count
 from omnireduce.aggregator.reload import reload_on_hangup
-from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.config import Config
 from omnireduce.errors import TransportError

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from omnireduce.addresses import is_loopback, parse_listen
 from omnireduce.aggregator.access import beyond_loopback
-from omnireduce.config.security import Metrics
+from omnireduce.config.schema import Metrics
 from omnireduce.errors import ConfigError
 from omnireduce.secret import read_lines
-from omnireduce.transport.tls_files import aggregator_context
+from omnireduce.transport.tls import aggregator_context
 
 CHALLENGES = (
     'Bearer realm="omnireduce metrics"',

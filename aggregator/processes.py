@@ -2,7 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import socket
+from collections.abc import Collection, Mapping
+
 from omnireduce.config import Config
+
+
+def ignore(numbers: Collection[signal.Signals]) -> None:
+    """Ignore these signals from now on.
+
+    They are blocked meanwhile: Python complains on stderr of a signal that comes while it changes the handler. The
+    process must have one thread only.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def notify(*state: str) -> None:
+    """Send assignments such as "READY=1"; does nothing when no systemd waits for them."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = f"\0{address[1:]}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        sock.sendto("\n".join(state).encode(), address)
+
+
+def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Within how many seconds systemd wants the next WATCHDOG=1 of this process; None when it wants none."""
+    microseconds = environ.get("WATCHDOG_USEC", "")
+    if not re.fullmatch("[0-9]{1,18}", microseconds) or environ.get("WATCHDOG_PID", str(os.getpid())) != str(
+        os.getpid()
+    ):
+        return None
+    return int(microseconds) / 1e6 or None
 
 
 def process_count(config: Config) -> int:

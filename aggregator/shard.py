@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from omnireduce.addresses import Address, host_of, is_wildcard, why_cannot_listen
 from omnireduce.administration import Order
 from omnireduce.aggregator.access import make_access
-from omnireduce.aggregator.line import ClientOrder, Line, RemainingJobs
-from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.family import ClientOrder, Line, RemainingJobs
+from omnireduce.aggregator.processes import ignore, process_count
 from omnireduce.aggregator.reload import reload_on_hangup
-from omnireduce.aggregator.signals import ignore
 from omnireduce.aggregator.uplinks import Callers
 from omnireduce.aggregator.watchdog import Pulse, look_s
 from omnireduce.config import Aggregator, Config

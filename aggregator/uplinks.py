@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError
-from omnireduce.runtime.asking.connecting import connect_once
+from omnireduce.runtime.asking.observe import connect_once
 from omnireduce.runtime.shard.relay import Connected
 from omnireduce.transport.base import Link
-from omnireduce.transport.tls_files import worker_context
+from omnireduce.transport.tls import worker_context
 
 AT_ONCE = 4  # connections that are made at the same time
 CONNECT_S = 3.0  # for one attempt

@@ -20,8 +20,7 @@ from benchmarks.shaped import SHARED_HOSTS
 from benchmarks.targets import Verdict, below
 from benchmarks.testbed import BURST_BYTES
 from omnireduce.planning.candidates import predict_plan
-from omnireduce.planning.model import Costs, Hosts, Plan, Prediction
-from omnireduce.planning.patterns import DrawnPatterns
+from omnireduce.planning.model import Costs, DrawnPatterns, Hosts, Plan, Prediction
 
 ITEM_BYTES = 4  # float32
 LATENCY_S = 1e-4  # of a small message through the testbed

@@ -24,7 +24,7 @@ from benchmarks.outcomes import show_verdicts
 from benchmarks.shaped import OPEN, PORT
 from benchmarks.targets import at_least
 from benchmarks.testbed import Host, testbed
-from omnireduce.worker.switchml.layers import Layer, write_layers
+from omnireduce.worker.switchml.recording import Layer, write_layers
 
 RANKS, LIMIT_S, CARRIER = 2, 300, "tcp"
 LAYERS = [Layer(number, 100_000, 20_000_000, 30_000_000) for number in range(8)]

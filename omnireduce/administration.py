@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from omnireduce.config.schema import LAUNCH_PATTERN, URGENT
-from omnireduce.config.security import TEAM_PATTERN
+from omnireduce.config.schema import LAUNCH_PATTERN, TEAM_PATTERN, URGENT
 
 Action = Literal["drain", "resume", "end"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]

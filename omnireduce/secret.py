@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from omnireduce.config.security import SECRET_VARIABLE, TEAM_CHARACTERS, Security
+from omnireduce.config.schema import SECRET_VARIABLE, TEAM_CHARACTERS, Security
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.files.paths import MARK, user_path, without_waiting
 

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from omnireduce.config.keys import keys_of, unknown
-from omnireduce.config.schema import URGENT
-from omnireduce.config.security import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, Security, Terms
+from omnireduce.config.schema import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, URGENT, Security, Terms
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.files.paths import decode_text, user_path
 from omnireduce.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets

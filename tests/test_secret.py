@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from local_cluster import ROOT
 
 from omnireduce.config import Config, Security, dump_config, load_config, override_config
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 from omnireduce.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, Secret, load_secret, load_secrets
 from omnireduce.worker.cli import main

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from omnireduce.config import Security
-from omnireduce.config.security import SECRET_VARIABLE, Terms
+from omnireduce.config.schema import SECRET_VARIABLE, Terms
 from omnireduce.errors import ConfigError
 from omnireduce.secret import MOST_LINES, Secret
 from omnireduce.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams

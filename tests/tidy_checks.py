@@ -95,7 +95,7 @@ PURE = (  # what a protocol machine may import, with all that is in it
         "typing",
     ),
     *("msgspec", "numpy", "omnireduce.kernels", "omnireduce.protocol", "omnireduce.wire"),
-    *("omnireduce.block_program", "omnireduce.config.schema", "omnireduce.config.security", "omnireduce.descriptor"),
+    *("omnireduce.block_program", "omnireduce.config.schema", "omnireduce.config.schema", "omnireduce.descriptor"),
     *("omnireduce.dtypes", "omnireduce.errors", "omnireduce.layout", "omnireduce.status"),
     *("omnireduce.secret.Secret", "omnireduce.teams.ANYBODY", "omnireduce.teams.FREE", "omnireduce.teams.Teams"),
 )  # the last ones are values; what reads the files of secrets and teams stands beside them

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from omnireduce.aggregator.live.history import KEPT_S, History, Rate
-from omnireduce.console.status_table import duration, waits_for
+from omnireduce.console.status import duration, waits_for
 from omnireduce.console.summary import Answers, summed_jobs
 from omnireduce.printing import density_text, short_count
 from omnireduce.status import Status

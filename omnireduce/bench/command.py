@@ -11,9 +11,8 @@ from rich.status import Status
 from rich.text import Text
 
 import omnireduce as omni
-from omnireduce.bench.cases import Case, recorded_cases, synthetic_cases
+from omnireduce.bench.cases import Case, Row, RowTable, recorded_cases, synthetic_cases
 from omnireduce.bench.mpi import MpiAllreduce, finalize
-from omnireduce.bench.rows import Row, RowTable
 from omnireduce.bench.runs import run_case
 from omnireduce.config import Config
 from omnireduce.errors import UsageError

@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from omnireduce.bench.cases import Case
+from omnireduce.bench.cases import Case, Row
 from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.bench.rows import Row
 from omnireduce.dtypes import Array
 from omnireduce.errors import OmniReduceError
 from omnireduce.printing import carriers_text

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from omnireduce.config.aggregator import Aggregator
 from omnireduce.config.loading import (
     check_config,
     dump_config,
@@ -15,19 +14,21 @@ from omnireduce.config.loading import (
     split_list,
     whole_bytes,
 )
-from omnireduce.config.protocol import Protocol
 from omnireduce.config.schema import (
+    Aggregator,
     Bench,
     Cluster,
     Config,
     Elastic,
     Log,
+    Metrics,
+    Protocol,
+    Security,
     Trace,
     Train,
     Transport,
     Verbs,
 )
-from omnireduce.config.security import Metrics, Security
 
 __all__ = [
     "Aggregator", "Bench", "Cluster", "Config", "Elastic", "Log", "Metrics", "Protocol", "Security", "Trace", "Train",

@@ -17,8 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from omnireduce.addresses import Address, normal, parse_address, parse_listen
-from omnireduce.config.meta import Section
-from omnireduce.config.schema import Config
+from omnireduce.config.schema import Config, Section
 from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError, UsageError, show
 from omnireduce.files.paths import whole_path

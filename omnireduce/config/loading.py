@@ -24,8 +24,7 @@ from msgspec.structs import asdict
 from omnireduce.addresses import is_loopback, parse_address
 from omnireduce.config.horovod import settings_of, tell_meaningless
 from omnireduce.config.keys import KEYS, SECTIONS, Key, conflicts, names_in, unknown
-from omnireduce.config.schema import Config
-from omnireduce.config.security import SECRET_KEY, SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_KEY, SECRET_VARIABLE, Config
 from omnireduce.errors import ConfigError, show
 from omnireduce.files.cache import CACHE_VARIABLE
 from omnireduce.files.paths import read_text, shown, user_path

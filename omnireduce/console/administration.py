@@ -11,8 +11,7 @@ import click
 
 from omnireduce.administration import WHY_CHARACTERS, Action, AdminRequest
 from omnireduce.config import Config, override_config
-from omnireduce.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, URGENT
-from omnireduce.config.security import TEAM_ALLOWED, TEAM_PATTERN
+from omnireduce.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
 from omnireduce.errors import OmniReduceError, UsageError, show
 from omnireduce.runtime.asking.observe import AT_ONCE, ask_all, request
 from omnireduce.secret import load_secret

@@ -13,7 +13,7 @@ import numpy as np
 
 from omnireduce.compression import Selector
 from omnireduce.compression.grace import Compressor
-from omnireduce.compression.grace.loading import class_named
+from omnireduce.compression.grace.params import class_named
 from omnireduce.compression.grace.trial import OfSelector, try_compressor
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line

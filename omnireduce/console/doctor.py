@@ -2,27 +2,364 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+import resource
+import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.console import Console
+from rich.text import Text
 
+from omnireduce import processors
+from omnireduce.addresses import loopback
 from omnireduce.config import Config
-from omnireduce.console.finding import Finding, show
-from omnireduce.console.host_checks import (
-    check_launch,
-    check_limits,
-    check_processor,
-    check_versions,
-)
-from omnireduce.console.kernels import check_kernels
-from omnireduce.console.link_checks import (
-    check_aggregators,
-    check_rdma,
-    check_secret,
-    check_transports,
-    find_ports,
-)
+from omnireduce.config.schema import SECRET_VARIABLE
+from omnireduce.errors import ConfigError, OmniReduceError, TransportError, UsageError
+from omnireduce.kernels.jit import has_compiler, kernel_files
+from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_all
 from omnireduce.printing import make_console
+from omnireduce.progress import PlainProgress
+from omnireduce.protocol.joining.authentication import WANTS_PROOF
+from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
+from omnireduce.runtime.rank.embedded import identify
+from omnireduce.runtime.rank.environment import alone_though, detect_launch, job_name
+from omnireduce.secret import load_secret
+from omnireduce.transport.memory import Region
+from omnireduce.transport.shm import connect_shm, listen_shm
+from omnireduce.transport.stream import StreamLink
+from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
+from omnireduce.transport.tls import TlsLink
+from omnireduce.version import __version__
+from omnireduce.wire.safe_text import shown
+
+if TYPE_CHECKING:
+    from omnireduce.transport.verbs.devices import Port
+
+
+State = Literal["ok", "info", "warn", "fail"]
+_STYLES: dict[State, str] = {"ok": "green", "info": "", "warn": "yellow", "fail": "bold red"}
+
+
+class Finding(NamedTuple):
+    """`fail`: what the configuration asks for cannot work. `warn`: it works, but not as well as it could."""
+
+    state: State
+    what: str
+    text: str
+    advice: str = ""
+
+
+def show(console: Console, findings: Sequence[Finding]) -> None:
+    """Print one line for each finding. A long line is not cut."""
+    for state, what, text, advice in findings:
+        line = Text.assemble((f"{state:<5}", _STYLES[state]), (f"{what}: ", "bold"), text)
+        console.print(line + Text(f"; {advice}" if advice else ""), soft_wrap=True)
+
+
+PACKAGES = ("omnireduce", "numpy", "numba", "llvmlite", "msgspec", "ml_dtypes", "prometheus-client")
+OPTIONAL = {"mpi4py": "omnireduce bench --against mpi", "pyverbs": "RDMA"}
+FEATURES = ("sse4_2", "avx", "avx2", "avx512f", "asimd", "sve")  # as /proc/cpuinfo calls them
+LOCKING_IS_FREE = 1 << 14  # CAP_IPC_LOCK: capabilities(7)
+SPARE_DESCRIPTORS = 64  # what a process needs beside its links
+
+
+def check_versions() -> Iterator[Finding]:
+    """Versions of what is installed."""
+    installed, missing = [f"Python {platform.python_version()}"], []
+    for name in PACKAGES:
+        try:
+            installed.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    yield Finding("ok", "versions", ", ".join(installed))
+    if missing:
+        yield Finding("warn", "versions", f"no version of {', '.join(missing)}", "pip install -e . in the checkout")
+    for name, purpose in OPTIONAL.items():
+        try:
+            yield Finding("ok", name, version(name))
+        except PackageNotFoundError:
+            if _is_importable(name):  # a link to the distribution's package has no version
+                yield Finding("ok", name, "the distribution's")
+            else:
+                yield Finding("info", name, f"not installed; it is for {purpose} only")
+
+
+def _is_importable(name: str) -> bool:
+    return any((Path(folder) / name / "__init__.py").exists() for folder in sys.path)
+
+
+def check_launch(config: Config, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """The launcher, the rank and the job that a worker would find here."""
+    try:
+        launch = detect_launch(environ)
+    except UsageError as error:
+        yield Finding("fail", "launch", str(error))
+        return
+    by = "no launcher" if launch.launcher == "none" else f"by {launch.launcher}"
+    yield Finding("ok", "launch", f"{by}; rank {launch.rank} of {launch.size}, job {job_name(config, launch.job)!r}")
+    alone = alone_though(environ) if launch.launcher == "none" else None
+    if alone is not None:
+        yield Finding("fail" if alone.is_certain else "warn", "launch", alone.said, alone.instead)
+
+
+def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
+    """Cores and vector instructions, as /proc/cpuinfo says."""
+    lines = (Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo).splitlines()
+    fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    words = set((fields.get("flags") or fields.get("Features") or "").split())
+    features = [name for name in FEATURES if name in words]
+    quota = processors.quota()
+    more = f", a quota of {quota:g}" if quota is not None else ""
+    cores = f"{processors.usable()} of {os.cpu_count()} cores{more}"
+    text = (
+        f"{fields.get('model name') or platform.machine()}, {cores}; {' '.join(features) or 'no vector instructions'}"
+    )
+    if "flags" in fields and "avx2" not in words:
+        advice = "kernels must do with narrow vectors; give a virtual machine the host's processor (-cpu host)"
+        yield Finding("warn", "processor", text, advice)
+    else:
+        yield Finding("ok", "processor", text)
+
+
+def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]:
+    """The limits of open files. An aggregator raises its own to the hard limit, and gives 3/4 of that to ranks."""
+    ranks = hard * 3 // 4
+    text = f"{_shown(soft)} open files, {_shown(hard)} at most"
+    need = SPARE_DESCRIPTORS + 4 * max(1, len(config.cluster.aggregators))
+    if _below(soft, need):
+        yield Finding("fail", "descriptors", f"{text}; a worker needs {need}", f"ulimit -n {need}")
+    elif _below(ranks, config.aggregator.max_world_size):
+        wanted = config.aggregator.max_world_size * 4 // 3 + 1
+        advice = f"ulimit -Hn {wanted}, or LimitNOFILE={wanted} of a systemd unit; or lower aggregator.max_world_size"
+        yield Finding("warn", "descriptors", f"{text}, which is enough for {ranks} ranks on an aggregator here", advice)
+    else:
+        yield Finding("ok", "descriptors", text)
+
+
+def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices: bool) -> Iterator[Finding]:
+    """The limit of locked memory. It counts only with RDMA, where slots are registered with the device."""
+    protocol = config.protocol
+    need = 2 * protocol.slots * protocol.slot_bytes * max(1, len(config.cluster.aggregators))
+    text = f"{_shown(limit)} bytes" + (", not applied to this user" if exempt else "")
+    if not exempt and _below(limit, need):
+        advice = (
+            "ulimit -l unlimited, LimitMEMLOCK=infinity of a systemd unit, or --ulimit memlock=-1 of a container; or "
+            "lower protocol.slots or protocol.slot_bytes"
+        )
+        if config.transport.kind == "verbs" or has_devices:
+            state: State = "fail" if config.transport.kind == "verbs" else "warn"
+            yield Finding(state, "locked memory", f"{text}; a worker registers {need} for RDMA", advice)
+            return
+        text += f"; RDMA would need {need}, other transports none"
+    yield Finding("ok", "locked memory", text)
+
+
+def locking_is_free(status: str | None = None) -> bool:
+    """Whether the limit of locked memory does not apply to this process, by its capabilities."""
+    text = Path("/proc/self/status").read_text() if status is None else status
+    return bool(int(text.split("CapEff:")[1].split()[0], 16) & LOCKING_IS_FREE)
+
+
+def check_limits(config: Config, *, has_devices: bool) -> Iterator[Finding]:
+    """The limits of this process."""
+    yield from check_descriptors(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield from check_locked_memory(config, memlock, exempt=locking_is_free(), has_devices=has_devices)
+
+
+def _below(limit: int, need: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < need
+
+
+def _shown(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+ANSWER_S = 2.0  # how long an aggregator may take to answer
+
+
+def check_transports(config: Config) -> Iterator[Finding]:
+    """Try shared memory and TCP, over loopback. RDMA is looked at by `check_rdma`."""
+    yield _tried("shm", config, _try_shm, "does the sandbox allow memfd_create and abstract Unix sockets?")
+    yield _tried("tcp", config, _try_tcp, "is the loopback interface up (ip link set lo up)?")
+
+
+def _tried(kind: str, config: Config, attempt: Callable[[], str], advice: str) -> Finding:
+    try:
+        return Finding("ok", kind, attempt())
+    except OSError as error:
+        state: State = "fail" if config.transport.kind == kind else "warn"
+        return Finding(state, kind, f"not available: {error.strerror or error}", advice)
+
+
+def _try_shm() -> str:
+    host = loopback()
+    with listen_tcp(host, 0) as holder:  # its port makes the name of the Unix socket unique
+        port = holder.getsockname()[1]
+        Region(1, 65536).close()
+        with listen_shm(host, port), contextlib.closing(connect_shm(host, port, ANSWER_S)):
+            return "available on this host"
+
+
+def _try_tcp() -> str:
+    host = loopback()
+    with listen_tcp(host, 0) as listener:
+        port = listener.getsockname()[1]
+        with contextlib.closing(connect_tcp(host, port, ANSWER_S, dead_peer_s=1.0)):
+            return "available"
+
+
+def find_ports() -> tuple[list[Port], str]:
+    """The ports of all RDMA devices here, or why there are none."""
+    try:
+        from omnireduce.transport.verbs.devices import list_ports
+
+        ports = list_ports()
+    except TransportError as error:
+        return [], str(error)
+    return ports, "" if ports else "this host has no RDMA device"
+
+
+def check_rdma(config: Config, ports: list[Port], why_none: str) -> Iterator[Finding]:
+    """Ports with their state and GIDs, and which one is taken."""
+    required: State = "fail" if config.transport.kind == "verbs" else "info"
+    if not ports:
+        advice = "or choose another transport.kind; docs/rdma.md" if required == "fail" else ""
+        yield Finding(required, "verbs", f"not available: {why_none}", advice)
+        return
+    for port in ports:
+        yield _port(port)
+    from omnireduce.transport.verbs.devices import choose
+
+    try:
+        choice = choose(config.verbs, near="")
+    except TransportError as error:
+        advice = "give the port's interface an IPv4 address and a link, or set verbs.device, port and gid_index"
+        yield Finding(required if required == "fail" else "warn", "verbs", f"not available: {error}", advice)
+        return
+    gid = f"GID {choice.gid.index}, {choice.gid.ipv4 or choice.gid.text}"
+    yield Finding("ok", "verbs", f"available, by default {choice.port.device} port {choice.port.number}, {gid}")
+
+
+def _port(port: Port) -> Finding:
+    what = f"RDMA port {port.device}/{port.number}"
+    gids = ", ".join(f"{gid.index}: {gid.kind} {gid.ipv4 or gid.text}" for gid in port.gids)
+    text = f"{port.state}, MTU {port.mtu}, GIDs {gids or 'none'}"
+    if not port.active:
+        return Finding(
+            "warn", what, text, "is its cable in, its interface up (ip link set IFACE up), or a subnet manager?"
+        )
+    if not any(gid.kind == "IB" or (gid.kind == "RoCE v2" and gid.ipv4) for gid in port.gids):
+        return Finding("warn", what, text, "give its interface an IPv4 address, for RoCE v2")
+    return Finding("ok", what, text)
+
+
+def check_secret(config: Config) -> Iterator[Finding]:
+    """Say where the secret comes from. Whether it is that of the aggregators, `check_aggregators` finds out."""
+    try:
+        secret = load_secret(config.security)
+    except ConfigError as error:
+        yield Finding("fail", "secret", str(error))
+        return
+    if secret is None:
+        yield Finding("info", "secret", "none: whoever can reach an aggregator without one may join; docs/security.md")
+    else:
+        team = f", of team {secret.team}" if secret.team else ""
+        yield Finding("ok", "secret", f"from {config.security.secret_file or SECRET_VARIABLE}{team}")
+
+
+def check_aggregators(config: Config) -> Iterator[Finding]:
+    """Ask each configured aggregator, by the transport and with the proof that a worker would use."""
+    addresses = config.cluster.aggregators
+    if not addresses:
+        yield _none_configured(config)
+        return
+    with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
+        yield from pool.map(lambda address: _aggregator(address, config), addresses)
+
+
+def _none_configured(config: Config) -> Finding:
+    try:
+        launch = detect_launch()
+        identify(config, launch, is_named=launch.job is not None or config.cluster.job != "auto")
+    except OmniReduceError as error:
+        return Finding("fail", "aggregator", str(error))
+    text = "none configured: rank 0 of a job whose ranks are all on this host starts one for it"
+    return Finding("info", "aggregator", text, "for several hosts start some, and set cluster.aggregators")
+
+
+def _aggregator(address: str, config: Config) -> Finding:
+    what, started = f"aggregator {address}", time.monotonic()
+    try:
+        secret = load_secret(config.security)
+        with contextlib.closing(reach(address, config, secret, started + ANSWER_S)) as link:
+            status = question(link, started + ANSWER_S)
+            way = _way(link)
+    except OmniReduceError as error:
+        return Finding("fail", what, shown(str(error)))
+    if secret is None and status.wants_secret:  # this user may ask without it, and no worker may
+        return Finding("fail", what, WANTS_PROOF)
+    took_ms = (time.monotonic() - started) * 1000
+    proved = "" if secret is None else ", both proved the secret"
+    text = f"answers by {way} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"
+    if status.version != __version__:
+        return Finding("warn", what, text, f"here is {__version__}: install the same omnireduce everywhere")
+    return Finding("ok", what, text)
+
+
+def _way(link: StreamLink) -> str:
+    tls = " with TLS" if isinstance(link, TlsLink) else ""
+    return f"{link.kind}{tls}, from {link.local_host}" if isinstance(link, TcpLink) else link.kind
+
+
+NO_COMPILER = "unset NUMBA_DISABLE_JIT"
+
+
+def warm() -> None:
+    """Compile all kernels that the first folder for them does not have, and print where they are kept. Raises
+    UsageError where they are not."""
+    if not has_compiler():
+        raise UsageError(f"kernels run as plain Python, and there is nothing to compile: {NO_COMPILER}")
+    console = make_console()
+    kernel_files().use_first_only()  # an image is for other users, who do not have this user's own folder
+    took_s = _make_ready(console)
+    if trouble := take_trouble():
+        raise UsageError(trouble)
+    console.print(f"kernels ready after {took_s:.1f} s, kept in {kernel_files().kept_in}")
+
+
+def check_kernels(console: Console) -> Finding:
+    """Compile all kernels, or load them, and say how that went."""
+    text = f"ready after {_make_ready(console):.1f} s"
+    if not has_compiler():
+        return Finding("warn", "kernels", f"{text}, as plain Python, which is very slow", NO_COMPILER)
+    if trouble := take_trouble():
+        return Finding("warn", "kernels", f"{text}; {trouble}")
+    return Finding("ok", "kernels", f"{text}, kept in {kernel_files().kept_in}")
+
+
+def _make_ready(console: Console) -> float:
+    """Show how far that is; return how many seconds it took."""
+    started = time.monotonic()
+    plain = PlainProgress(started)
+    with console.status("loading kernels") as status:
+
+        def tell(ready: int, total: int) -> None:
+            if console.is_terminal:
+                status.update(COMPILING % (ready, total))
+            else:
+                plain.at(COMPILING % (ready, total), time.monotonic())
+
+        warm_up_all(tell)
+    return time.monotonic() - started
 
 
 def examine(config: Config) -> bool:

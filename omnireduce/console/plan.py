@@ -15,9 +15,8 @@ from omnireduce.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.planning.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
-from omnireduce.planning.model import Costs, Hosts
-from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, TracedPatterns
-from omnireduce.planning.saved import read_all
+from omnireduce.planning.model import Costs, DrawnPatterns, Hosts, KnownPatterns, TracedPatterns
+from omnireduce.planning.tree import read_all
 from omnireduce.printing import density_text, make_console, short_count, short_time
 
 MOST_SHARDS = 4096

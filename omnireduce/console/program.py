@@ -75,7 +75,7 @@ def slurm_script(command: tuple[str, ...], **asked: Any) -> None:
     """,
 )
 def warm_up() -> None:
-    from omnireduce.console.kernels import warm
+    from omnireduce.console.doctor import warm
 
     warm()
 

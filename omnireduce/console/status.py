@@ -7,15 +7,147 @@ from collections.abc import Sequence
 
 import click
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from omnireduce.addresses import Address, parse_listen, seen_from_here
 from omnireduce.config import Config, override_config
-from omnireduce.console.status_table import View
+from omnireduce.console.fitting import FittingTable
+from omnireduce.console.summary import Answers, JobSummary, summed_jobs
+from omnireduce.errors import RefusedError
+from omnireduce.printing import density_text, short_count
 from omnireduce.runtime.asking.observe import ask_all
 from omnireduce.secret import load_secret
-from omnireduce.status import Status
+from omnireduce.status import Status, Stragglers, Traffic
+from omnireduce.wire.safe_text import listed, shown
+
+# columns of jobs that a narrow terminal does without, the least important first
+_SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")
+
+
+class View:
+    """The tables for one look after another. From the second look on they have the rates since the one before."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str, bool], Traffic] = {}
+        self._last_at: float | None = None
+
+    def show(self, answers: Answers, now: float) -> RenderableType:
+        """The tables for these answers, which came at `now` (seconds), and below them what stands out."""
+        elapsed_s = None if self._last_at is None else now - self._last_at
+        jobs = summed_jobs(answers)
+        with_teams = any(job.team for job in jobs)
+        table, seen = _jobs_table(with_rates=elapsed_s is not None, with_teams=with_teams), {}
+        notes = [
+            Text(shown(str(answer)), style="bold red") for answer in answers.values() if isinstance(answer, Exception)
+        ]
+        draining = [address for address, answer in answers.items() if isinstance(answer, Status) and answer.draining]
+        if draining:
+            notes.append(Text(f"{listed(draining)} drains, and takes no new jobs", style="yellow"))
+        for job in jobs:
+            seen[job.key] = job.traffic
+            rates = [] if elapsed_s is None else _rates(job.traffic, self._last.get(job.key), elapsed_s)
+            name, *cells = _cells(job, rates)
+            table.add([name, *([job.team] if with_teams else []), *cells])
+            notes += _notes(job)
+        self._last, self._last_at = seen, now
+        are_known = any(isinstance(answer, Status) for answer in answers.values())
+        none = Text("no jobs") if are_known else Text("nothing is known of jobs")
+        return Group(_shards_table(answers), Text(), table if jobs else none, *notes)
+
+
+def _rates(traffic: Traffic, last: Traffic | None, elapsed_s: float) -> list[str]:
+    if last is None or not elapsed_s:
+        return ["", ""]
+    pairs = [(traffic.received_bytes, last.received_bytes), (traffic.sent_bytes, last.sent_bytes)]
+    return [short_count(max(0, new - old) / elapsed_s) for new, old in pairs]  # a new job may have an old one's name
+
+
+def _shards_table(answers: Answers) -> FittingTable:
+    titles = ("shard", "up", "jobs", "gather", "conn", "in", "out", "refused", "aborts")
+    table = FittingTable(titles, left=("shard", "aborts"), spare=("gather", "conn", "refused", "aborts", "out", "in"))
+    for address, status in answers.items():
+        if isinstance(status, Exception):
+            table.add([address, _state_of(status)])
+            continue
+        aborts = ", ".join(f"{count} {cause}" for cause, count in status.aborts.items() if count) or "none"
+        counts = [status.running, status.gathering, status.connections]
+        traffic = [short_count(status.traffic.received_bytes), short_count(status.traffic.sent_bytes)]
+        table.add([address, duration(status.uptime_s), *map(str, counts), *traffic, str(status.refused), aborts])
+    return table
+
+
+def _state_of(error: Exception) -> str:
+    """Why a shard has said nothing, in one word or two."""
+    if isinstance(error, RefusedError):
+        return "refused"
+    return "down" if isinstance(error.__cause__, OSError) else "no answer"
+
+
+def _jobs_table(*, with_rates: bool, with_teams: bool) -> FittingTable:
+    rates = ("in/s", "out/s") if with_rates else ()
+    team = ("team",) if with_teams else ()
+    first = ("ranks", "by", "age", "done", "in", "out")
+    titles = ("job", *team, *first, *rates, "density", "union", "slots", "late", "waits for")
+    return FittingTable(titles, left=("job", "team"), spare=_SPARE)
+
+
+def _cells(job: JobSummary, rates: Sequence[str]) -> list[str]:
+    names, age, traffic = [job.name, f"{job.joined}/{job.world_size}"], duration(job.age_s), job.traffic
+    if job.gathers:
+        return [*names, "", age]
+    densities = [
+        "" if density is None else density_text(density) for density in (traffic.density, traffic.union_density)
+    ]
+    counts = [str(traffic.collectives), short_count(traffic.received_bytes), short_count(traffic.sent_bytes)]
+    late = f"rank {job.late.rank} {duration(job.late.seconds)}" if job.late else ""
+    slots = f"{job.slots_in_use}/{job.slots}"
+    return [*names, job.carriers, age, *counts, *rates, *densities, slots, late, waits_for(job.wait)]
+
+
+def waits_for(wait: Stragglers | None) -> str:
+    """Whom a collective waits for, in few words."""
+    if wait is None:
+        return ""
+    who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
+    who = who if wait.total else "an aggregator"
+    return f"{who} {duration(wait.seconds)}"
+
+
+def _notes(job: JobSummary) -> list[Text]:
+    """What a job waits for, in full; nothing if it does not wait."""
+    name, wait = shown(job.name), job.wait
+    if job.gathers:
+        missing = ", ".join(map(str, job.missing))
+        missing += " …" if job.world_size - job.joined > len(job.missing) else ""
+        return [Text(f"{name}: rank {missing} must still join", style="yellow")]
+    levels = [Text(f"{name}: {levels_of(job)}")] if job.upstream or job.relays else []
+    if wait is None:
+        return levels
+    text = f"{name}: {shown(wait.what)} waits for {shown(wait.who)} since {duration(wait.seconds)}"
+    return [*levels, Text(text, style="bold yellow")]
+
+
+def levels_of(job: JobSummary) -> str:
+    """The upstream of this aggregator, and the relays below it, in a job with relays."""
+    up, down = (short_count(nbytes) for nbytes in (job.traffic.up_sent_bytes, job.traffic.up_received_bytes))
+    parts = [f"relay of aggregator {shown(job.upstream)}, {up} up and {down} down"] if job.upstream else []
+    below = [
+        f"{shown(relay.address)} ({relay.ranks} {'rank' if relay.ranks == 1 else 'ranks'})" for relay in job.relays
+    ]
+    if below:
+        parts.append(f"relays below: {', '.join(below)}")
+    return "; ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """A time in a few characters: 0.3 s, 12 s, 5 min, 3.2 h, 12 d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
 
 WIDTH = 140  # characters, where no terminal says otherwise
 

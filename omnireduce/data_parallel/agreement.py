@@ -24,7 +24,7 @@ from itertools import groupby
 
 import numpy as np
 
-from omnireduce.data_parallel.requests import JOIN, REFUSAL, WITHOUT_DATA, Batch, Request, fused
+from omnireduce.data_parallel.operations import JOIN, REFUSAL, WITHOUT_DATA, Batch, Request, fused
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 

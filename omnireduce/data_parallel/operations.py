@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 
-from omnireduce.data_parallel.adasum import adasum
-from omnireduce.data_parallel.requests import JOIN, REFUSAL, Request, TensorType
 from omnireduce.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
@@ -17,6 +17,171 @@ from omnireduce.runtime.rank.arguments import check_array, check_root, check_row
 from omnireduce.runtime.rank.calls import Rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.tracing.timeline import INNER
+
+
+def adasum(gradients: Sequence[Array]) -> Array:
+    """Combine a power of two of arrays of one shape and float type, neighbours first, then pairs of neighbours.
+
+    Two are combined as a(1 - a·b / 2|a|²) + b(1 - a·b / 2|b|²), where an array of zeros adds nothing; in float64, and
+    rounded once in the end. After Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
+    """
+    combined = [gradient.astype(np.float64) for gradient in gradients]
+    while len(combined) > 1:
+        combined = [_pair(a, b) for a, b in zip(combined[::2], combined[1::2], strict=True)]
+    return combined[0].astype(gradients[0].dtype)
+
+
+def _pair(a: Array, b: Array) -> Array:
+    product, own, other = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    of_a = 1 - product / (2 * own) if own else 1.0
+    of_b = 1 - product / (2 * other) if other else 1.0
+    combined: Array = of_a * a + of_b * b
+    return combined
+
+
+ONE_SPOILS = (
+    "sum",
+    "mean",
+    "max",
+    "any",
+)  # with other operations the mark of a rank that spoils is 0, and that of others 1
+
+
+class Buffer:
+    """Arrays of one dtype that are combined by `op` in one exchange, on a rank that may spoil it.
+
+    `sizes`: for each request, of each of its arrays. `parts`: so, too, the memory of each.
+
+    The mark is a block of its own. That of a sum is zero unless a rank spoils it: so it does not travel.
+    """
+
+    def __init__(self, memory: Array, sizes: Sequence[Sequence[int]], op: str, block_size: int) -> None:
+        ends = np.cumsum([0, *(size for part_sizes in sizes for size in part_sizes)]).tolist()
+        start = -(-ends[-1] // block_size) * block_size
+        slices = (memory[a:b] for a, b in pairwise(ends))
+        self.parts = [list(islice(slices, len(part_sizes))) for part_sizes in sizes]
+        self.whole, self._filled = memory[: start + block_size], memory[: ends[-1]]
+        self._mark, self._spare = self.whole[start:], self.whole[ends[-1] : start]
+        self._fair = 0 if op in ONE_SPOILS else 1
+
+    @staticmethod
+    def elements(sizes: Sequence[Sequence[int]], block_size: int) -> int:
+        """How much memory it takes."""
+        return (-(-sum(map(sum, sizes)) // block_size) + 1) * block_size
+
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Bring these flat arrays, one for each part."""
+        if arrays:
+            np.concatenate(arrays, out=self._filled)
+        self._spare[:], self._mark[:] = 0, self._fair
+
+    def spoil(self, rank: int) -> None:
+        """Bring nothing but the mark."""
+        self.whole[:], self._mark[:] = 0, self._fair
+        self.mark(rank)
+
+    def mark(self, rank: int) -> None:
+        """Bring the mark, too. It differs between ranks: marks of 256 ranks would add up to 0 in int8."""
+        self._mark[rank % len(self._mark)] = 1 - self._fair
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether some rank has brought the mark."""
+        return bool(np.any(self._mark != self._fair))
+
+
+REFUSAL = "refusal"  # the kind of what takes the place of a collective that a rank has refused; why is in its terms
+JOIN = "(join)"  # the name of the request of a rank that has no more data
+WITHOUT_DATA = ("allreduce", "rows")  # kinds that a rank which has no more data does not hold up
+
+
+class TensorType(NamedTuple):
+    """Dtype and shape of an array of a request."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+
+class Request(NamedTuple):
+    """A collective that a rank is ready for. All its fields must be the same on all ranks.
+
+    `kind`: "allreduce", "rows", "allgather" … `terms`: in words, what else must be the same.
+    """
+
+    name: str
+    kind: str
+    op: str = ""
+    parts: tuple[TensorType, ...] = ()
+    terms: str = ""
+
+    def said(self) -> tuple[Any, ...]:
+        """The request as plain data, for other ranks."""
+        return self.name, self.kind, self.op, tuple(tuple(part) for part in self.parts), self.terms
+
+    @classmethod
+    def told(cls, words: Any) -> Request:
+        """The request, from what `said` returned on another rank."""
+        name, kind, op, parts, terms = words
+        return cls(name, kind, op, tuple(TensorType(dtype, tuple(shape)) for dtype, shape in parts), terms)
+
+    def __str__(self) -> str:
+        shown = [str(part) for part in self.parts[:6]] + ["…"] * (len(self.parts) > 6)
+        return " ".join(text for text in (self.kind, self.op, ", ".join(shown), self.terms) if text)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts. A request of rows counts 0, because nobody knows how many rows there are."""
+        if self.kind == "rows":
+            return 0
+        return sum(part.elements * np.dtype(part.dtype).itemsize for part in self.parts)
+
+    @property
+    def combined_by(self) -> Op:
+        """The operation of the service. It has no mean of integers: they are added, and the sum is divided then."""
+        divides = self.op == "mean" and any(np.dtype(part.dtype).kind in "iu" for part in self.parts)
+        return "sum" if divides else cast(Op, self.op)
+
+    @property
+    def shares(self) -> str:
+        """A key: requests with the same key may share an exchange. With an empty key a request shares none."""
+        if self.kind == "rows":
+            return f"rows {self.op}"
+        dtypes = {part.dtype for part in self.parts}
+        return f"{self.op} {dtypes.pop()}" if self.kind == "allreduce" and len(dtypes) == 1 else ""
+
+
+class Batch(NamedTuple):
+    """Requests that share one exchange. All ranks have the same batches in the same order.
+
+    `error`: why the batch fails instead, on all ranks.
+    """
+
+    names: tuple[str, ...]
+    error: str = ""
+
+
+def fused(requests: Iterable[Request], most_bytes: int) -> list[Batch]:
+    """Put requests into batches. Each joins the last batch that it may share, if that then has at most `most_bytes`.
+    If `most_bytes` is 0, each request has a batch of its own."""
+    names: list[list[str]] = []
+    last: dict[str, tuple[list[str], int]] = {}
+    for request in requests:
+        batch, nbytes = last.get(request.shares, ([], 0)) if request.shares and most_bytes else ([], 0)
+        if not batch or nbytes + request.nbytes > most_bytes:
+            batch, nbytes = [], 0
+            names.append(batch)
+        batch.append(request.name)
+        last[request.shares] = batch, nbytes + request.nbytes
+    return [Batch(tuple(batch)) for batch in names]
+
 
 OF_QUEUE = INNER  # before the names of its collectives: a timeline shows tensors instead
 

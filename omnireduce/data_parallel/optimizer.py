@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
-from omnireduce.data_parallel.averaging import Averaging
-from omnireduce.data_parallel.gradients import Part, exchangeable, leaves, rebuilt, scale
+from omnireduce.data_parallel.averaging import Averaging, Part, exchangeable, leaves, rebuilt, scale
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.dtypes import Array

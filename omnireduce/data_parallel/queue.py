@@ -10,10 +10,8 @@ import numpy as np
 
 from omnireduce.data_parallel import operations
 from omnireduce.data_parallel.agreement import MOST_NAMES
-from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics
-from omnireduce.data_parallel.operations import Operation, Reduction, ReductionTemplate, RowReduction
-from omnireduce.data_parallel.requests import JOIN
-from omnireduce.data_parallel.tasks import Task
+from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics, Task
+from omnireduce.data_parallel.operations import JOIN, Operation, Reduction, ReductionTemplate, RowReduction
 from omnireduce.descriptor import NAME_CHARACTERS, Op, RowOp
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError

@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.data_parallel.tasks import Task
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank import engine, world
 from omnireduce.runtime.rank.agreement import run_agreed_by

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from omnireduce.data_parallel import session
+from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.queue import Queue, QueueOp
 from omnireduce.data_parallel.scaling import Average, Scaling, root_of, scaling
 from omnireduce.data_parallel.session import ProcessSet, begun_by_name, global_process_set, told_by_name
-from omnireduce.data_parallel.tasks import Task
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.keras.compression import Compression, NoneCompressor

@@ -16,10 +16,9 @@ from omnireduce.config import load_config
 from omnireduce.errors import ConfigError
 from omnireduce.files.paths import user_path, whole_path
 from omnireduce.launching.elastic import cooldown, elastic_options, ranks_of_elastic
-from omnireduce.launching.flags import horovod_options, variables_of
-from omnireduce.launching.host_lists import Host, parse_hosts, read_hostfile
+from omnireduce.launching.flags import horovod_options, read_yaml, variables_of
+from omnireduce.launching.hosts import Host, parse_hosts, read_hostfile
 from omnireduce.launching.plan import LaunchRequest
-from omnireduce.launching.yaml_file import read_yaml
 from omnireduce.logs import start_logs
 from omnireduce.runtime.tracing.trace import DYNAMIC
 from omnireduce.version import __version__
@@ -105,7 +104,7 @@ def _launch_options(command: F) -> F:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
 def run(command: tuple[str, ...], **asked: Any) -> None:
     if asked["check_build"]:
-        from omnireduce.launching.available import report_available
+        from omnireduce.launching.hosts import report_available
 
         click.echo(report_available(), nl=False)
         return

@@ -9,10 +9,34 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.launchers import variables_of_launchers
+from omnireduce.launching.connection import Connection
 from omnireduce.launching.hosts import Slot
+
+
+@dataclass
+class Rank:
+    """A process of the job, and where it runs."""
+
+    number: int
+    connection: Connection
+    status: int | None = None
+    pid: int = 0
+    was_asked: bool = False  # to end, by its supervisor
+    why: str = ""  # it ended, as the system says
+    result: bytearray = field(default_factory=bytearray)
+
+
+def how_it_ended(rank: Rank, status: int) -> str:
+    """The end of a rank that has failed, in words."""
+    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
+    if rank.was_asked:  # this program has not
+        how += ", after its host had told it to end"
+    return f"{how}: {rank.why}" if rank.why else how
+
 
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
 _OF_HOST = {  # what says where this login is; another host has its own

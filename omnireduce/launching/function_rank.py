@@ -11,7 +11,7 @@ import pickle
 import sys
 import traceback
 
-from omnireduce.launching.messages import RESULT_FD
+from omnireduce.launching.connection import RESULT_FD
 
 FAILED = 1  # exit status
 

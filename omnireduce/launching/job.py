@@ -15,9 +15,7 @@ from typing import Self
 
 from omnireduce.addresses import parse_address
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
-from omnireduce.launching.connection import Connection
-from omnireduce.launching.loop import FATAL, Loop
-from omnireduce.launching.messages import (
+from omnireduce.launching.connection import (
     AGGREGATOR,
     CHUNK,
     EVERY,
@@ -25,6 +23,7 @@ from omnireduce.launching.messages import (
     RESULT,
     STDERR,
     STDOUT,
+    Connection,
     Ended,
     Greeting,
     News,
@@ -34,8 +33,9 @@ from omnireduce.launching.messages import (
     Start,
     Started,
 )
+from omnireduce.launching.environment import Rank, how_it_ended
+from omnireduce.launching.loop import FATAL, Loop
 from omnireduce.launching.output import Descriptor, Lines, Plain, Prefixed
-from omnireduce.launching.rank import Rank, how_it_ended
 from omnireduce.logs import tagged
 
 READY_S = 600.0  # for an aggregator that must first compile its kernels

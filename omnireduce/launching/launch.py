@@ -15,14 +15,12 @@ from omnireduce import processors
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.interpreters import TREE
-from omnireduce.launching.connection import Connection, goes_by_ssh, words_of_supervisor
-from omnireduce.launching.host_lists import Host
-from omnireduce.launching.hosts import place
+from omnireduce.launching.connection import STDERR, STDOUT, Connection, goes_by_ssh, words_of_supervisor
+from omnireduce.launching.hosts import Host, place
 from omnireduce.launching.job import Job
-from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.loop import watch_input
 from omnireduce.launching.output import Descriptor, Plain, Prefixed, Sink
 from omnireduce.launching.plan import LaunchRequest, Plan, check_command
-from omnireduce.launching.standard_input import watch_input
 
 HERE = "localhost"
 RANKS_AT_ONCE = 32  # are started before the job hears what has come meanwhile

@@ -1,19 +1,20 @@
-"""The event loop of the launcher. One selector waits for everything, so that no full pipe blocks the rest.
-
-Every wait ends: by what it waits for, by its limit, or by a signal to this process, which the loop always reads.
-"""
+"""Standard input of the launcher, which ranks do not get."""
 
 from __future__ import annotations
 
+import array
+import fcntl
 import logging
+import os
 import selectors
 import signal
 import socket
+import stat
+import termios
 import time
 from collections.abc import Callable, Sequence
 
-from omnireduce.launching.connection import Connection
-from omnireduce.launching.messages import CHUNK
+from omnireduce.launching.connection import CHUNK, Connection
 from omnireduce.launching.output import Descriptor
 from omnireduce.logs import tagged
 from omnireduce.protocol.deadlines import FIRST_S, Reminders
@@ -137,3 +138,30 @@ class Loop:
         self._give_back()
         self._woken.close()
         self._wakes.close()
+
+
+def watch_input(loop: Loop, descriptor: int = 0) -> None:
+    """Say once that ranks read nothing from standard input, when there is something to read."""
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            if os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size:
+                _tell()
+            return
+    except OSError:  # it is closed
+        return
+
+    def look() -> None:
+        loop.forget(descriptor)
+        waiting = array.array("i", [0])
+        fcntl.ioctl(descriptor, termios.FIONREAD, waiting)
+        if waiting[0]:  # else it has ended
+            _tell()
+
+    if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor):
+        loop.watch(descriptor, look)
+
+
+def _tell() -> None:
+    what = "ranks read nothing from standard input: give the program a file or arguments instead"
+    log.warning("%s", what, extra=tagged("input_not_read"))

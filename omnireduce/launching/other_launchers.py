@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from omnireduce.addresses import loopback
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 from omnireduce.extras import install
 from omnireduce.interpreters import TREE, program_of
-from omnireduce.launching.host_lists import Host, names_in
-from omnireduce.launching.hosts import is_here
+from omnireduce.launching.connection import CHUNK
+from omnireduce.launching.hosts import Host, is_here, names_in
 from omnireduce.launching.job import Job
-from omnireduce.launching.messages import CHUNK
 from omnireduce.launching.plan import LaunchRequest, Plan
 
 INSIDE = program_of("omnireduce.launching.set_rank", "1")

@@ -17,7 +17,7 @@ from typing import IO, Protocol
 
 from omnireduce.errors import ConfigError
 from omnireduce.files.paths import user_path
-from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.connection import STDERR, STDOUT
 from omnireduce.logs import tagged
 
 LINE = 1 << 16  # bytes

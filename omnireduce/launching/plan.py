@@ -23,11 +23,11 @@ from omnireduce.addresses import (
     reachable_address,
 )
 from omnireduce.config import Config
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
 from omnireduce.files.paths import current_folder
 from omnireduce.interpreters import TREE, program_of
-from omnireduce.launching.connection import Connection
+from omnireduce.launching.connection import AGGREGATOR, Connection, Start
 from omnireduce.launching.environment import (
     as_bytes,
     draw_job,
@@ -37,10 +37,8 @@ from omnireduce.launching.environment import (
     of_rank,
     of_service,
 )
-from omnireduce.launching.host_lists import Host
-from omnireduce.launching.hosts import Slot, is_here
+from omnireduce.launching.hosts import Host, Slot, is_here
 from omnireduce.launching.job import Job
-from omnireduce.launching.messages import AGGREGATOR, Start
 
 EMBEDDED = "embedded"
 MOST_SHARDS = 64

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from omnireduce.addresses import ANYWHERE, listen
 from omnireduce.control_groups import OutOfMemory
-from omnireduce.launching.messages import (
+from omnireduce.launching.connection import (
     CHUNK,
     EVERY,
     MAGIC,

@@ -5,39 +5,135 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, Assembly, BlockProgram, Operation
+from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, SUM, Assembly, BlockProgram, Operation
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.optimizers.clipping import Clipping
-from omnireduce.optimizers.exchanges import start_squares, start_update
-from omnireduce.optimizers.parts import Memory, Part, as_weights, check_tables, parameters_of, parts_of
-from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
-from omnireduce.optimizers.saved import (
+from omnireduce.optimizers.parts import (
     NUMBER_BITS,
     STEP,
+    Memory,
+    Part,
     Save,
     SavedParts,
     Shapes,
+    as_weights,
     check_state,
+    check_tables,
     discard_part,
     key_of,
+    parameters_of,
+    parts_of,
     publish_part,
     share_of,
     write_part,
 )
+from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule, number
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.arguments import check_root, two_that_share
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.refusals import told_to_others
+
+LEAST = 1e-6  # is added to the norm, as torch does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """The longest `norm` of all gradients, or the largest `value` of each element; None: any. Raises UsageError for
+    what is no positive number, and for both."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("norm", "value"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            limit = number(f"clip_{name}", given)
+            if not 0 < limit < math.inf:
+                raise UsageError(f"clip_{name} is {limit:g}; expected more than 0, or None not to clip")
+            object.__setattr__(self, name, limit)
+        if self.norm is not None and self.value is not None:
+            raise UsageError("clip_norm and clip_value are both given; expected one of them")
+
+    def factor(self, norm: float | None) -> float:
+        """What gradients of this norm are multiplied by; NaN if that is NaN, and 1 where no norm is clipped."""
+        if self.norm is None or norm is None:
+            return 1.0
+        factor = self.norm / (norm + LEAST)
+        return 1.0 if factor >= 1 else factor
+
+
+T = TypeVar("T")
+AT_ONCE = 16  # exchanges that are under way, where each parameter has its own
+Steps = Sequence[tuple[Part, Step]]
+
+
+def start_squares(group: Communicator, steps: Steps, rule: Rule, given: Mapping[str, Any]) -> Callable[[], float]:
+    """Start to add up the squares of the gradients. The returned function gives the sum."""
+    handles = [(part.start(group, _squares(rule, step), given), step.scale) for part, step in steps]
+    return lambda: sum(float(handle.wait().totals[0]) * scale**2 for handle, scale in handles)
+
+
+def _squares(rule: Rule, step: Step) -> BlockProgram:
+    """The program whose total is the sum of the squares of the gradient. It changes nothing."""
+    code = Assembly()
+    code.add(Operation.SQUARE, SUM)
+    code.add(Operation.ADD_TO_TOTAL, SUM)
+    return code.program(step.state, 1 + len(rule.columns), len(rule.cells), totals=1, returns=False)
+
+
+def start_update(group: Communicator, steps: Steps, rule: Rule, given: Mapping[str, Any]) -> Callable[[], None]:
+    """Start to update the weights."""
+    if isinstance(rule, Lamb):
+        return _start_update_by_norms(group, steps, rule, given)
+    handles = [part.start(group, rule.program(step), given) for part, step in steps]
+
+    def end() -> None:
+        for (part, _), handle in zip(steps, handles, strict=True):
+            handle.wait()
+            part.done()
+
+    return end
+
+
+def _start_update_by_norms(
+    group: Communicator, steps: Steps, rule: Lamb, given: Mapping[str, Any]
+) -> Callable[[], None]:
+    results = _in_turn(lambda one: one[0].start(group, rule.norms(one[1]), given), steps)
+    norms = [[math.sqrt(total) for total in result.totals] for result in results]
+
+    def end() -> None:
+        updates = [(part, rule.apply(step, *norm)) for (part, step), norm in zip(steps, norms, strict=True)]
+        for _ in _in_turn(lambda one: one[0].start(group, one[1], {}), updates):
+            pass
+        for part, _ in steps:
+            part.done()
+
+    return end
+
+
+def _in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
+    """The results of one collective for each item, in order. Up to `AT_ONCE` are under way at once."""
+    handles = deque[Handle[Any]]()
+    for item in items:
+        handles.append(start(item))
+        if len(handles) == AT_ONCE:
+            yield handles.popleft().wait()
+    while handles:
+        yield handles.popleft().wait()
+
 
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
 _opened: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()

@@ -7,9 +7,20 @@ from typing import NamedTuple
 
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
-from omnireduce.planning.load import Load, load_of
-from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
-from omnireduce.planning.patterns import Patterns, RememberedPatterns, SummedPatterns
+from omnireduce.planning.model import (
+    Costs,
+    Hosts,
+    Load,
+    Messages,
+    Patterns,
+    Plan,
+    Prediction,
+    RememberedPatterns,
+    SummedPatterns,
+    load_of,
+    predict,
+    windows_for,
+)
 from omnireduce.planning.tree import predict_tree
 
 AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,59 @@ from typing import TYPE_CHECKING, Any
 from omnireduce.errors import ConfigError
 from omnireduce.extras import install
 from omnireduce.files.output import write_file
-from omnireduce.programs.expressions import Expression, Input, formula
-from omnireduce.programs.stages import Stage, nodes_of
-from omnireduce.programs.text import title
+from omnireduce.programs.expressions import Expression, Input, Tensor, Variable, formula
+from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
 
 if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Pipeline
+
+
+Line = tuple[str, str]  # what is done, and its type
+Names = Mapping[Expression, str]
+
+
+def title(stage: Stage) -> str:
+    """What several expressions together are."""
+    if isinstance(stage, Fused):
+        return "fused"
+    if isinstance(stage, FusedAllReduce):
+        return "fused all-reduce"
+    return "" if isinstance(stage, Expression) else f"overlapped in {stage.chunks} chunks"
+
+
+def program_text(
+    name: str, inputs: Sequence[Expression], outputs: Sequence[str], stages: Sequence[Stage], names: Names
+) -> str:
+    """The whole program."""
+    lines: list[Line] = []
+    for input_node in inputs:
+        if isinstance(input_node, Tensor):
+            lines.append((f"  {input_node.name}", str(input_node.type)))
+        elif isinstance(input_node, Variable):
+            lines.append((f"  {input_node.name}", str(input_node.type.dtype)))
+    split = len(lines)
+    for stage in stages:
+        lines += _stage_lines(stage, names, "  ")
+    width = min(max(len(what) for what, _ in lines), 78)
+    texts = [f"{what:{width}}  {kind}".rstrip() for what, kind in lines]
+    given = ", ".join(names[input_node] for input_node in inputs)
+    return "\n".join([f"{name}({given}) -> {', '.join(outputs)}", *texts[:split], "", *texts[split:]])
+
+
+def _stage_lines(stage: Stage, names: Names, margin: str) -> list[Line]:
+    if isinstance(stage, Expression):
+        return [_line(stage, names, margin)] if stage in names else []
+    deeper = f"{margin}  "
+    if isinstance(stage, Fused | FusedAllReduce):
+        inner = [_line(node, names, deeper) for node in nodes_of(stage) if node in names]
+    else:
+        inner = [_line(stage.matmul, names, deeper), *_stage_lines(stage.reducer, names, deeper)]
+    return [(f"{margin}{title(stage)} {{", ""), *inner, (f"{margin}}}", "")]
+
+
+def _line(node: Expression, names: Names, margin: str) -> Line:
+    return f"{margin}{names[node]} = {formula(node, names)}", str(node.type)
+
 
 LAYOUT_COLOURS = {"Local": "#f6d5c9", "Replicated": "#d9e6f5", "Sliced": "#d8ecd2", "Sliced_2": "#ece3c2"}
 LONGEST = 46  # characters of a formula

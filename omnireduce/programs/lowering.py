@@ -19,7 +19,7 @@ from omnireduce.programs.expressions import Bool, Constant, Expression, Float32,
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.mixing import Mixing
 from omnireduce.programs.operations import Norm, ReduceTensor, Summation, Update, WholeReduction
-from omnireduce.programs.phases import Phase, Scalar
+from omnireduce.programs.overlapped import Phase, Scalar
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.pointwise import Arithmetic, Cast, Ite, Pointwise, Sqrt
 from omnireduce.programs.stages import FusedAllReduce

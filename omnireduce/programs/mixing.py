@@ -8,7 +8,7 @@ from typing import NamedTuple
 from omnireduce.block_program import Operation
 from omnireduce.programs.expressions import Expression
 from omnireduce.programs.operations import Update
-from omnireduce.programs.phases import Scalar
+from omnireduce.programs.overlapped import Scalar
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.pointwise import Arithmetic
 

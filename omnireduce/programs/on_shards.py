@@ -20,12 +20,12 @@ from omnireduce.block_program import (
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
-from omnireduce.programs.inputs import given_alike
 from omnireduce.programs.lowering import Lowered, lowered
 from omnireduce.programs.operations import Update, WholeReduction
-from omnireduce.programs.phases import Phase
+from omnireduce.programs.overlapped import Phase
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
+from omnireduce.programs.runner import given_alike
 from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others

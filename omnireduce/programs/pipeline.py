@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.communication import AllReduce, Broadcast, Send
+from omnireduce.programs.drawing import program_text
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, short
-from omnireduce.programs.graph import in_order, users_of
 from omnireduce.programs.operations import Update
 from omnireduce.programs.placement import sizes_in
 from omnireduce.programs.pointwise import Pointwise
 from omnireduce.programs.source_lines import line_of_user, names_of_user, wrong
-from omnireduce.programs.stages import Compound, Stage, in_stages
-from omnireduce.programs.text import program_text
+from omnireduce.programs.stages import Compound, Stage, in_order, in_stages, users_of
 
 if TYPE_CHECKING:
     from omnireduce.programs.on_shards import OnShards
@@ -238,7 +237,7 @@ class Pipeline:
 
     def split(self, stage: Handle) -> Pipeline:
         """An AllReduce as ReduceScatter and AllGather: see `rewrites.split`."""
-        from omnireduce.programs.rewrites.split import split
+        from omnireduce.programs.rewrites.overlap import split
 
         return split(self, stage)
 
@@ -250,7 +249,7 @@ class Pipeline:
 
     def as_slice(self, tensors: Sequence[Handle]) -> Pipeline:
         """Keep tensors in slices: see `rewrites.as_slice`."""
-        from omnireduce.programs.rewrites.slices import as_slice
+        from omnireduce.programs.rewrites.overlap import as_slice
 
         return as_slice(self, tensors)
 

@@ -5,6 +5,7 @@ Operands are broadcast by NumPy's rule: a dimension of 1, or one that is missing
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.dtypes import Array
-from omnireduce.programs.draws import uniforms
+from omnireduce.kernels.codecs.draws import block_keys, fill_uniform, stream_key
 from omnireduce.programs.expressions import (
     FLOATS,
     Bool,
@@ -30,6 +31,25 @@ from omnireduce.programs.expressions import (
 )
 from omnireduce.programs.layouts import POINTWISE, Layout, folded
 from omnireduce.programs.source_lines import line_of_user, wrong
+
+
+def uniforms(seed: int, step: int, region: Region, shape: tuple[int, ...]) -> Array:
+    """Numbers from 0 up to but not including 1, float32, for the elements of `region`, which has this shape."""
+    out = np.empty(shape, np.float32)
+    if not out.size:
+        return out
+    key = stream_key(seed, step, region.stream)
+    strides = [math.prod(region.whole[at + 1 :]) for at in range(len(region.whole))]
+    origin = sum(start * stride for start, stride in zip(region.starts, strides, strict=True))
+    if len(shape) < 2 or shape[-1] == region.whole[-1]:  # rows lie behind one another
+        firsts, runs = np.array([origin]), out.reshape(1, -1)
+    else:
+        within = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
+        firsts, runs = origin + np.array(strides[:-1], np.int64) @ within, out.reshape(-1, shape[-1])
+    for run, own in zip(runs, block_keys(key, firsts), strict=True):
+        fill_uniform(own, run)
+    return out
+
 
 COMPARISONS: dict[str, Callable[..., Any]] = {
     ">": np.greater,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -10,21 +10,41 @@ import numpy as np
 
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.kernels.checksum import checksum
 from omnireduce.programs.communication import Send
 from omnireduce.programs.execution import Execution
-from omnireduce.programs.expressions import Expression
-from omnireduce.programs.fused_all_reduce import run_fused_all_reduce
-from omnireduce.programs.inputs import given_alike
+from omnireduce.programs.expressions import Expression, Input
+from omnireduce.programs.layouts import Layout
 from omnireduce.programs.operations import Update
-from omnireduce.programs.overlapped import run_overlapped
+from omnireduce.programs.overlapped import run_fused_all_reduce, run_overlapped
 from omnireduce.programs.passes import run_fused
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, input_value, sizes_in
+from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, input_value, sizes_in
 from omnireduce.programs.ranks import Ranks, Waiting, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
+from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.rank.agreement import Comparison
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others
+
+
+def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
+    """Names and values for `check_alike`: the program, its sizes, numbers and Replicated tensors."""
+    inputs = [
+        (input_node.name, _said(array)) for input_node, array in given if input_node.type.layout is Layout.REPLICATED
+    ]
+    return [
+        ("the program", pipeline.digest),
+        *((variable.name, str(size)) for variable, size in sizes.items()),
+        *inputs,
+    ]
+
+
+def _said(array: Array) -> str:
+    """A number as text, or the dtype, shape and checksum of a tensor."""
+    if not array.shape:
+        return str(array[()])
+    return f"{array.dtype}{list(array.shape)}, checksum {checksum(as_writable(array)).hex()}"
 
 
 def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, compare: bool = True) -> dict[str, Array]:

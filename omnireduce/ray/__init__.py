@@ -28,11 +28,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from omnireduce.addresses import loopback
 from omnireduce.config import load_config
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
-from omnireduce.launching.connection import Connection, words_of_supervisor
+from omnireduce.launching.connection import STDERR, STDOUT, Connection, words_of_supervisor
 from omnireduce.launching.environment import draw_job, of_rank
 from omnireduce.launching.hosts import place_on
 from omnireduce.launching.job import READY_S, Job
-from omnireduce.launching.messages import STDERR, STDOUT
 from omnireduce.launching.output import Prefixed, Stream
 from omnireduce.launching.plan import LaunchRequest, Plan
 from omnireduce.launching.supervisor import free_port

@@ -18,10 +18,9 @@ docs/switchml.md says how the names of SwitchML's C++ client map to these.
 """
 
 from omnireduce.switchml.context import Context, ContextState
-from omnireduce.switchml.job import Job, JobState
+from omnireduce.switchml.job import Distribution, Job, JobState, Stats
 from omnireduce.switchml.prepostprocessor import CpuExponentQuantizer, JobSlice, PrePostProcessor
 from omnireduce.switchml.settings import Settings, load_settings
-from omnireduce.switchml.stats import Distribution, Stats
 
 __all__ = [
     "Context",

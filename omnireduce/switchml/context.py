@@ -29,10 +29,9 @@ from omnireduce.runtime.rank.environment import own_launch
 from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.runtime.rank.world import connect
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
-from omnireduce.switchml.job import Job, JobState, Starter
+from omnireduce.switchml.job import Distribution, Job, JobState, Starter, Stats
 from omnireduce.switchml.packets import Exchange, Instant, OverTheService, Packets
 from omnireduce.switchml.settings import Settings, load_settings
-from omnireduce.switchml.stats import Distribution, Stats
 
 _log = logging.getLogger("omnireduce")
 

@@ -49,11 +49,16 @@ from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.compression import Compression
+from omnireduce.torch.elastic import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from omnireduce.torch.grace import grace_hook
-from omnireduce.torch.handles import barrier, join, poll, synchronize
-from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
+from omnireduce.torch.gradients import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.launch import local_first, tell_torch
-from omnireduce.torch.moves import (
+from omnireduce.torch.movements import (
     allgather,
     allgather_async,
     alltoall,
@@ -87,12 +92,7 @@ from omnireduce.torch.scattering import (
     reducescatter_async,
 )
 from omnireduce.torch.sharded import ShardedOptimizer
-from omnireduce.torch.states import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from omnireduce.torch.tensors import barrier, join, poll, synchronize
 from omnireduce.torch_backend import register
 
 _place = tell_torch()

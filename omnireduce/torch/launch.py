@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from omnireduce.addresses import loopback
 from omnireduce.errors import UsageError
-from omnireduce.launching.host_lists import names_in
+from omnireduce.launching.hosts import names_in
 from omnireduce.runtime.rank.environment import Launch, detect_launch, launch_id
 from omnireduce.runtime.rank.groups import local_first as first_of_host
 from omnireduce.torch.rendezvous import MeetingPoint, drawn_ports

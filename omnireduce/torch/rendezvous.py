@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,14 +20,179 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlparse
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from omnireduce.addresses import ANYWHERE, Address, connect, host_of, is_loopback, listen, where_to_listen
+from omnireduce.addresses import (
+    ANYWHERE,
+    Address,
+    connect,
+    host_of,
+    is_ipv6,
+    is_loopback,
+    is_numeric,
+    listen,
+    loopback,
+    own_addresses,
+    reachable_address,
+    where_to_listen,
+)
 from omnireduce.blame import from_a_handler
 from omnireduce.logs import tagged
 from omnireduce.protocol.deadlines import Reminders
+from omnireduce.runtime.rank.environment import this_host
+
+MOST_SAID = 8  # addresses of a host
+CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them
+
+
+class HostOfRank(msgspec.Struct, frozen=True, array_like=True):
+    """The host of a rank: an identity that no other host has, and its addresses, first the one on the way to the
+    store."""
+
+    identity: str
+    addresses: list[str]
+
+
+_host_of_rank = msgspec.json.Decoder(HostOfRank)
+
+
+def said_of_host(store: dist.Store) -> str:
+    """The message of this rank to the others, who meet at `store`: its host, and the addresses of that."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    way = reachable_address([store.host] if isinstance(store, dist.TCPStore) else [])
+    addresses = list(dict.fromkeys(address for address in (way, *own_addresses()) if address))
+    return msgspec.json.encode(HostOfRank(this_host(), addresses[:MOST_SAID])).decode()
+
+
+def address_for_gloo(said: Sequence[str]) -> str:
+    """An address of this host, after all ranks have said `said_of_host`: of loopback if they share this host. Empty
+    where the user has chosen interfaces, or where nothing leads to the others: then gloo chooses."""
+    if os.environ.get(CHOSEN_BY_USER):
+        return ""
+    hosts = [_host_of_rank.decode(text) for text in said]
+    ways = ways_to_others(hosts, this_host())
+    return loopback() if ways is None else reachable_address(ways) if ways else ""
+
+
+def ways_to_others(hosts: Sequence[HostOfRank], own: str) -> list[str] | None:
+    """An address of each host but `own`, all of one family; None if there is no other host. The family is that of the
+    ways to the store or, where some of these are IPv4 and some IPv6, one that all hosts have."""
+    of_host = {host.identity: [text for text in host.addresses[:MOST_SAID] if is_numeric(text)] for host in hosts}
+    if of_host.keys() <= {own}:
+        return None
+    families = {is_ipv6(addresses[0]) for addresses in of_host.values() if addresses}
+    takes_ipv6 = any(families)
+    if len(families) > 1:
+        takes_ipv6 = all(any(map(is_ipv6, addresses)) for addresses in of_host.values())
+    others = [addresses for identity, addresses in of_host.items() if identity != own]
+    fitting = [[text for text in addresses if is_ipv6(text) == takes_ipv6] for addresses in others]
+    return [addresses[0] for addresses in fitting if addresses]
+
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1  # between two looks into the store
+LISTED = 8  # ranks in a message
+FEW = 64  # ranks
+_log = logging.getLogger("omnireduce")
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """The entry of a rank: a number that no other rank has, and `said`, a text for all others."""
+
+    number: str
+    said: str
+
+
+class Met(NamedTuple):
+    """All ranks are here. `key`: not used in the store before. `said`: the text of each rank."""
+
+    key: str
+    said: list[str]
+
+
+_arrival = msgspec.json.Decoder(Arrival)
+_arrivals = msgspec.json.Decoder(list[Arrival])
+
+
+def meet(store: dist.Store, rank: int, size: int, said: str, timeout: timedelta) -> Met:
+    """Return when all ranks have called it with this store. Raises DistStoreError, a RuntimeError, if they have not
+    after `timeout`, and any error of the store."""
+    own = Arrival(secrets.token_hex(8), said)
+    store.set(f"rank {rank}", msgspec.json.encode(own))
+    waiting = _Waiting(store, rank, size, timeout)
+    key = _call_up(waiting, own) if rank == 0 else _answer(waiting, own)
+    return Met(key, [arrival.said for arrival in _arrivals.decode(store.get(key))])
+
+
+def _call_up(waiting: _Waiting, own: Arrival) -> str:
+    store, ranks, key = waiting.store, range(waiting.size), own.number
+    waiting.wait([f"rank {rank}" for rank in ranks])
+    known = list[Arrival]()
+    while True:
+        arrivals = [_arrival.decode(store.get(f"rank {rank}")) for rank in ranks]
+        for arrival in arrivals[1:]:
+            if arrival not in known:
+                store.set(arrival.number, key)
+        known = arrivals
+        if waiting.pause([f"{key} {rank}" for rank in ranks[1:]]):
+            break
+    store.set(key, msgspec.json.encode(known))
+    return key
+
+
+def _answer(waiting: _Waiting, own: Arrival) -> str:
+    store = waiting.store
+    waiting.wait([own.number])
+    key: str = store.get(own.number).decode()
+    store.set(f"{key} {waiting.rank}", "")
+    waiting.wait([key])
+    return key
+
+
+class _Waiting:
+    """Waits for keys that other ranks put into a store, for `timeout` in total. After 1, 2, 4, ... seconds it logs who
+    is missing."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._timeout_s, begun = timeout.total_seconds(), time.monotonic()
+        self._deadline, self._reminders, self._pause_s = begun + self._timeout_s, Reminders(begun), SHORTEST_PAUSE_S
+
+    def wait(self, keys: Sequence[str]) -> None:
+        """Return when the store has all these keys."""
+        while not self.pause(keys):
+            pass
+
+    def pause(self, keys: Sequence[str]) -> bool:
+        """Return whether the store has these keys. If it has not, pause first, longer each time."""
+        if self.store.check(list(keys)):  # not its `wait`: that of torch writes two lines when its time is over
+            self._pause_s = SHORTEST_PAUSE_S
+            return True
+        now = time.monotonic()
+        if now > self._deadline:
+            raise dist.DistStoreError(
+                f"omnireduce: {self._missing(keys)} did not join a process group of {self.size} ranks within "
+                f"{self._timeout_s:g} s (its timeout); start all ranks, each with a rank of its own"
+            )
+        if waited_s := self._reminders.due(now):
+            what = f"waiting for {self._missing(keys)} to join a process group of {self.size} ranks"
+            _log.warning("%s since %.0f s", what, waited_s, extra=tagged("waiting_for_ranks", rank=self.rank))
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return False
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        """The ranks that this rank waits for, in words. Among many ranks, only rank 0 looks who is missing."""
+        if self.rank and self.size > FEW:
+            return "other ranks"
+        answers = list(enumerate(keys, 1)) if self.rank == 0 and len(keys) < self.size else []
+        here = {rank: f"rank {rank}" for rank in range(self.size)} | dict(answers)
+        missing = [rank for rank, key in here.items() if not self.store.check([key])] or [0]
+        return f"rank {', '.join(map(str, missing[:LISTED]))}{' …' if len(missing) > LISTED else ''}"
+
 
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give out by themselves
 TRIES = 16  # ports of one launch

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.scaling import Adasum, Average, Scaling, Sum, scaling
 from omnireduce.data_parallel.session import (
@@ -23,14 +24,11 @@ from omnireduce.data_parallel.session import (
     queue,
     told_by_name,
 )
-from omnireduce.data_parallel.tasks import Task
 from omnireduce.errors import UsageError
 from omnireduce.torch.compression import Compression
-from omnireduce.torch.differentiable import differentiable
-from omnireduce.torch.handles import Handle, first, handle_of, joined, on_device_of, synchronize
-from omnireduce.torch.moves import gathered
-from omnireduce.torch.reductions import check_differentiable, compressed
-from omnireduce.torch.tensors import array_of, staged
+from omnireduce.torch.movements import gathered
+from omnireduce.torch.reductions import check_differentiable, compressed, differentiable
+from omnireduce.torch.tensors import Handle, array_of, first, handle_of, joined, on_device_of, staged, synchronize
 
 
 def reducescatter_async(

@@ -19,7 +19,7 @@ from omnireduce.blame import from_a_handler
 from omnireduce.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.transport.base import NO_SLOTS
-from omnireduce.transport.regions import Regions
+from omnireduce.transport.memory import Regions
 from omnireduce.transport.shm import peer_of
 from omnireduce.transport.stream import BACKLOG
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from omnireduce.administration import AdminAnswer, AdminRequest
-from omnireduce.config.security import TEAM_PATTERN
+from omnireduce.config.schema import TEAM_PATTERN
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import NONCE_BYTES, PROOF_BYTES
 from omnireduce.status import LISTED, MOST, Status, StatusRequest

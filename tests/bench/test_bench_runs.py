@@ -8,8 +8,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job, start_job
 from transports import MEMORY, over
 
-from omnireduce.bench.cases import Case, SyntheticCase
-from omnireduce.bench.rows import Row
+from omnireduce.bench.cases import Case, Row, SyntheticCase
 from omnireduce.bench.runs import run_case
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout

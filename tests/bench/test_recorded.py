@@ -14,9 +14,8 @@ from local_cluster import Daemon, configured, run_job
 from oracle import reduce_in_rank_order
 from samples import CASES, sparse_tensor
 
-from omnireduce.bench.cases import recorded_cases
+from omnireduce.bench.cases import Row, recorded_cases
 from omnireduce.bench.recorded import RecordedTensors, find_arrays
-from omnireduce.bench.rows import Row
 from omnireduce.bench.runs import run_case
 from omnireduce.config import load_config
 from omnireduce.dtypes import Array

@@ -12,7 +12,7 @@ from transports import over
 from benchmarks.group import PeerError
 from benchmarks.replays import URGENT, WAYS, _iteration_ms, _show
 from benchmarks.testbed import Host
-from omnireduce.worker.switchml.layers import Layer, write_layers
+from omnireduce.worker.switchml.recording import Layer, write_layers
 
 HERE = [Host("here", "127.0.0.1", ())] * 2
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from omnireduce.aggregator import daemon
 from omnireduce.aggregator.cli import main
-from omnireduce.aggregator.line import Line
+from omnireduce.aggregator.family import Line
 from omnireduce.aggregator.shard import run_shard
 from omnireduce.aggregator.watchdog import Pulse
 

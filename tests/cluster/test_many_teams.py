@@ -22,8 +22,7 @@ from transports import over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.aggregator.daemon import Daemon as Supervisor
-from omnireduce.aggregator.family import Deaths, Family
-from omnireduce.aggregator.line import Line
+from omnireduce.aggregator.family import Deaths, Family, Line
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.secret import Secret, load_secret

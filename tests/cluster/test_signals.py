@@ -7,7 +7,7 @@ import sys
 
 A_SIGNAL_COMES_MEANWHILE = """
 import os, signal
-from omnireduce.aggregator.signals import ignore
+from omnireduce.aggregator.processes import ignore
 
 came, change = [], signal.signal
 change(signal.SIGTERM, lambda *_: came.append("SIGTERM"))

@@ -23,7 +23,7 @@ from transports import over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, TransportError
 from omnireduce.config import load_config
-from omnireduce.transport.tls_files import aggregator_context
+from omnireduce.transport.tls import aggregator_context
 
 pytestmark = needs_openssl
 TCP = over("tcp")

@@ -32,7 +32,7 @@ from raw_peer import RawPeer, framed
 from transports import KINDS, WAYS, over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.secret import Secret
 from omnireduce.transport.stream import CONTROL, FRAME

@@ -13,8 +13,7 @@ from transports import BY_SHARDS
 from omnireduce import Communicator
 from omnireduce.compression.methods import method_of
 from omnireduce.console.density.command import report_files
-from omnireduce.console.density.estimate import measure
-from omnireduce.console.density.methods import MethodEstimate, advise
+from omnireduce.console.density.estimate import MethodEstimate, advise, measure
 from omnireduce.dtypes import Array
 
 SIZES, RANKS = (32, 256), 2

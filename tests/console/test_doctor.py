@@ -15,15 +15,17 @@ import pytest
 from certificates import certificates, needs_openssl
 from local_cluster import READY_S, Daemon, Process, configured
 
-from omnireduce.console.finding import Finding
-from omnireduce.console.host_checks import (
+from omnireduce.console.doctor import (
+    Finding,
+    check_aggregators,
     check_descriptors,
     check_launch,
     check_locked_memory,
     check_processor,
+    check_rdma,
+    find_ports,
     locking_is_free,
 )
-from omnireduce.console.link_checks import check_aggregators, check_rdma, find_ports
 
 NOWHERE = "127.0.0.1:9"
 PROGRAM = [sys.executable, "-m", "omnireduce", "doctor"]

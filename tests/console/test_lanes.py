@@ -21,8 +21,8 @@ from omnireduce.config import Trace
 from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
 from omnireduce.errors import UsageError
 from omnireduce.printing import TABLE_WIDTH
-from omnireduce.runtime.tracing.chrome import chrome_trace
 from omnireduce.runtime.tracing.lanes import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
+from omnireduce.runtime.tracing.merge import chrome_trace
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
 from omnireduce.worker.cli import main
 

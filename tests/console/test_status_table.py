@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from omnireduce.console.status_table import View, duration
+from omnireduce.console.status import View, duration
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.status import Below, JobStatus, Late, Status, Stragglers, Traffic

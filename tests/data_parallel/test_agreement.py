@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnireduce.data_parallel.agreement import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
-from omnireduce.data_parallel.requests import JOIN, Batch, Request, TensorType, fused
+from omnireduce.data_parallel.operations import JOIN, Batch, Request, TensorType, fused
 from omnireduce.errors import UsageError
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from local_cluster import WAIT_S, Daemon, Process, configured, run_job
 
 from omnireduce import Communicator, UsageError
-from omnireduce.data_parallel.averaging import COPIED_BYTES, Averaging
-from omnireduce.data_parallel.gradients import Part
+from omnireduce.data_parallel.averaging import COPIED_BYTES, Averaging, Part
 from omnireduce.dtypes import Array
 
 LARGE = COPIED_BYTES // 4 + 1  # elements of a gradient that travels on its own

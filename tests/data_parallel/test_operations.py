@@ -12,10 +12,8 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, Op, UsageError
-from omnireduce.data_parallel.adasum import adasum
 from omnireduce.data_parallel.agreement import ALIKE_STEPS
-from omnireduce.data_parallel.buffers import Buffer
-from omnireduce.data_parallel.operations import Reduction
+from omnireduce.data_parallel.operations import Buffer, Reduction, adasum
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.dtypes import Array
 

@@ -265,7 +265,7 @@ def test_teams_are_a_mounted_secret(
     """All may write to the folder as far as its mode goes: it counts that the mount lets nobody."""
     need_pods()
     code = """
-from omnireduce.config.security import Security
+from omnireduce.config.schema import Security
 from omnireduce.teams import load_teams
 teams = load_teams(Security(teams_folder="/run/secrets/teams"), {})
 print(len(teams), teams.of("vision").terms.max_jobs)

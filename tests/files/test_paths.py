@@ -23,18 +23,18 @@ from omnireduce.files.output import check_writable, make_folder, write_file
 from omnireduce.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
 from omnireduce.files.tensors import read_tensors
 from omnireduce.launching.command import read_words
-from omnireduce.launching.host_lists import Host, read_hostfile
-from omnireduce.launching.messages import STDOUT
+from omnireduce.launching.connection import STDOUT
+from omnireduce.launching.flags import read_yaml
+from omnireduce.launching.hosts import Host, read_hostfile
 from omnireduce.launching.output import Prefixed, Stream
-from omnireduce.launching.yaml_file import read_yaml
 from omnireduce.loading import search_path
-from omnireduce.optimizers.saved import Save, SavedParts, publish_part, write_part
+from omnireduce.optimizers.parts import Save, SavedParts, publish_part, write_part
 from omnireduce.programs.ready.schedules import schedules
 from omnireduce.secret import Secret, load_secrets
 from omnireduce.switchml.settings import load_settings
 from omnireduce.teams import load_teams
-from omnireduce.transport.tls_files import worker_context
-from omnireduce.worker.switchml.layers import read_layers
+from omnireduce.transport.tls import worker_context
+from omnireduce.worker.switchml.recording import read_layers
 
 WORD = "a-secret-of-16-bytes"
 

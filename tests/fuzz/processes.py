@@ -18,7 +18,7 @@ from messages import SLOT_BYTES, SLOTS, TEAM_SECRET, TEAM_TEXT
 from raw_peer import RawPeer
 
 from omnireduce import Communicator, Config, OmniReduceError
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.stream import FRAME
 from omnireduce.wire.control import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from omnireduce.console import kernels
+from omnireduce.console import doctor
 from omnireduce.files.cache import cache_folders
 from omnireduce.kernels import cache, jit
 from omnireduce.kernels.cache import KEPT, UNFINISHED, UNFINISHED_S, KernelFiles
@@ -161,9 +161,9 @@ def test_warm_fills_the_folder_that_is_named(tmp_path: Path, monkeypatch: pytest
     named, own = tmp_path / "named", tmp_path / "own"
     KernelFiles("kernels", [own]).save(NAME, CONTENT)
     files = KernelFiles("kernels", [named, own])
-    monkeypatch.setattr(kernels, "kernel_files", lambda: files)
-    monkeypatch.setattr(kernels, "warm_up_all", lambda _: files.load(NAME) or files.save(NAME, CONTENT))
-    kernels.warm()
+    monkeypatch.setattr(doctor, "kernel_files", lambda: files)
+    monkeypatch.setattr(doctor, "warm_up_all", lambda _: files.load(NAME) or files.save(NAME, CONTENT))
+    doctor.warm()
     assert KernelFiles("kernels", [named]).load(NAME) == CONTENT
 
 

@@ -12,9 +12,9 @@ from launches import are_gone, run, runs
 from local_cluster import WAIT_S, eventually
 
 from omnireduce import ConfigError
-from omnireduce.launching import discovery
-from omnireduce.launching.discovery import Discovery
-from omnireduce.launching.host_lists import Host
+from omnireduce.launching import elastic_job
+from omnireduce.launching.elastic_job import Discovery
+from omnireduce.launching.hosts import Host
 
 
 class Taker:
@@ -57,7 +57,7 @@ def script(folder: Path, text: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "LOOK_S", 0.0)
+    monkeypatch.setattr(elastic_job, "LOOK_S", 0.0)
 
 
 def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
@@ -108,7 +108,7 @@ def test_what_the_script_has_started_ends_with_it(
     if how == "late":
         looks.look(job)  # not yet
         assert runs(child)
-        monkeypatch.setattr(discovery, "SCRIPT_S", 0.0)
+        monkeypatch.setattr(elastic_job, "SCRIPT_S", 0.0)
         looks.look(job)
         assert "it took more than 0 s" in caplog.text
     else:

@@ -14,8 +14,8 @@ from local_cluster import READY_S, SETTLE, WAIT_S
 
 from omnireduce.launching.command import read_words
 from omnireduce.launching.elastic_job import ElasticJob
+from omnireduce.launching.environment import Rank
 from omnireduce.launching.output import Prefixed
-from omnireduce.launching.rank import Rank
 
 GATE = """
 import os, sys

@@ -16,13 +16,12 @@ from omnireduce import ConfigError, UsageError
 from omnireduce.__main__ import main
 from omnireduce.config import horovod
 from omnireduce.config.horovod import ROWS
-from omnireduce.launching.available import report_available
 from omnireduce.launching.command import read_words
 from omnireduce.launching.command import run as command
-from omnireduce.launching.flags import MAPPED, REFUSED, Refused
-from omnireduce.launching.keywords import read_keywords
+from omnireduce.launching.flags import MAPPED, REFUSED, Refused, read_yaml
+from omnireduce.launching.functions import read_keywords
+from omnireduce.launching.hosts import report_available
 from omnireduce.launching.plan import LaunchRequest, shards_to_start
-from omnireduce.launching.yaml_file import read_yaml
 
 
 def complaint(*words: str) -> str:

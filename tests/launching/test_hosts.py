@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from omnireduce import ConfigError
 from omnireduce.addresses import own_addresses
-from omnireduce.launching.host_lists import Host
-from omnireduce.launching.hosts import is_here, place, place_on
+from omnireduce.launching.hosts import Host, is_here, place, place_on
 
 
 def test_ranks_fill_hosts_in_order() -> None:

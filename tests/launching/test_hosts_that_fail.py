@@ -17,15 +17,14 @@ from test_supervisors import fake_ssh
 
 from omnireduce import TransportError
 from omnireduce.launching import job as job_module
-from omnireduce.launching.connection import Connection
-from omnireduce.launching.job import InterruptedLaunchError, Job
-from omnireduce.launching.messages import (
+from omnireduce.launching.connection import (
     AGGREGATOR,
     CHUNK,
     MAGIC,
     MOST_SAID,
     RESULT,
     STDOUT,
+    Connection,
     Ended,
     Greeting,
     News,
@@ -35,6 +34,7 @@ from omnireduce.launching.messages import (
     Started,
     frame,
 )
+from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.output import Descriptor, Prefixed, Stream
 
 GREETING = Greeting(1, 40000)

@@ -17,7 +17,7 @@ from local_cluster import MPIRUN, READY_S, WAIT_S
 from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.launching import other_launchers
-from omnireduce.launching.host_lists import Host
+from omnireduce.launching.hosts import Host
 from omnireduce.launching.job import InterruptedLaunchError, Job
 from omnireduce.launching.other_launchers import _is_open_mpi, words_of, wrapped
 from omnireduce.launching.output import Plain

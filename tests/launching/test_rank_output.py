@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce import ConfigError
-from omnireduce.launching.messages import STDERR, STDOUT
+from omnireduce.launching.connection import STDERR, STDOUT
 from omnireduce.launching.output import LINE, Descriptor, Lines, Prefixed
 
 

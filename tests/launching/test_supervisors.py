@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launches import SUM, lines, python, run
 
-from omnireduce.launching.messages import (
+from omnireduce.launching.connection import (
     CHUNK,
     MAGIC,
     MOST_BYTES,

@@ -13,9 +13,8 @@ from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, UsageError
 from omnireduce.dtypes import Array
-from omnireduce.optimizers.clipping import Clipping
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd, SparseAdam
-from omnireduce.optimizers.sharded import ShardedOptimizer
+from omnireduce.optimizers.sharded import Clipping, ShardedOptimizer
 
 RULES = [Sgd(lr=0.5, momentum=0.5), Adagrad(), Adam(), AdamW(lazy=True), SparseAdam(), Lamb()]
 SHAPES = {"w": (600, 400), "b": (7,), "t": (40, 6)}

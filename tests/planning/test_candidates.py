@@ -8,8 +8,7 @@ import pytest
 from omnireduce.config import load_config
 from omnireduce.errors import UsageError
 from omnireduce.planning.candidates import MOST_LINKS, Candidate, Tensors, as_toml, best, plans, shard_counts, study
-from omnireduce.planning.model import Hosts, Plan, Prediction
-from omnireduce.planning.patterns import DrawnPatterns
+from omnireduce.planning.model import DrawnPatterns, Hosts, Plan, Prediction
 
 HOSTS = Hosts(4, 8, 1.25e9, 5e-5)
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.layout import Layout
-from omnireduce.planning.load import load_of
-from omnireduce.planning.patterns import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns
+from omnireduce.planning.model import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns, load_of
 
 
 @st.composite
@@ -51,7 +50,7 @@ def test_blocks_are_drawn_as_asked(overlap: str, union: float) -> None:
 
 @pytest.mark.parametrize("room", [0, 200, 1 << 20])
 def test_patterns_that_are_remembered_are_the_same(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnireduce.planning.patterns.REMEMBERED_BYTES", room)
+    monkeypatch.setattr("omnireduce.planning.model.REMEMBERED_BYTES", room)
     patterns = DrawnPatterns(1001, 0.2, "random", 4)
     remembered = RememberedPatterns(patterns)
     for rank in (0, 3, 0, 1, 3):

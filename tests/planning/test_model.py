@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.layout import Layout
-from omnireduce.planning.load import Load, load_of
-from omnireduce.planning.model import Costs, Hosts, Messages, Plan, Prediction, predict, windows_for
-from omnireduce.planning.patterns import DrawnPatterns, SummedPatterns
+from omnireduce.planning.model import (
+    Costs,
+    DrawnPatterns,
+    Hosts,
+    Load,
+    Messages,
+    Plan,
+    Prediction,
+    SummedPatterns,
+    load_of,
+    predict,
+    windows_for,
+)
 from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from omnireduce.config import load_config
 from omnireduce.planning.candidates import Tensors, as_toml, plans, predict_plan, study
-from omnireduce.planning.model import Costs, Hosts, Plan, Prediction
-from omnireduce.planning.patterns import DrawnPatterns
+from omnireduce.planning.model import Costs, DrawnPatterns, Hosts, Plan, Prediction
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000
 FREE = Costs(*[0.0] * len(Costs._fields))

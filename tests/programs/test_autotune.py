@@ -32,8 +32,7 @@ from omnireduce.programs import (
     autotune,
 )
 from omnireduce.programs.ready import schedules
-from omnireduce.programs.tuning.autotune import Choice, Tuned
-from omnireduce.programs.tuning.candidates import candidates, derived
+from omnireduce.programs.tuning.autotune import Choice, Tuned, candidates, derived
 
 RANKS = 2
 

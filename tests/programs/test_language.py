@@ -39,7 +39,7 @@ from omnireduce.programs import (
     Variable,
 )
 from omnireduce.programs.expressions import formula
-from omnireduce.programs.graph import in_order
+from omnireduce.programs.stages import in_order
 
 N, M = Variable(Int32, "N"), Variable(Int32, "M")
 lr, half = Variable(Float32, "lr"), Variable(Float16, "half")

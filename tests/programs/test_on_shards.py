@@ -29,11 +29,11 @@ from omnireduce.programs import (
     Update,
     Variable,
 )
-from omnireduce.programs.graph import in_order
 from omnireduce.programs.layouts import bounds
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.ready import schedules
+from omnireduce.programs.stages import in_order
 
 SIZE, STEPS, N = 3, 4, 100_001
 KEPT = {"sgd": [], "adam": ["m", "v"], "lamb": ["m", "v"]}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from test_membership import LIMITS, hello, refusal
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 from omnireduce.wire.control import Pending, Refused
 

@@ -8,7 +8,7 @@ import pytest
 from elastic_hellos import LIMITS, OF_TWO_PAIRS, SETTLE_S, come, hello, places, running
 from msgspec.structs import replace
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.protocol.joining.limits import Limits, ticket
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, Replace
 from omnireduce.teams import FREE

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.authentication import Candidate, Gate
 from omnireduce.secret import Secret

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, MembershipEffect

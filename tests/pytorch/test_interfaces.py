@@ -17,7 +17,7 @@ from separate_hosts import separate_hosts
 from benchmarks.testbed import Host
 from omnireduce.addresses import Address, is_ipv6, parse_address
 from omnireduce.runtime.rank.environment import this_host
-from omnireduce.torch.interfaces import (
+from omnireduce.torch.rendezvous import (
     CHOSEN_BY_USER,
     MOST_SAID,
     HostOfRank,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from local_cluster import WAIT_S, Ranks
 
 from omnireduce.protocol import deadlines
-from omnireduce.torch import meeting
-from omnireduce.torch.meeting import LISTED, Met, meet
+from omnireduce.torch import rendezvous
+from omnireduce.torch.rendezvous import LISTED, Met, meet
 
 WAIT = timedelta(seconds=WAIT_S)
 SHORT = timedelta(seconds=0.2)
@@ -89,7 +89,7 @@ def test_rank_0_looks_again_where_it_has_found_an_older_rank() -> None:
     """Rank 1 comes only when rank 0 has put the key under the number of the one before it."""
     store = dist.HashStore()
     check(start(store, 2, "dead"), "dead", 2)
-    older = meeting._arrival.decode(store.get("rank 1")).number
+    older = rendezvous._arrival.decode(store.get("rank 1")).number
     noticed: Any = Noticed(store, older, "rank 1", threading.Event())
     check(start(noticed, 2, "alive"), "alive", 2)
 

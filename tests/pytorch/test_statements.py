@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from omnireduce.errors import UsageError
-from omnireduce.torch.agreement import STATEMENT_BYTES, Sizes, check_agreement, statement
+from omnireduce.torch.gloo import STATEMENT_BYTES, Sizes, check_agreement, statement
 from omnireduce.torch.process_group import ProcessGroup
 
 MOST = 1 << 62

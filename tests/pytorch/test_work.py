@@ -18,8 +18,8 @@ from local_cluster import WAIT_S, Daemon, Ranks, eventually
 from torch import Tensor
 
 from omnireduce.torch import ProcessGroup
-from omnireduce.torch.completion import Completion, Pending
 from omnireduce.torch.job import Job
+from omnireduce.torch.work import Completion, Pending
 
 pytestmark = pytest.mark.usefixtures("aggregators")
 

@@ -8,8 +8,7 @@ import pytest
 from local_cluster import Daemon, configured
 from test_guest import await_state, ip_link
 
-from omnireduce.console.finding import Finding
-from omnireduce.console.link_checks import check_aggregators, check_rdma, find_ports
+from omnireduce.console.doctor import Finding, check_aggregators, check_rdma, find_ports
 
 KIND = "transport.kind=verbs"
 

@@ -19,9 +19,9 @@ from local_cluster import MPIRUN, WAIT_S, Daemon, Ranks, configured, unique_job
 from omnireduce.errors import UsageError
 from omnireduce.switchml import Context
 from omnireduce.worker.cli import main
-from omnireduce.worker.switchml.layers import HEADER, Layer, read_layers, write_layers
+from omnireduce.worker.switchml.benchmark import nothing
+from omnireduce.worker.switchml.recording import HEADER, Layer, read_layers, write_layers
 from omnireduce.worker.switchml.replay import Device, Replay, Training, _iterate
-from omnireduce.worker.switchml.signals import nothing
 
 NUMBER = r"#[\d.e+-]+#"
 LAYERS = [Layer(0, 1000, 2000, 3000), Layer(1, 20, 0, 1000), Layer(2, 300, 1000, 0)]

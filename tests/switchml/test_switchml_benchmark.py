@@ -18,8 +18,7 @@ from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, complaints, con
 
 from omnireduce.switchml import Context, Distribution
 from omnireduce.worker.cli import main
-from omnireduce.worker.switchml.summands import DTYPES, LENGTH, Summands
-from omnireduce.worker.switchml.table import Cell, trend
+from omnireduce.worker.switchml.benchmark import DTYPES, LENGTH, Cell, Summands, trend
 
 NUMBER = r"#[\d.e+-]+#"
 FLAGS = {

@@ -7,8 +7,7 @@ import pytest
 
 from omnireduce.dtypes import Array
 from omnireduce.worker.train.corpus import Text
-from omnireduce.worker.train.model import SkipGram
-from omnireduce.worker.train.sampling import Pairs, Sampler
+from omnireduce.worker.train.model import Pairs, Sampler, SkipGram
 
 WORDS, DIM = 12, 5
 

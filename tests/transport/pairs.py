@@ -28,8 +28,7 @@ from omnireduce.transport.memory import Region, private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
 from omnireduce.transport.stream import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
-from omnireduce.transport.tls import TlsLink, accept_tls, connect_tls
-from omnireduce.transport.tls_files import aggregator_context, worker_context
+from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, connect_tls, worker_context
 from omnireduce.transport.verbs import link as verbs
 from omnireduce.transport.verbs.link import Failure, QueuePair, VerbsLink, Write
 

@@ -18,7 +18,7 @@ from omnireduce.blame import from_a_handler
 from omnireduce.errors import TransportError
 from omnireduce.transport import host_meeting
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
-from omnireduce.transport.regions import Regions
+from omnireduce.transport.memory import Regions
 
 BYTES, WAIT_S = 8192, 20.0
 FORK = multiprocessing.get_context("fork")

@@ -26,9 +26,10 @@ from omnireduce.transport.tls import (
     RECORDS_PER_POLL,
     STRANGER_WIRE_BYTES,
     accept_tls,
+    aggregator_context,
     connect_tls,
+    worker_context,
 )
-from omnireduce.transport.tls_files import aggregator_context, worker_context
 
 from .pairs import SLOT_BYTES, SLOTS, WAIT_S, TlsPair, accept, wait_for
 

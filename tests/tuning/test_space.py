@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from omnireduce.bench.tuning.space import PARAMETERS, Circumstances, Point, Space, read_holds
+from omnireduce.bench.tuning.search import PARAMETERS, Circumstances, Point, Space, read_holds
 from omnireduce.bench.tuning.workload import synthetic_sizes
 from omnireduce.config import Config, override_config
 from omnireduce.config.keys import KEYS

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -12,11 +14,153 @@ from rich.table import Table
 from omnireduce.config import Config
 from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.extras import install
 from omnireduce.printing import make_console, short_count, short_time
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import Launch
 from omnireduce.runtime.rank.world import connect
-from omnireduce.worker.lab.exercises import allreduce_by_messages, echo, reduce_by_messages, timed
-from omnireduce.worker.lab.libraries import Library, gloo, mpi, service
+
+
+class Messages(NamedTuple):
+    """`send(x, peer)` and `receive(x, peer)` return when `x` is on its way, or there."""
+
+    send: Callable[[Array, int], object]
+    receive: Callable[[Array, int], object]
+
+
+class Library(NamedTuple):
+    """`messages`: those between two ranks; None where a library has none. `reduce(x)` is for rank 0; `allreduce(x)` for
+    all."""
+
+    name: str
+    messages: Messages | None
+    reduce: Callable[[Array], object]
+    allreduce: Callable[[Array], object]
+    barrier: Callable[[], object]
+
+
+def service(comm: Communicator) -> Library:
+    """omnireduce itself: it sums, and has no messages between two ranks."""
+    return Library("omnireduce", None, comm.reduce, comm.allreduce, comm.barrier)
+
+
+def gloo(launch: Launch) -> Library:
+    """torch.distributed with gloo. Raises UsageError where torch is not installed, or does not know where to meet."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError:
+        raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
+    from omnireduce.torch.launch import tell_torch
+
+    tell_torch()
+    torch.set_num_threads(1)
+    if launch.size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        try:
+            dist.init_process_group("gloo")
+        except ValueError as error:  # a variable is not set
+            advice = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start this with torchrun"
+            raise UsageError(f"gloo: {error}; {advice}") from None
+    tensor: Callable[[Array], Any] = torch.from_numpy
+    return Library(
+        "gloo",
+        Messages(lambda x, peer: dist.send(tensor(x), peer), lambda x, peer: dist.recv(tensor(x), peer)),
+        lambda x: dist.reduce(tensor(x), 0),
+        lambda x: dist.all_reduce(tensor(x)),
+        dist.barrier,
+    )
+
+
+def mpi(launch: Launch) -> Library:
+    """mpi4py. Raises UsageError where it is not installed, or where no mpirun started these ranks."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise UsageError(f"mpi4py is not installed here; {install('mpi4py', 'mpi')}") from None
+    world: Any = MPI.COMM_WORLD
+    if world.Get_size() != launch.size:
+        raise UsageError(f"MPI has {world.Get_size()} ranks here, the launch {launch.size}: start it with mpirun")
+    place: Any = MPI.IN_PLACE
+    return Library(
+        "mpi4py",
+        Messages(lambda x, peer: world.Send(x, peer), lambda x, peer: world.Recv(x, peer)),
+        lambda x: world.Reduce(place if launch.rank == 0 else x, x if launch.rank == 0 else None),
+        lambda x: world.Allreduce(place, x),
+        world.Barrier,
+    )
+
+
+def echo(messages: Messages, rank: int, x: Array) -> None:
+    """Rank 0 sends `x` to rank 1, and gets it back. The others do nothing."""
+    if rank == 0:
+        messages.send(x, 1)
+        messages.receive(x, 1)
+    elif rank == 1:
+        messages.receive(x, 0)
+        messages.send(x, 0)
+
+
+def reduce_by_messages(messages: Messages, rank: int, size: int, x: Array) -> None:
+    """Add `x` of all ranks into rank 0's, along a tree: in each round half of the ranks that are left send theirs to
+    the other half."""
+    other, step = np.empty_like(x), 1
+    while step < size:
+        if rank % (2 * step):
+            messages.send(x, rank - step)
+            return
+        if rank + step < size:
+            messages.receive(other, rank + step)
+            x += other
+        step *= 2
+
+
+def allreduce_by_messages(messages: Messages, rank: int, size: int, x: Array) -> None:
+    """Add `x` of all ranks into everyone's, around a ring: each part goes around once to be added, and once to be
+    copied. An even rank sends first, so that no two wait for each other."""
+    if size == 1:
+        return
+    parts = np.array_split(x, size)
+    for turn in range(2 * (size - 1)):
+        out, into = parts[(rank - turn) % size], parts[(rank - turn - 1) % size]
+        arrived = np.empty_like(into)
+        _pass_on(messages, rank, size, out, arrived)
+        if turn < size - 1:
+            into += arrived
+        else:
+            into[:] = arrived
+
+
+def _pass_on(messages: Messages, rank: int, size: int, out: Array, arrived: Array) -> None:
+    """Send `out` to the right, and receive `arrived` from the left. The last rank of an odd ring is even beside rank 0:
+    it receives first."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sends_first = rank % 2 == 0 and not (size % 2 and rank == size - 1)
+    if sends_first:
+        messages.send(out, right)
+    messages.receive(arrived, left)
+    if not sends_first:
+        messages.send(out, right)
+
+
+def timed(
+    run: Callable[[Array], object], library: Library, make: Callable[[], Array], expected: float | None, rounds: int
+) -> float:
+    """The median time of `run` in seconds, of so many rounds, and one before them that does not count.
+
+    `expected`: what each element of the result must be; None for no check. Raises AssertionError if it is not.
+    """
+    times = []
+    for _ in range(rounds + 1):
+        x = make()
+        library.barrier()
+        begin = time.perf_counter()
+        run(x)
+        times.append(time.perf_counter() - begin)
+        assert expected is None or np.all(x == expected), f"{library.name}: {x[:3]}, expected {expected}"
+    return statistics.median(times[1:])
+
 
 Method = Callable[[Array], object]
 

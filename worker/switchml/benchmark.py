@@ -3,23 +3,238 @@
 from __future__ import annotations
 
 import math
+import queue
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import click
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
 
+from omnireduce.config import override_config
 from omnireduce.dtypes import Array
-from omnireduce.errors import UsageError
+from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.files.output import check_writable, write_json
-from omnireduce.printing import carriers_text
+from omnireduce.printing import carriers_text, make_console, short_count, times_text
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.switchml import Context, Distribution, Settings
 from omnireduce.switchml.dummy import DummyCommunicator
-from omnireduce.worker.switchml.signals import Say, started
-from omnireduce.worker.switchml.summands import Wrong, summands_of
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Say = Callable[[str], object]
+
+
+@contextmanager
+def started(settings: Settings) -> Iterator[tuple[Context, Say]]:
+    """The context of this process, started, and what prints on rank 0 alone; signals stop it."""
+    context = Context.instance().start(settings)
+    say: Say = click.echo if context.communicator.rank == 0 else nothing
+    with SignalThread(context, say):
+        yield context, say
+
+
+def nothing(text: str) -> None:
+    """The other ranks say nothing."""
+
+
+class SignalThread:
+    """`with SignalThread(context, say):` ends the program with the status of the signal that came, if one did."""
+
+    def __init__(self, context: Context, say: Say) -> None:
+        self._context, self._say = context, say
+        self._came = queue.SimpleQueue[int | None]()  # a handler may use it, also on top of another one
+        self._number = 0
+        self._before: dict[int, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._say("Signal handler thread started. Waiting for any signals.")
+        self._thread.start()
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._came.put(None)
+        self._thread.join()
+        self._say("Signal handler thread is exiting")
+        if self._number and (error is None or isinstance(error, OmniReduceError)):
+            if self._number == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            sys.exit(128 + self._number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._came.put(number)
+
+    def _run(self) -> None:
+        while (number := self._came.get()) is not None:
+            self._number = number
+            self._say(f"Received {signal.Signals(number).name}. Stopping.")
+            self._context.stop()
+
+
+LENGTH = 1 << 20
+SHIFT = 7919  # of the window from one to the next, in elements: a prime, so that all places come
+LARGEST = 1000  # of what is drawn
+SHOWN = 5
+DTYPES = {"int32": np.dtype(np.int32), "float": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """How many elements are wrong, and the first of them: their indices, and what was found and expected there."""
+
+    count: int
+    first: tuple[tuple[int, float, float], ...]
+
+    def __str__(self) -> str:
+        listed = "; ".join(f"[{index}] is {actual:g}, expected {expected:g}" for index, actual, expected in self.first)
+        return f"{self.count} wrong elements, the first: {listed}"
+
+    def beside(self, other: Wrong) -> Wrong:
+        """Both together."""
+        return Wrong(self.count + other.count, (*self.first, *other.first)[:SHOWN])
+
+
+class Summands:
+    """The tensors of `dtype` of `size` ranks, random ones with a `seed`. `number` tells several of a rank apart.
+    `alike`: all ranks have the tensors of this rank."""
+
+    def __init__(self, dtype: np.dtype[Any], size: int, seed: int | None = None, *, alike: int | None = None) -> None:
+        self.dtype, self._size, self._seed = dtype, size, seed
+        self._own = (-1, np.empty(0))  # rank, and its table
+        self._sums = np.zeros(2 * LENGTH)
+        for rank in range(size):
+            self._sums += self._table(rank if alike is None else alike)
+
+    def _table(self, rank: int) -> NDArray[np.float64]:
+        """Two rounds of it, so that every window is in one piece."""
+        if self._seed is None:
+            values = np.arange(LENGTH) % LARGEST + (rank + 1.0)
+        else:
+            drawn = np.random.default_rng([self._seed, rank]).integers(-LARGEST, LARGEST, LENGTH, endpoint=True)
+            values = drawn / (1 if self.dtype.kind == "i" else 1024)
+        return np.concatenate([values, values])
+
+    def fill(self, rank: int, out: Array, number: int = 0) -> None:
+        """Write a tensor of a rank to `out`."""
+        if self._own[0] != rank:
+            self._own = (rank, self._table(rank).astype(self.dtype))
+        for part, place in _parts(out, number):
+            part[:] = self._own[1][place]
+
+    def wrong(self, result: Array, *, number: int = 0, rounds: int = 1, err: float = 0.0) -> Wrong:
+        """Compare with the sum of all ranks. After more than one of the `rounds`, each rank has put in what the one
+        before gave. `err`: per cent of the expected value by which a float may differ, up or down."""
+        factor = float(self._size) ** (rounds - 1)
+        allowed = 0.0 if self.dtype.kind == "i" else err / 100
+        count, first, start = 0, list[tuple[int, float, float]](), 0
+        for part, place in _parts(result, number):
+            expected, actual = self._sums[place] * factor, part.astype(np.float64)
+            is_right = np.abs(actual - expected) <= allowed * np.abs(expected)  # NaN is not
+            at = np.flatnonzero(~is_right)
+            count += len(at)
+            first += [(start + int(i), float(actual[i]), float(expected[i])) for i in at[: SHOWN - len(first)]]
+            start += len(part)
+        return Wrong(count, tuple(first))
+
+    def most_rounds(self) -> int | None:
+        """After how many rounds in place the type still holds the sums; None for ever."""
+        info: Any = np.iinfo(self.dtype) if self.dtype.kind == "i" else np.finfo(self.dtype)
+        if self._size == 1:
+            return None
+        largest, rounds = float(np.abs(self._sums).max()), 0
+        while largest <= float(info.max):
+            largest, rounds = largest * self._size, rounds + 1
+        return rounds
+
+
+def _parts(tensor: Array, number: int) -> Iterator[tuple[Array, slice]]:
+    """The parts of a tensor, each with its place in a table."""
+    flat = tensor.reshape(-1)
+    for turn, start in enumerate(range(0, flat.size, LENGTH), number * 31):
+        part, place = flat[start : start + LENGTH], turn * SHIFT % LENGTH
+        yield part, slice(place, place + part.size)
+
+
+def summands_of(comm: Communicator | DummyCommunicator, dtype: str, seed: int | None) -> Summands:
+    """Those of the ranks of a context. The dummy backend makes sums as if all had what this one has."""
+    alike = comm.rank if isinstance(comm, DummyCommunicator) else None
+    return Summands(DTYPES[dtype], comm.size, seed, alike=alike)
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """`goodput_gbps`: of all jobs together. `wrong`: elements, on all ranks."""
+
+    threads: int
+    tensor_numel: int
+    goodput_gbps: float
+    job_ns: Distribution
+    wrong: int
+
+
+def run_table(
+    settings: Settings, asked: BenchmarkOptions, threads: Sequence[int], sizes: Sequence[int], json_path: str | None
+) -> int:
+    """Run the benchmark in each cell; return how many elements were wrong. The context starts anew for
+    each number of threads. Rank 0 prints, and writes to `json_path`."""
+    context, cells = Context.instance(), list[Cell]()
+    for count in threads:
+        config = override_config(settings.config, {"transport.threads": count}, source="--threads")
+        with context.start(settings._replace(config=config)), SignalThread(context, nothing):
+            cells += [_cell(context, replace(asked, tensor_numel=size), count) for size in sizes]
+    comm = context.communicator
+    console = make_console(quiet=comm.rank != 0)
+    shards = "1 shard" if comm.shards == 1 else f"{comm.shards} shards"
+    transport = carriers_text(comm.statistics().carried)  # of the last number of threads
+    title = f"goodput, Gbit/s: {comm.size} ranks, {shards}, {transport}, {asked.tensor_type}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("elements", justify="right")
+    for count in threads:
+        table.add_column(f"{count} threads" if count > 1 else "1 thread", justify="right")
+    for size in sizes:
+        row = [cell for cell in cells if cell.tensor_numel == size]
+        table.add_row(short_count(size), *(f"{cell.goodput_gbps:.4g}" for cell in row))
+    console.print(table)
+    console.print(trend(cells))
+    if json_path is not None and comm.rank == 0:
+        write_json(msgspec.json.encode(cells), json_path)
+    return sum(cell.wrong for cell in cells)
+
+
+def _cell(context: Context, asked: BenchmarkOptions, threads: int) -> Cell:
+    groups, wrong = run_groups(context, asked, nothing)
+    goodput = asked.tensor_numel * 32 * asked.num_jobs / sum(group.ns for group in groups)
+    return Cell(threads, asked.tensor_numel, goodput, ns_of_jobs(groups), wrong)
+
+
+def trend(cells: Sequence[Cell]) -> str:
+    """The change of the goodput from the fewest threads to the most, and from the smallest tensor to the largest."""
+    goodput = {(cell.threads, cell.tensor_numel): cell.goodput_gbps for cell in cells}
+    threads, sizes = sorted({cell.threads for cell in cells}), sorted({cell.tensor_numel for cell in cells})
+    by_threads = [goodput[threads[-1], size] / goodput[threads[0], size] for size in sizes]
+    by_size = [goodput[count, sizes[-1]] / goodput[count, sizes[0]] for count in threads]
+    return (
+        f"trend: from {threads[0]} to {threads[-1]} threads {_span(by_threads)} the goodput; "
+        f"from {short_count(sizes[0])} to {short_count(sizes[-1])} elements {_span(by_size)}"
+    )
+
+
+def _span(factors: Sequence[float]) -> str:
+    return f"{times_text(min(factors))} to {times_text(max(factors))}"
+
 
 BITS = 32  # of an element
 

@@ -120,8 +120,7 @@ def allreduce_benchmark(
     config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
     table: bool, threads: str, sizes: str, device: str, **asked: Any,
 ) -> None:  # fmt: skip
-    from omnireduce.worker.switchml.benchmark import BenchmarkOptions, run_benchmark
-    from omnireduce.worker.switchml.table import run_table
+    from omnireduce.worker.switchml.benchmark import BenchmarkOptions, run_benchmark, run_table
 
     _refuse_gpu(device)
     counts, numels = numbers(threads, "--threads"), numbers(sizes, "--sizes")
@@ -177,7 +176,7 @@ def replay(
     if record is not None and output is not None:
         _record(record, output, asked["num_iters"], asked["num_warmup_iters"])
         return
-    from omnireduce.worker.switchml.layers import read_layers
+    from omnireduce.worker.switchml.recording import read_layers
     from omnireduce.worker.switchml.replay import Replay, run_replay
 
     settings = _settings(config_file, overrides, rank, size)
@@ -187,8 +186,7 @@ def replay(
 
 def _record(name: str, output: str, steps: int, warmup: int) -> None:
     from omnireduce.files.output import check_writable
-    from omnireduce.worker.switchml.layers import write_layers
-    from omnireduce.worker.switchml.recording import record_layers
+    from omnireduce.worker.switchml.recording import record_layers, write_layers
 
     check_writable(output)
     layers = record_layers(name, steps, warmup)

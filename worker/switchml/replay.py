@@ -18,10 +18,8 @@ from omnireduce.dtypes import Array
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.printing import carriers_text
 from omnireduce.switchml import Context, Distribution, Job, Settings
-from omnireduce.worker.switchml.benchmark import named, verdict
-from omnireduce.worker.switchml.layers import Layer
-from omnireduce.worker.switchml.signals import Say, started
-from omnireduce.worker.switchml.summands import Wrong, summands_of
+from omnireduce.worker.switchml.benchmark import Say, Wrong, named, started, summands_of, verdict
+from omnireduce.worker.switchml.recording import Layer
 
 SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
 

@@ -19,8 +19,7 @@ from omnireduce.config import Config
 from omnireduce.dtypes import Array, element_type
 from omnireduce.kernels.density import nonzero_blocks
 from omnireduce.worker.train.corpus import Corpus
-from omnireduce.worker.train.model import SkipGram
-from omnireduce.worker.train.sampling import Pairs, Sampler
+from omnireduce.worker.train.model import Pairs, Sampler, SkipGram
 
 Exchange = Callable[[Array], None]
 """Replaces a gradient, in place, by its sum over all ranks."""

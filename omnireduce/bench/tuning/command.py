@@ -59,9 +59,8 @@ _RANK = program_of("omnireduce.bench.tuning.session")
 @click.option("--write", "write_path", metavar="FILE", help="Write the best configuration to FILE, for --config.")
 @click.option("--grid", is_flag=True, help="Also measure a small grid, and compare the search with its best point.")
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **asked: Any) -> None:
-    from omnireduce.bench.tuning.search import check_library
+    from omnireduce.bench.tuning.search import check_library, read_holds
     from omnireduce.bench.tuning.session import TrialRequest
-    from omnireduce.bench.tuning.space import read_holds
 
     holds, values = read_holds(asked.pop("holds"))
     overrides = (*overrides, *values)

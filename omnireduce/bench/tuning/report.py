@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from omnireduce.bench.tuning.space import PARAMETERS, Space, Value, value_of
+from omnireduce.bench.tuning.search import PARAMETERS, Space, Value, value_of
 from omnireduce.config import Config, dump_tables, load_config
 from omnireduce.config.keys import KEYS
 from omnireduce.errors import ConfigError

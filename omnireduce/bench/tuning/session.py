@@ -12,7 +12,6 @@ import msgspec
 from rich.console import Console
 
 import omnireduce as omni
-from omnireduce.bench.tuning.race import Race
 from omnireduce.bench.tuning.report import (
     COMPLETE,
     IMPOSSIBLE,
@@ -23,12 +22,11 @@ from omnireduce.bench.tuning.report import (
     values_of,
     write_tuned,
 )
-from omnireduce.bench.tuning.search import Search
-from omnireduce.bench.tuning.space import Circumstances, Point, Space, Value
+from omnireduce.bench.tuning.search import Circumstances, Point, Race, Search, Space, Value
 from omnireduce.bench.tuning.workload import cases_of, make_workload
 from omnireduce.cli import reporting_errors
 from omnireduce.config import Config, load_config
-from omnireduce.launching.messages import RESULT_FD
+from omnireduce.launching.connection import RESULT_FD
 from omnireduce.logs import start_logs
 from omnireduce.printing import carriers_text, make_console, short_count
 from omnireduce.runtime.rank.communicator import Communicator

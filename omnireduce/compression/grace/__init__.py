@@ -21,6 +21,7 @@ from omnireduce.compression.grace.memories import (
     ResidualMemory,
 )
 from omnireduce.compression.grace.packing import (
+    AllToAll,
     EFSignSGDCompressor,
     FP16Compressor,
     NaturalCompressor,
@@ -32,7 +33,6 @@ from omnireduce.compression.grace.packing import (
     TernGradCompressor,
 )
 from omnireduce.compression.grace.params import grace_from_params
-from omnireduce.compression.grace.pieces import AllToAll
 from omnireduce.compression.grace.quantizing import (
     AdaqCompressor,
     InceptionnCompressor,

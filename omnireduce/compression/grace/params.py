@@ -7,14 +7,27 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omnireduce.compression.grace import lowrank, memories, packing, pieces, quantizing, selecting, service
-from omnireduce.compression.grace.base import Communicator, Compressor, Memory
+from omnireduce.compression.grace import lowrank, memories, packing, quantizing, selecting, service
+from omnireduce.compression.grace.base import Communicator, Compressor, Memory, class_text
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, Collective
-from omnireduce.compression.grace.loading import class_named
 from omnireduce.errors import UsageError, a_type
+from omnireduce.loading import load_named
 from omnireduce.logs import tagged
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.communicator import Communicator as Member
+
+
+def class_named(name: str, *kinds: type) -> Any:
+    """The class of this "module:Class", which derives from one of `kinds`. Raises UsageError."""
+    loaded = load_named(name, name, "MODULE:CLASS, such as my_module:MyCompressor")
+    if not (isinstance(loaded, type) and issubclass(loaded, kinds)):
+        names = " or ".join(map(class_text, kinds))
+        raise UsageError(f"{name} is {loaded!r}; expected a class that derives from {names}")
+    missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+    if missing:
+        raise UsageError(f"{name} is abstract; expected a class that has {missing}")
+    return loaded
+
 
 COMPRESSORS: Mapping[str, type[Compressor]] = {
     "none": packing.NoneCompressor,
@@ -50,7 +63,7 @@ COMMUNICATORS: Mapping[str, type[Collective]] = {
     "aggregator": service.Aggregator,
     "allgather": Allgather,
     "allreduce": service.Allreduce,
-    "alltoall": pieces.AllToAll,
+    "alltoall": packing.AllToAll,
     "broadcast": Broadcast,
 }
 OTHERS = ("compressor", "memory", "communicator", "world_size")

@@ -11,10 +11,9 @@ from omnireduce.compression import memories
 from omnireduce.compression.compressed import Compression
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
 from omnireduce.compression.grace.communicators import Collective
-from omnireduce.compression.grace.forms import GradientTemplate, payload_like, payload_of
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
 from omnireduce.compression.grace.memories import Keeping
-from omnireduce.compression.grace.native import BuiltIn
+from omnireduce.compression.grace.native import BuiltIn, GradientTemplate, payload_like, payload_of
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import Selector
 from omnireduce.compression.sums import Sum

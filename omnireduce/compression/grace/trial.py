@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omnireduce.compression.grace.base import Compressor
-from omnireduce.compression.grace.claims import Claim, claim_of
-from omnireduce.compression.grace.forms import GradientTemplate, payload_of
-from omnireduce.compression.grace.native import Context
+from omnireduce.compression.grace.base import Claim, Compressor, claim_of
+from omnireduce.compression.grace.native import Context, GradientTemplate, payload_of
 from omnireduce.compression.grace.selecting import Selecting, gaps_of
 from omnireduce.compression.selectors import Selector
 from omnireduce.dtypes import Array

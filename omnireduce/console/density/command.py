@@ -16,10 +16,11 @@ from omnireduce.console.density.estimate import (
     HELPS,
     Density,
     Estimate,
+    MethodEstimate,
+    advise,
     estimate,
     measure,
 )
-from omnireduce.console.density.methods import MethodEstimate, advise
 from omnireduce.errors import UsageError
 from omnireduce.files.output import check_writable, write_json
 from omnireduce.files.tensors import FileError, Tensor, read_tensors

@@ -115,7 +115,7 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
     from omnireduce.console.programs.trial import check_ranks
     from omnireduce.console.programs.tuning import TuneRequest
     from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
-    from omnireduce.programs.tuning.candidates import candidates
+    from omnireduce.programs.tuning.autotune import candidates
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)

@@ -11,7 +11,7 @@ from rich.table import Table
 import omnireduce as omni
 from omnireduce.cli import reporting_errors
 from omnireduce.config import load_config
-from omnireduce.launching.messages import RESULT_FD
+from omnireduce.launching.connection import RESULT_FD
 from omnireduce.logs import start_logs
 from omnireduce.printing import make_console, short_time
 from omnireduce.programs import autotune

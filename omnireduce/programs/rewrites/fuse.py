@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, ReduceScatter
 from omnireduce.programs.expressions import Expression
-from omnireduce.programs.graph import between
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pointwise import Pointwise
-from omnireduce.programs.rewrites.parts import called, check_single, stage_list
-from omnireduce.programs.stages import Fused, FusedAllReduce
+from omnireduce.programs.rewrites.overlap import called, check_single, stage_list
+from omnireduce.programs.stages import Fused, FusedAllReduce, between
 
 if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Handle, Pipeline

@@ -2,18 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from omnireduce.errors import UsageError
-from omnireduce.programs.communication import AllReduce, ReduceScatter
-from omnireduce.programs.expressions import Expression
-from omnireduce.programs.operations import MatMul
-from omnireduce.programs.rewrites.parts import called, check_single, compound_of, stage_list
-from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Reducer
+from omnireduce.programs.communication import AllGather, AllReduce, ReduceScatter
+from omnireduce.programs.drawing import title
+from omnireduce.programs.expressions import Expression, Tensor, formula
+from omnireduce.programs.layouts import Layout, Sliced
+from omnireduce.programs.operations import MatMul, Update
+from omnireduce.programs.stages import Compound, Fused, FusedAllReduce, Overlapped, Reducer, rebuilt
 
 if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Handle, Pipeline
+if TYPE_CHECKING:
+    from omnireduce.programs.pipeline import Handle, Pipeline
+if TYPE_CHECKING:
+    from omnireduce.programs.pipeline import Handle, Pipeline
+if TYPE_CHECKING:
+    from omnireduce.programs.pipeline import Handle, Pipeline
+
+
+def called(pipeline: Pipeline, node: Expression) -> str:
+    """An expression, for a message: its name, its formula, and its file and line."""
+    name = pipeline.names.get(node)
+    what = formula(node, pipeline.names)
+    return f"{f'{name} = ' if name and name != what else ''}{what} ({node.place.file}:{node.place.line})"
+
+
+def reason(error: UsageError) -> str:
+    """The message of an error of the checker, without the place and the source line."""
+    return str(error).split("\n")[0].split(": ", 1)[1]
+
+
+def compound_of(pipeline: Pipeline, node: Expression) -> Compound | None:
+    """The compound stage that contains this expression, or None."""
+    return next((compound for compound in pipeline.compounds if node in compound.nodes), None)
+
+
+def check_single(pipeline: Pipeline, nodes: Iterable[Expression], what: str) -> None:
+    """Raises UsageError if one of `nodes` is part of a compound stage: how it runs is decided already."""
+    for node in nodes:
+        compound = compound_of(pipeline, node)
+        if compound is not None:
+            raise UsageError(f"cannot {what} {called(pipeline, node)}: it is {title(compound)} already; do this before")
+
+
+def stage_list(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[Expression]:
+    """The expressions that `stages` name. Raises UsageError unless it is a list of stages."""
+    if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:
+        raise UsageError(f"cannot {what} {stages!r}: expected a list of stages, or of their names")
+    return [pipeline[stage] for stage in stages]
+
+
+def as_slice(pipeline: Pipeline, tensors: Sequence[Handle]) -> Pipeline:
+    """Keep these Replicated tensors Sliced: rank i has the i-th part of each. Their Updates need no AllGather then.
+
+    Callers of `run` give, and get, a part of each from now on. Raises UsageError for what is no Replicated tensor, and
+    where something needs one of them whole: reorder that before the AllGather first.
+    """
+    wanted = stage_list(pipeline, tensors, "slice")
+    changes: dict[Expression, Expression] = {}
+    for expression in wanted:
+        if not isinstance(expression, Tensor) or expression.type.layout is not Layout.REPLICATED:
+            kind = "" if not isinstance(expression, Tensor) else f" is {expression.type.layout.value}"
+            raise UsageError(f"cannot slice {called(pipeline, expression)}{kind}: expected a Replicated tensor")
+        try:
+            changes[expression] = expression.with_layout(Sliced)
+        except UsageError as error:
+            raise UsageError(f"cannot slice {expression.name}: {reason(error)}") from None
+    for node in pipeline.nodes:
+        if node not in changes:
+            changes[node] = _rebuilt(pipeline, node, changes)
+    other = [node for node in pipeline.nodes if changes[node].type != node.type]
+    dropped = [node.value for node in pipeline.nodes if isinstance(node, Update) and node.tensor in wanted]
+    check_single(pipeline, [*other, *dropped], "slice what gives")
+    for expression in pipeline.outputs:
+        if changes[expression].type.layout is not expression.type.layout and not _is_update_of(expression, wanted):
+            names = ", ".join(tensor.text(()) for tensor in wanted)
+            raise UsageError(f"cannot slice {names}: the output {called(pipeline, expression)} would come in parts")
+    return pipeline.changed(changes)
+
+
+def _is_update_of(node: Expression, tensors: Sequence[Expression]) -> bool:
+    return isinstance(node, Update) and node.tensor in tensors
+
+
+def _rebuilt(pipeline: Pipeline, node: Expression, changes: dict[Expression, Expression]) -> Expression:
+    operands = [changes[operand] for operand in node.operands]
+    if isinstance(node, Update) and operands[0] is not node.tensor:
+        value = operands[1]
+        if isinstance(value, AllGather) and value.operands[0].type.layout is Sliced:
+            operands[1] = value.operands[0]
+    try:
+        return node.with_operands(operands)
+    except UsageError as error:
+        names = [
+            input_node.text(())
+            for input_node in pipeline.inputs
+            if changes.get(input_node, input_node) is not input_node
+        ]
+        raise UsageError(
+            f"cannot slice {', '.join(names)}: {called(pipeline, node)} needs the whole: {reason(error)}"
+        ) from None
+
+
+def split(pipeline: Pipeline, stage: Handle) -> Pipeline:
+    """Do the AllReduce `stage` as an AllGather, which has its name, of a ReduceScatter, which has its name and `_rs`.
+
+    Raises UsageError for another stage, and for one of a number: it has no dimension to cut.
+    """
+    node = pipeline[stage]
+    if not isinstance(node, AllReduce):
+        raise UsageError(f"cannot split {called(pipeline, node)}: expected an AllReduce")
+    check_single(pipeline, [node], "split")
+    try:
+        scattered = ReduceScatter(node.reduction, node.operands[0]).with_operands(node.operands, node.place)
+    except UsageError as error:
+        raise UsageError(f"cannot split {called(pipeline, node)}: {reason(error)}") from None
+    gathered = AllGather(scattered).with_operands([scattered], node.place)
+    changes = rebuilt(pipeline.nodes, {node: gathered})
+    return pipeline.changed(changes, names={scattered: f"{pipeline.names[node]}_rs"})
+
 
 MOST_CHUNKS = 1024
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather
 from omnireduce.programs.expressions import Expression
-from omnireduce.programs.graph import between, reachable
 from omnireduce.programs.operations import Update
-from omnireduce.programs.rewrites.parts import called, check_single, reason, stage_list
+from omnireduce.programs.rewrites.overlap import called, check_single, reason, stage_list
+from omnireduce.programs.stages import between, reachable
 
 if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Handle, Pipeline

@@ -2,20 +2,304 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from omnireduce.errors import RefusedError, UsageError
+from omnireduce.files.cache import CACHE_VARIABLE, cache_folders
+from omnireduce.files.output import make_folder, write_json
+from omnireduce.logs import tagged
+from omnireduce.programs.communication import AllReduce, Communication
+from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Variable
+from omnireduce.programs.layouts import Layout
+from omnireduce.programs.lowering import lowered
+from omnireduce.programs.on_shards import OnShards, given_in_runs, runs_on_shards
+from omnireduce.programs.operations import MatMul, Update
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.tuning.candidates import CHUNKS, Candidate, Program, candidates
-from omnireduce.programs.tuning.memory import Question, recalled, remember
-from omnireduce.programs.tuning.trials import Sizes, Trial, ValuesMaker, drawn_values, sizes_of
+from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
+from omnireduce.programs.ready import PROGRAMS, schedules
+from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
+from omnireduce.programs.stages import Overlapped, reachable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.version import __version__
+
+log = logging.getLogger("omnireduce")
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that the answer depends on. `programs`: label and text of each candidate."""
+
+    version: str
+    programs: list[tuple[str, str]]
+    sizes: list[dict[str, int]]
+    hosts: list[str]
+    transport: str
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Median milliseconds of each candidate, in order, for each of the sizes; None for one that cannot run."""
+
+    question: Question
+    ms: list[list[float | None]]
+
+
+def path_of(question: Question, folder: Path) -> Path:
+    """The file of a question."""
+    return folder / "programs" / f"{hashlib.sha256(msgspec.json.encode(question)).hexdigest()[:32]}.json"
+
+
+def recalled(question: Question) -> list[list[float | None]] | None:
+    """The answer, if it is known."""
+    for folder in cache_folders():
+        path = path_of(question, folder)
+        try:
+            answer = msgspec.json.decode(path.read_bytes(), type=Answer)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.DecodeError) as error:
+            _warn(f"{path}: not used: {error}")
+            continue
+        if answer.question == question and _fits(answer.ms, question):
+            return answer.ms
+        _warn(f"{path}: not used: it answers another question")
+    return None
+
+
+def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
+    return len(ms) == len(question.sizes) and all(
+        len(row) == len(question.programs) and any(median is not None for median in row) for row in ms
+    )
+
+
+def remember(question: Question, ms: list[list[float | None]]) -> None:
+    """Write an answer to its file."""
+    why = [f"this user has no home folder: set {CACHE_VARIABLE}"]
+    for folder in cache_folders():
+        path = path_of(question, folder)
+        try:
+            make_folder(path.parent)
+            write_json(msgspec.json.encode(Answer(question, ms)), path)
+        except UsageError as error:
+            why.append(str(error))
+        else:
+            return
+    _warn(f"what was measured is not kept: {why[-1]}")
+
+
+def _warn(message: str) -> None:
+    log.warning(message, extra=tagged("autotune_cache"))
+
+
+Sizes = Mapping[str, int]
+ValuesMaker = Callable[[Pipeline, Communicator, Sizes], Mapping[str, Any]]
+"""Makes what `Pipeline.run` is given on this rank."""
+
+
+def sizes_of(pipeline: Pipeline, asked: int | Sizes) -> Sizes:
+    """The sizes of dimensions: as given, or so that the largest tensor has about so many elements. Raises UsageError
+    for something else."""
+    names = [variable.name for variable in sizes_in(pipeline.nodes)]
+    if isinstance(asked, Mapping):
+        if set(asked) != set(names):
+            raise UsageError(f"sizes {dict(asked)}: expected those of {', '.join(sorted(names))}")
+        return {name: size_value(asked[name], name) for name in names}
+    if isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1:
+        raise UsageError(f"size {asked!r}: expected a number of elements, from 1 on, or sizes of dimensions by name")
+    tensors = [node for node in pipeline.inputs if isinstance(node, Tensor)]
+    most = max(
+        (sum(isinstance(dimension, Variable) for dimension in tensor.type.shape) for tensor in tensors), default=1
+    )
+    return dict.fromkeys(names, max(1, round(int(asked) ** (1 / max(1, most)))))
+
+
+def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[str, Any]:
+    """Small whole numbers in all tensors of this rank's group, of Local ones others on each rank; a rate of 0.01, and
+    the first step."""
+    ranks = comm.size // pipeline.groups
+    group, rank = divmod(comm.rank, ranks)
+    variables = {variable: sizes[variable.name] for variable in sizes_in(pipeline.nodes)}
+    placement = RankPlacement(rank, ranks, variables)
+    values: dict[str, Any] = {variable.name: sizes[variable.name] for variable in _sizes_of_group(pipeline, group)}
+    for input_node in pipeline.inputs:
+        if isinstance(input_node, Tensor) and input_node.type.group == group:
+            is_local = input_node.type.layout is Layout.LOCAL
+            rng = np.random.default_rng([*input_node.name.encode(), rank if is_local else 0])
+            drawn = rng.integers(-4 if is_local else 0, 5, placement.own_shape(input_node.type), np.int8)
+            values[input_node.name] = drawn.astype(input_node.type.dtype)
+        elif isinstance(input_node, Variable) and input_node not in variables:
+            dtype = input_node.type.dtype
+            values[input_node.name] = True if dtype == Bool else 0.01 if dtype in FLOATS else 1
+    return values
+
+
+def _sizes_of_group(pipeline: Pipeline, group: int) -> list[Variable]:
+    nodes: list[Expression] = [node for node in pipeline.nodes if node.type.group in (None, group)]
+    return sizes_in(nodes)
+
+
+class Trial:
+    """A candidate with its values. All ranks make it, and call it alike. `number`: its own, of those that are open."""
+
+    def __init__(self, candidate: Candidate, comm: Communicator, number: int, values: Mapping[str, Any]) -> None:
+        self._comm, self._values = comm, dict(values)
+        self._pipeline = candidate.pipeline.changed({}, program=f"autotune-{number}")  # begins collectives' names
+        self._shards: OnShards | None = None
+        if candidate.on_shards:
+            each_run = [input_node.name for input_node in given_in_runs(self._pipeline, lowered(self._pipeline))]
+            kept = {name: value for name, value in self._values.items() if name not in each_run}
+            self._values = {name: value for name, value in self._values.items() if name in each_run}
+            self._shards = self._pipeline.on_shards(comm, kept)
+
+    def run(self) -> float:
+        """Milliseconds of one run on this rank, which begins when all are there."""
+        self._comm.barrier(name="autotune: run")
+        began = time.perf_counter()
+        if self._shards is None:
+            self._pipeline.run(self._comm, self._values)
+        else:
+            self._shards.run(self._values)
+        return 1e3 * (time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Give back what shards keep."""
+        if self._shards is not None:
+            self._shards.close()
+
+
+CHUNKS = (2, 4, 8)
+Program = str | Pipeline | Mapping[str, Pipeline]
+
+
+class Candidate(NamedTuple):
+    """A way to do a program. `chunks`: in how many a product is overlapped, None where none is; `on_shards`: whether
+    its fused AllReduce runs there."""
+
+    schedule: str
+    pipeline: Pipeline
+    chunks: int | None = None
+    on_shards: bool = False
+
+    @property
+    def label(self) -> str:
+        """What a table calls it."""
+        chunks = f", {self.chunks} chunks" if self.chunks else ""
+        return f"{self.schedule}{chunks}{', on shards' if self.on_shards else ''}"
+
+
+def candidates(program: Program, chunks: Sequence[int] = CHUNKS, *, on_shards: bool = True) -> list[Candidate]:
+    """All ways to do `program`: the name of one that is written already, schedules by name, or a pipeline, whose
+    schedules are those of its name, or follow from it. Raises UsageError for something else."""
+    if not isinstance(chunks, Sequence) or not chunks or not all(map(_is_chunks, chunks)):
+        raise UsageError(f"chunks is {chunks!r}: expected a list of ints from 2 to {MOST_CHUNKS}")
+    ways = []
+    for name, pipeline in _schedules(program).items():
+        overlapped = next((compound for compound in pipeline.compounds if isinstance(compound, Overlapped)), None)
+        if overlapped is None:
+            ways.append(Candidate(name, pipeline))
+        else:
+            ways += [Candidate(name, _in_chunks(pipeline, overlapped, count), count) for count in chunks]
+        if on_shards and runs_on_shards(pipeline):
+            ways.append(Candidate(name, pipeline, on_shards=True))
+    return ways
+
+
+def _schedules(program: Program) -> Mapping[str, Pipeline]:
+    if isinstance(program, Pipeline):
+        is_ready = program.name in PROGRAMS and not program.compounds
+        return schedules(program) if is_ready else derived(program)
+    if isinstance(program, str):
+        return schedules(program)
+    if not isinstance(program, Mapping) or not all(isinstance(pipeline, Pipeline) for pipeline in program.values()):
+        raise UsageError(f"got {type(program).__name__}; expected a program's name, a Pipeline, or several by name")
+    if not program:
+        raise UsageError("no schedules: expected one at least")
+    return program
+
+
+def _is_chunks(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 2 <= number <= MOST_CHUNKS
+
+
+def _in_chunks(pipeline: Pipeline, overlapped: Overlapped, chunks: int) -> Pipeline:
+    changed = [
+        replace(compound, chunks=chunks) if compound is overlapped else compound for compound in pipeline.compounds
+    ]
+    return pipeline.changed({}, compounds=changed)
+
+
+def derived(pipeline: Pipeline) -> dict[str, Pipeline]:
+    """The schedules that follow from a pipeline. What is not legal is left out.
+
+    as-written; ol: a product overlaps with its sum. For the first AllReduce that allows it, rs-c-ag: what follows is
+    computed in parts, and what is updated is kept in parts, but for the first output; fuse-rs-c-ag: as one AllReduce.
+    """
+    legal = {"as-written": pipeline}
+    for node in pipeline.nodes:
+        if not isinstance(node, AllReduce) or node not in pipeline.names:
+            continue
+        name, product = pipeline.names[node], node.operands[0]
+        if isinstance(product, MatMul) and "ol" not in legal:
+            legal |= _legal("ol", Pipeline.overlap, pipeline, [product, node])
+        if "rs-c-ag" not in legal:
+            legal |= _legal("rs-c-ag", _cut, pipeline, name)
+            if "rs-c-ag" in legal:
+                legal |= _legal("fuse-rs-c-ag", _fused, legal["rs-c-ag"], name)
+    return legal
+
+
+def _legal(name: str, rewrite: Callable[..., Pipeline], *arguments: object) -> dict[str, Pipeline]:
+    """A schedule by its name, if its rewrites are legal."""
+    try:
+        return {name: rewrite(*arguments)}
+    except UsageError:
+        return {}
+
+
+def _cut(pipeline: Pipeline, name: str) -> Pipeline:
+    """All that can be computed in parts behind the AllReduce is. Tensors that are updated are kept in parts, but for
+    the first output: that is what ranks go on with."""
+    cut = pipeline.split(name)
+    behind = [cut.names[node] for node in _computed_behind(cut, cut[name])]
+    cut = cut.reorder(behind, name)
+    kept = cut.outputs[0]
+    for update in [node for node in cut.nodes if isinstance(node, Update)]:
+        if update is not kept and update.tensor.type.layout is Layout.REPLICATED:
+            cut = _sliced(cut, update.tensor)
+    return cut
+
+
+def _sliced(pipeline: Pipeline, tensor: Tensor) -> Pipeline:
+    try:
+        return pipeline.as_slice([tensor.name])
+    except UsageError:
+        return pipeline  # a stage needs it whole
+
+
+def _computed_behind(pipeline: Pipeline, gather: Expression) -> list[Expression]:
+    """Stages that need `gather`, up to the next communication."""
+    behind = reachable([gather], pipeline.users)
+    beyond = reachable([node for node in behind if isinstance(node, Communication)], pipeline.users)
+    return [
+        node
+        for node in pipeline.nodes
+        if node in behind - beyond and node in pipeline.names and not isinstance(node, Communication)
+    ]
+
+
+def _fused(cut: Pipeline, name: str) -> Pipeline:
+    ends = [cut.names[node] for node in cut.nodes if isinstance(node, Update)]
+    return cut.fuse_into([f"{name}_rs", *ends])
+
 
 TURNS, WARM_UP = 7, 2
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-from omnireduce.config.security import SECRET_VARIABLE
+from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.errors import ProtocolError
 from omnireduce.secret import Secret
 from omnireduce.teams import ANYBODY, Teams

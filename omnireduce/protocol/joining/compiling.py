@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from itertools import takewhile
 from typing import NamedTuple
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.protocol.joining.checks import difference, taken
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import JobKey, PendingJob

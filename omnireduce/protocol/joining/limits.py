@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.protocol.joining.checks import demand, memory_bytes
 from omnireduce.wire.control import Hello
 

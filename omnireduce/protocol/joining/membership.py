@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.protocol.host.groups import JobRank, LocalRanks, hosts_of
 from omnireduce.protocol.joining import limits
 from omnireduce.protocol.joining.checks import (

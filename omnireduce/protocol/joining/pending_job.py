@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.status import LISTED, JobStatus
 from omnireduce.wire.control import Hello, Pending
 from omnireduce.wire.safe_text import shown

@@ -4,27 +4,136 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import secrets
 import select
+import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 from omnireduce.addresses import parse_address
 from omnireduce.administration import AdminAnswer, AdminRequest
 from omnireduce.config import Config
-from omnireduce.errors import OmniReduceError, TransportError
+from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.logs import tagged
-from omnireduce.protocol.joining.authentication import UNHEARD
+from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.protocol.joining.rank import unreachable
-from omnireduce.runtime.asking.connecting import connect_once
-from omnireduce.runtime.asking.prove import prove, read_message
-from omnireduce.secret import Secret
+from omnireduce.secret import NONCE_BYTES, Secret
 from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
+from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
-from omnireduce.transport.tls_files import worker_context
-from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Hello, encode_control
+from omnireduce.transport.tcp import TcpLink, connect_tcp
+from omnireduce.transport.tls import connect_tls, worker_context
+from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Hello, Refused, decode_control, encode_control
+from omnireduce.wire.safe_text import shown
+
+
+def connect_once(
+    address: str,
+    config: Config,
+    make_tls: Callable[[], ssl.SSLContext | None],
+    deadline: float,
+    say: Callable[[str], None],
+) -> StreamLink:
+    """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP. Calls
+    `say`, with the reason, when shared memory is there but belongs to another user.
+
+    Raises OSError when the aggregator cannot be reached; TransportError when only shared memory may be used and it
+    belongs to another user, or when TLS fails; and what `make_tls` raises.
+    """
+    host, port = parse_address(address)
+    wanted = config.transport
+    timeout_s = max(0.1, deadline - time.monotonic())
+    if wanted.kind in ("auto", "shm"):
+        any_user = config.security.local_users == "any"
+        try:
+            link = connect_shm(host, port, timeout_s, any_user=any_user)
+        except (OSError, TransportError) as error:
+            if wanted.kind == "shm":
+                raise
+            if isinstance(error, TransportError):
+                say(str(error))
+        else:
+            owner = link.process.user
+            if wanted.kind == "shm" or any_user or owner == os.geteuid():
+                return link
+            # Root's memory could be shared, but an aggregator of root shares none with other users.
+            link.close()
+            say(
+                f"the aggregator {address} is of user {owner}, this worker of user {os.geteuid()}: for shared memory "
+                "set security.local_users = 'any' on both"
+            )
+    tls = make_tls()
+    if tls is not None:
+        return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)
+    return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
+
+
+def why_lost(link: StreamLink) -> str:
+    """What may be wrong when an aggregator hangs up before it has admitted this worker."""
+    tls = ", and does it want TLS (security.tls_ca here)" if type(link) is TcpLink else ""
+    return f"; does its transport.kind allow {link.kind}{tls}?"
+
+
+def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
+    """Return when each end has proved to the other that it knows `secret`.
+
+    Raises RefusedError when the aggregator wants another secret or does not answer in time, TransportError when it does
+    not prove itself.
+    """
+    started, candidate = time.monotonic(), Candidate(secret, secrets.token_bytes(NONCE_BYTES))
+    link.send_control(encode_control(candidate.greeting))
+    readable = select.poll()
+    readable.register(link, select.POLLIN)
+    while not _advance(link, candidate):
+        now = time.monotonic()
+        if now >= deadline:
+            raise RefusedError(
+                f"no proof of the secret came from aggregator {link.peer} within {now - started:.2g} s; {UNHEARD}"
+            )
+        readable.poll((deadline - now) * 1000)
+
+
+def _advance(link: StreamLink, candidate: Candidate) -> bool:
+    """Deal with what the aggregator said; return whether it has proved itself."""
+    proven = False
+    for event in link.poll():
+        message = read_message(link, event)
+        if proven:
+            raise TransportError(f"aggregator {link.peer} said {type(message).__name__} before the hello")
+        try:
+            answer = candidate.told(message)
+        except ProtocolError as error:
+            raise TransportError(f"aggregator {link.peer} {error}") from None
+        proven = answer is None
+        if answer is not None:
+            link.send_control(encode_control(answer))
+    return proven
+
+
+def read_message(link: StreamLink, event: Event) -> ControlMessage:
+    """The control message of an event on the link to an aggregator.
+
+    Raises TransportError when the link is over or the message malformed, RefusedError when it is a refusal.
+    """
+    if isinstance(event, Lost):
+        if event.violation or event.refused:
+            raise TransportError(f"aggregator {link.peer}: {event.reason}")
+        raise TransportError(f"aggregator {link.peer}: {event.reason} before it answered{why_lost(link)}")
+    if not isinstance(event, Control):
+        raise TransportError(f"aggregator {link.peer} sent blocks instead of an answer")
+    try:
+        message = decode_control(event.body)
+    except ProtocolError as error:
+        raise TransportError(f"aggregator {link.peer}: {error}") from error
+    if isinstance(message, Refused):
+        refusal = f"aggregator {link.peer} refused: {shown(message.reason)}"
+        raise RefusedError(refusal, temporary=message.temporary)
+    return message
+
 
 log = logging.getLogger("omnireduce")
 AT_ONCE = 64  # aggregators that are asked at the same time

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.config.protocol import Protocol as ProtocolConfig
+from omnireduce.config.schema import Protocol as ProtocolConfig
 from omnireduce.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
 from omnireduce.dtypes import BYTES, Array, ElementType, element_type
 from omnireduce.errors import ConfigError, UsageError, a_type

@@ -43,9 +43,7 @@ from omnireduce.protocol.joining.rank import (
     Notice,
     perform,
 )
-from omnireduce.runtime.asking.connecting import connect_once, why_lost
-from omnireduce.runtime.asking.observe import reach
-from omnireduce.runtime.asking.prove import read_message
+from omnireduce.runtime.asking.observe import connect_once, reach, read_message, why_lost
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.rank.engine import GOODBYE_S, Engine
 from omnireduce.runtime.rank.threads import threads_for
@@ -59,7 +57,7 @@ from omnireduce.transport.memory import private_slots, touch
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.transport.tls_files import worker_context
+from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma
 from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
 from omnireduce.wire.safe_text import shown

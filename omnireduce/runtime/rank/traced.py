@@ -21,7 +21,7 @@ from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.runtime.rank.calls import Call
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.handles import Started
-from omnireduce.runtime.tracing.links import traced_links
+from omnireduce.runtime.tracing.lanes import traced_links
 from omnireduce.runtime.tracing.profile import Profile, Tally
 from omnireduce.runtime.tracing.timeline import Timeline
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What, now

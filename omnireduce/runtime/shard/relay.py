@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from omnireduce.config.security import Terms
+from omnireduce.config.schema import Terms
 from omnireduce.errors import ProtocolError
 from omnireduce.logs import tagged
 from omnireduce.protocol.joining.authentication import Candidate
