@@ -30,7 +30,7 @@ from omnireduce.launching.loop import watch_input
 from omnireduce.launching.output import Descriptor, Prefixed
 from omnireduce.launching.plan import LaunchRequest, Plan, check_command
 from omnireduce.logs import tagged
-from omnireduce.protocol.deadlines import Reminders
+from omnireduce.protocol.reminders import Reminders
 
 LOOK_S = 5.0  # between two runs of the script
 SCRIPT_S = 60.0  # that it may take

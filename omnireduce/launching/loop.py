@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from omnireduce.launching.connection import CHUNK, Connection
 from omnireduce.launching.output import Descriptor
 from omnireduce.logs import tagged
-from omnireduce.protocol.deadlines import FIRST_S, Reminders
+from omnireduce.protocol.reminders import FIRST_S, Reminders
 
 FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*FATAL, signal.SIGUSR1, signal.SIGUSR2)

@@ -97,21 +97,3 @@ class CollectiveDeadline:
         waits = [stream.waiting for stream in streams if stream.waiting is not None]
         longest = max(waits, key=lambda wait: wait.seconds, default=None)
         return Cause(others if longest is None else longest.who, reason, timeout=True)
-
-
-FIRST_S = 1.0  # how long to wait before saying so the first time
-
-
-class Reminders:
-    """Reminders of a wait that began at `now`: due after 1, 2, 4, ... seconds."""
-
-    def __init__(self, now: float) -> None:
-        self._since, self.at = now, now + FIRST_S
-
-    def due(self, now: float) -> float:
-        """The seconds that the wait has lasted, if the caller is to say so now; else 0."""
-        if now < self.at:
-            return 0.0
-        waited_s = now - self._since
-        self.at = self._since + 2 * waited_s
-        return waited_s

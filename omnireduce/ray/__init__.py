@@ -36,7 +36,7 @@ from omnireduce.launching.output import Prefixed, Stream
 from omnireduce.launching.plan import LaunchRequest, Plan
 from omnireduce.launching.supervisor import free_port
 from omnireduce.logs import tagged
-from omnireduce.protocol.deadlines import Reminders
+from omnireduce.protocol.reminders import Reminders
 
 R = TypeVar("R")
 log = logging.getLogger("omnireduce")

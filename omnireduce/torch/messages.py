@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from omnireduce.errors import UsageError
 from omnireduce.logs import tagged
-from omnireduce.protocol.deadlines import Reminders
+from omnireduce.protocol.reminders import Reminders
 from omnireduce.torch.gloo import GlooWork, said_by_gloo
 from omnireduce.torch.tensors import flat_bytes, put_back, room_of, staged, type_name
 

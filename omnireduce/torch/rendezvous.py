@@ -41,7 +41,7 @@ from omnireduce.addresses import (
 )
 from omnireduce.blame import from_a_handler
 from omnireduce.logs import tagged
-from omnireduce.protocol.deadlines import Reminders
+from omnireduce.protocol.reminders import Reminders
 from omnireduce.runtime.rank.environment import this_host
 
 MOST_SAID = 8  # addresses of a host

@@ -18,7 +18,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
 from omnireduce.descriptor import Descriptor
-from omnireduce.protocol import deadlines
+from omnireduce.protocol import reminders
 from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
 
 
@@ -57,7 +57,7 @@ def test_a_launch_ends_at_once_when_one_of_its_ranks_is_refused(daemon: Daemon, 
 def test_a_worker_says_for_whom_it_waits(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(deadlines, "FIRST_S", 0.05)
+    monkeypatch.setattr(reminders, "FIRST_S", 0.05)
     join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.6"), 0, 2, "alone")
     said = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
     assert len(said) >= 2

@@ -16,7 +16,7 @@ from local_cluster import WAIT_S, Ranks
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from omnireduce.addresses import Address
-from omnireduce.protocol import deadlines
+from omnireduce.protocol import reminders
 from omnireduce.torch import rendezvous
 from omnireduce.torch.rendezvous import MeetingPoint, _Meeting, drawn_ports, meet_at
 
@@ -81,7 +81,7 @@ def test_a_rank_says_where_it_has_looked_for_rank_0(
 ) -> None:
     """However often it has looked; and for whom it waits meanwhile."""
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
-    monkeypatch.setattr(deadlines, "FIRST_S", 0)
+    monkeypatch.setattr(reminders, "FIRST_S", 0)
     with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{place.ports[2]}"):
         next(_Meeting(place).begin(words(1), timedelta(seconds=0.5)))
     assert "waiting for rank 0 to come to 127.0.0.1 since 0 s" in caplog.text

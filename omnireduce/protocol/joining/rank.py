@@ -25,11 +25,11 @@ from msgspec.structs import replace
 from omnireduce.config.schema import URGENT
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.collective.effects import Tell, error_of
-from omnireduce.protocol.deadlines import Reminders
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.pending_job import worker_name
+from omnireduce.protocol.reminders import Reminders
 from omnireduce.secret import Secret
 from omnireduce.wire.control import (
     Aborted,

@@ -34,7 +34,7 @@ from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, Transp
 from omnireduce.interpreters import TREE, program_of
 from omnireduce.loading import search_path
 from omnireduce.logs import BoundLog, tagged
-from omnireduce.protocol.deadlines import FIRST_S, Reminders
+from omnireduce.protocol.reminders import FIRST_S, Reminders
 from omnireduce.runtime.embedding import (
     LONGEST,
     MOST_BYTES,
