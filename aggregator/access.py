@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from omnireduce.addresses import is_loopback, parse_listen, where_to_listen
-from omnireduce.config import Config
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.joining.authentication import GIVE
 from omnireduce.runtime.shard.access import Access
-from omnireduce.teams import load_teams
+from omnireduce.support.addresses import is_loopback, parse_listen, where_to_listen
+from omnireduce.support.config import Config
+from omnireduce.support.teams import load_teams
 from omnireduce.transport.tls import aggregator_context
 
 

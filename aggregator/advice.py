@@ -7,7 +7,9 @@ from contextlib import suppress
 
 import msgspec
 
-from omnireduce.addresses import (
+from omnireduce.errors import ConfigError, show
+from omnireduce.runtime.shard.access import Access
+from omnireduce.support.addresses import (
     Target,
     is_loopback,
     is_numeric,
@@ -19,9 +21,7 @@ from omnireduce.addresses import (
     parse_listen,
     where_to_listen,
 )
-from omnireduce.config import Config
-from omnireduce.errors import ConfigError, show
-from omnireduce.runtime.shard.access import Access
+from omnireduce.support.config import Config
 
 _USED = ("transport", "verbs", "aggregator", "security", "metrics", "trace", "log")  # sections that a daemon reads
 _OF_PAGES = ("token_file", "tls_certificate", "tls_key", "tls_ca")

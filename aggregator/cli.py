@@ -7,9 +7,9 @@ import sys
 import click
 
 from omnireduce.aggregator.processes import process_count
-from omnireduce.cli import Command, config_options
-from omnireduce.config import Config, load_config, override_config
-from omnireduce.logs import start_logs
+from omnireduce.support.cli import Command, config_options
+from omnireduce.support.config import Config, load_config, override_config
+from omnireduce.support.logs import start_logs
 
 
 @click.command(

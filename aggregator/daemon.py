@@ -21,8 +21,6 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from omnireduce.addresses import parse_listen
-from omnireduce.administration import Order
 from omnireduce.aggregator.access import count_changes, make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
 from omnireduce.aggregator.draining import Draining
@@ -41,14 +39,16 @@ from omnireduce.aggregator.processes import ignore, notify, watchdog_s
 from omnireduce.aggregator.reload import reloaded
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
 from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
-from omnireduce.config import Config
-from omnireduce.control_groups import OutOfMemory
+from omnireduce.core.administration import Order
 from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_aggregator
-from omnireduce.logs import tagged, tell_left_out
-from omnireduce.progress import Seldom
 from omnireduce.runtime.asking.observe import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
+from omnireduce.support.addresses import parse_listen
+from omnireduce.support.config import Config
+from omnireduce.support.control_groups import OutOfMemory
+from omnireduce.support.logs import tagged, tell_left_out
+from omnireduce.support.progress import Seldom
 
 log = logging.getLogger("omnireduce.aggregator")
 STOP_MARGIN_S = 5.0  # how long after finish_s a shard that does not stop is killed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 
-from omnireduce.administration import Order
 from omnireduce.aggregator.family import Child
+from omnireduce.core.administration import Order
 
 LEAST_S = 1.0  # who asks the shards of a daemon one after another finds the last of them, too
 

@@ -14,15 +14,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from omnireduce.addresses import parse_address
 from omnireduce.aggregator.processes import ignore
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.aggregator.watchdog import LOOK_S
-from omnireduce.cli import lose_unwritable_logs
-from omnireduce.config import Config
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.warm import warm_up_aggregator
-from omnireduce.logs import tell_left_out
 from omnireduce.runtime.embedding import (
     LONGEST,
     MOST_BYTES,
@@ -34,8 +30,12 @@ from omnireduce.runtime.embedding import (
     encode,
 )
 from omnireduce.runtime.shard.access import Access
-from omnireduce.secret import Secret
-from omnireduce.teams import Teams
+from omnireduce.support.addresses import parse_address
+from omnireduce.support.cli import lose_unwritable_logs
+from omnireduce.support.config import Config
+from omnireduce.support.logs import tell_left_out
+from omnireduce.support.secret import Secret
+from omnireduce.support.teams import Teams
 
 
 def main() -> None:

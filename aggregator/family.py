@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from omnireduce.administration import Order
 from omnireduce.aggregator.watchdog import Watch
+from omnireduce.core.administration import Order
 
 LONGEST = 16384  # bytes of a packet
 AT_ONCE = 64  # packets that are read in a row

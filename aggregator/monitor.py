@@ -29,7 +29,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from omnireduce.addresses import Address, parse_address, parse_listen, seen_from_here, why_cannot_listen
 from omnireduce.aggregator.family import Line
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
@@ -37,14 +36,15 @@ from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
 from omnireduce.aggregator.processes import ignore, process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.watchdog import LOOK_S, Pulse
-from omnireduce.config import Config
+from omnireduce.core.status import Status
+from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import TransportError
-from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.runtime.asking.observe import MONITOR, ask_all
 from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
-from omnireduce.status import Status
+from omnireduce.support.addresses import Address, parse_address, parse_listen, seen_from_here, why_cannot_listen
+from omnireduce.support.config import Config
+from omnireduce.support.logs import start_logs, tagged, tell_left_out
 from omnireduce.transport.tcp import listen_tcp
-from omnireduce.wire.safe_text import SHOWN, shown
 
 log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others

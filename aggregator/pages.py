@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from omnireduce.addresses import is_loopback, parse_listen
 from omnireduce.aggregator.access import beyond_loopback
-from omnireduce.config.schema import Metrics
 from omnireduce.errors import ConfigError
-from omnireduce.secret import read_lines
+from omnireduce.support.addresses import is_loopback, parse_listen
+from omnireduce.support.config.schema import Metrics
+from omnireduce.support.secret import read_lines
 from omnireduce.transport.tls import aggregator_context
 
 CHALLENGES = (

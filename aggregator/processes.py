@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Collection, Mapping
 
-from omnireduce.config import Config
+from omnireduce.support.config import Config
 
 
 def ignore(numbers: Collection[signal.Signals]) -> None:

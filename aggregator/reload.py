@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from omnireduce.errors import ConfigError
-from omnireduce.logs import tagged
+from omnireduce.support.logs import tagged
 
 log = logging.getLogger("omnireduce.aggregator")
 

@@ -12,18 +12,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from omnireduce.addresses import Address, host_of, is_wildcard, why_cannot_listen
-from omnireduce.administration import Order
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.family import ClientOrder, Line, RemainingJobs
 from omnireduce.aggregator.processes import ignore, process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.uplinks import Callers
 from omnireduce.aggregator.watchdog import Pulse, look_s
-from omnireduce.config import Aggregator, Config
+from omnireduce.core.administration import Order
 from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own
-from omnireduce.logs import start_logs, tagged, tell_left_out
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.reserve import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
@@ -32,6 +29,9 @@ from omnireduce.runtime.shard.relay import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
+from omnireduce.support.addresses import Address, host_of, is_wildcard, why_cannot_listen
+from omnireduce.support.config import Aggregator, Config
+from omnireduce.support.logs import start_logs, tagged, tell_left_out
 from omnireduce.transport.shm import ShmLink, holder_of, listen_shm, name_of, peer_of
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 from omnireduce.transport.tls import accept_tls

@@ -31,9 +31,9 @@ from benchmarks.single import SINGLE
 from benchmarks.sweep import sweep
 from benchmarks.testbed import TestbedError
 from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
-from omnireduce.cli import Group, NumberRange
 from omnireduce.errors import UsageError
-from omnireduce.extras import install
+from omnireduce.support.cli import Group, NumberRange
+from omnireduce.support.extras import install
 
 ONLY = click.option("--only", default="", help="Only the cases whose name contains this text.")
 RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True)

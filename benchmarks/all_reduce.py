@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.carriers import Watch, by_sockets
 from benchmarks.torch_ranks import run_ranks
 from omnireduce.errors import UsageError
-from omnireduce.printing import carriers_text
+from omnireduce.support.printing import carriers_text
 
 BLOCK = 256  # elements
 UNTIMED = 2  # rounds

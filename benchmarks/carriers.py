@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omnireduce.printing import carriers_text
 from omnireduce.runtime.rank import engine
+from omnireduce.support.printing import carriers_text
 
 SAID = re.compile(r"^carried by (\S+)$", re.MULTILINE)
 NOTHING = carriers_text({})

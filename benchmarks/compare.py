@@ -25,9 +25,9 @@ from benchmarks.environments import HERE, Tree
 from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.memory import measure
 from benchmarks.shaped import OPEN, PORT, Setting
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.printing import carriers_text
+from omnireduce.support.printing import carriers_text
 
 Trees = Sequence[tuple[str, Tree]]  # with what each is called
 

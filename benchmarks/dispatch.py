@@ -20,8 +20,8 @@ from benchmarks.carriers import Carried, Watch, by_sockets
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import Verdict, below
 from benchmarks.torch_ranks import run_ranks
-from omnireduce.dtypes import Array
-from omnireduce.printing import carriers_text
+from omnireduce.core.dtypes import Array
+from omnireduce.support.printing import carriers_text
 
 RANKS, ELEMENTS, MANY = 2, 1 << 10, 1 << 18
 IN_A_ROW, FEW = 100, 10  # calls, of tensors of ELEMENTS and of MANY

@@ -34,7 +34,7 @@ from benchmarks.outcomes import show_verdicts
 from benchmarks.shaped import INTERFACE, OPEN, PORT, Setting
 from benchmarks.targets import at_least
 from omnireduce.compression import Compression, Selector, TopK
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 RANKS, ELEMENTS, RATIOS = 4, 1 << 22, (0.01, 0.1)
 RATE, MESSAGE_BYTES = "50mbit", 1 << 17

@@ -29,9 +29,9 @@ from benchmarks.cases import MEMORY
 from benchmarks.environments import ROOT
 from benchmarks.group import PeerError
 from omnireduce.errors import UsageError
-from omnireduce.extras import install
-from omnireduce.files.output import make_folder, write_file
 from omnireduce.programs.ready import schedules
+from omnireduce.support.extras import install
+from omnireduce.support.files.output import make_folder, write_file
 
 LINE = re.compile(r"\{SZ: (\d+), Epochs: (\d+), (.*)\}")
 TOTAL = "Total"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.experiments import ON_SHARDS, TOTAL, Row
 from benchmarks.plots import STYLE
-from omnireduce.files.output import write_file
+from omnireduce.support.files.output import write_file
 
 FORMATS = ("pdf", "svg")
 METADATA: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}  # same rows, same files

@@ -30,7 +30,7 @@ from benchmarks.group import Group, PeerError, socket_path
 from benchmarks.orders import serve
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import at_least
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 OWN, OURS = "parameter by parameter, mpi4py", "omnireduce"
 RANKS, STEPS, LEAST = 2, 10, 2.0

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from benchmarks.carriers import NOTHING, together, wrong_carrier
 from benchmarks.environments import HERE, Tree, python_of
 from omnireduce.errors import OmniReduceError
-from omnireduce.printing import carriers_text
+from omnireduce.support.printing import carriers_text
 
 START_S = 120.0  # imports, joining, compiling the kernels once
 ORDER_S = 120.0  # the longest that one round may take

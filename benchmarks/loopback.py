@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.addresses import parse_address
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.support.addresses import parse_address
 
 MESSAGE_BYTES = 1 << 18
 PATIENCE_S = 60.0  # for a single byte

@@ -20,7 +20,7 @@ from benchmarks.cases import Case
 from benchmarks.environments import HERE, Tree
 from benchmarks.group import PeerError, daemon, service_group
 from benchmarks.peak_memory import memory_mib
-from omnireduce.config import Config
+from omnireduce.support.config import Config
 
 MIB = 1 << 20
 SLOTS = Config().protocol.slots * Config().protocol.slot_bytes / MIB  # of one rank, one way

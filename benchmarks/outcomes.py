@@ -20,8 +20,8 @@ from benchmarks.contest import OURS, SCAN, Measured, Result
 from benchmarks.memory import Memory
 from benchmarks.targets import Verdict, memory_verdicts, verdicts
 from omnireduce.errors import UsageError
-from omnireduce.files.output import make_folder, write_json
-from omnireduce.printing import carriers_text
+from omnireduce.support.files.output import make_folder, write_json
+from omnireduce.support.printing import carriers_text
 
 Row = dict[str, Any]
 SUMMARY = "summary.json"

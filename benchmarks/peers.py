@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.agsparse import AGsparse
 from benchmarks.loopback import Carrier
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 BLOCK_BYTES = 1024  # of the scan
 Dense = Callable[[Array], Array]

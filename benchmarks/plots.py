@@ -18,7 +18,7 @@ from matplotlib.ticker import LogFormatter
 from benchmarks.cases import TRANSPORTS
 from benchmarks.contest import BOUND, OURS, SCAN
 from benchmarks.outcomes import Row
-from omnireduce.files.output import make_folder
+from omnireduce.support.files.output import make_folder
 
 Points = list[tuple[float, float]]
 DENSE = ("mpich out of place", "mpich in place", "openmpi out of place", "openmpi in place", "gloo")

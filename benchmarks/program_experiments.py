@@ -8,7 +8,7 @@ import click
 
 from benchmarks.experiments import EXPERIMENTS, LARGE, SMALL, measure, read_rows, runs_of
 from omnireduce.errors import UsageError
-from omnireduce.extras import install
+from omnireduce.support.extras import install
 
 
 @click.command(help="Run an experiment of CoCoNet, and write its CSV and its figures to the folder RESULTS.")

@@ -33,8 +33,8 @@ from benchmarks.outcomes import show_verdicts
 from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.shaped import OPEN, PORT, Setting
 from benchmarks.targets import Verdict, at_least, at_most, below
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import session
-from omnireduce.dtypes import Array
 
 COUNT, BYTES = 200, 1024
 MANY, GROUPED, ONE = f"{COUNT} of {BYTES} bytes, by name", f"{COUNT} of {BYTES} bytes, in a group", "one of all bytes"

@@ -21,7 +21,7 @@ from benchmarks.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.peers import FACTORIES, Peer
 from omnireduce.bench.data import Dataset
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 
 class Rank:

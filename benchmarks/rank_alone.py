@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import numpy as np
 
 from benchmarks.cases import BLOCK
-from omnireduce.descriptor import describe
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.descriptor import describe
+from omnireduce.core.dtypes import Array, element_type
+from omnireduce.core.wire.blocks import read_header, room_for
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.rank.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire.blocks import read_header, room_for
 
 SLOTS, MESSAGE_BYTES, SPAN = 4, 1 << 20, 1 << 14
 EXTRA_AT = slice(24, 28)  # in a header: how many bytes of `extra` there are

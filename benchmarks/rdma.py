@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.carriers import wrong_carrier
 from benchmarks.environments import ROOT
 from benchmarks.group import daemon
-from omnireduce.cli import reporting_errors
-from omnireduce.config import Verbs
+from omnireduce.support.cli import reporting_errors
+from omnireduce.support.config import Verbs
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.queue import Queue

@@ -24,7 +24,7 @@ from omnireduce.compression import (
     Threshold,
     TopK,
 )
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.density import find_blocks
 
 SIZE, RATIO = 1 << 20, 0.01

@@ -25,8 +25,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from omnireduce.cli import reporting_errors
 from omnireduce.errors import UsageError
+from omnireduce.support.cli import reporting_errors
 
 MAX_HOSTS = 250
 NAMES = re.compile(r"omni(\d+)(?:sw|h\d+)")

@@ -25,7 +25,7 @@ from benchmarks.orders import serve_turns
 from benchmarks.outcomes import show_verdicts
 from benchmarks.rank_alone import rank_alone
 from benchmarks.targets import at_least
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 ALONE, WAYS, DENSITIES, SHARDS = "the rank alone", ("shm", "tcp"), (1.0, 0.1, 0.01), 4
 THREADS = (1, 2)

@@ -31,8 +31,8 @@ from benchmarks.orders import Order, serve
 from benchmarks.outcomes import show_verdicts
 from benchmarks.peak_memory import memory_mib
 from benchmarks.targets import Verdict, at_least, below
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import session
-from omnireduce.dtypes import Array
 from omnireduce.optimizers import Adam, RowAdagrad, Sgd, SparseAdam
 
 FUSED, NUMPY, COMPILED, TORCH = (

@@ -18,12 +18,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from omnireduce.version import __version__
+from omnireduce.support.version import __version__
 
 if TYPE_CHECKING:
-    from omnireduce.config import Config, load_config
+    from omnireduce.core.descriptor import Op, RowOp
     from omnireduce.data_parallel.queue import Queue
-    from omnireduce.descriptor import Op, RowOp
     from omnireduce.elastic import ElasticState, run_elastic
     from omnireduce.errors import (
         AbortedError,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from omnireduce.kernels.codecs.base import Codec
-    from omnireduce.launching.functions import run
+    from omnireduce.launch.functions import run
     from omnireduce.optimizers.sharded import ShardedOptimizer
     from omnireduce.runtime.rank.calls import Rows
     from omnireduce.runtime.rank.channels import Statistics
@@ -91,11 +90,12 @@ if TYPE_CHECKING:
         start_timeline,
         stop_timeline,
     )
+    from omnireduce.support.config import Config, load_config
 else:
     _PLACES = {
-        "omnireduce.config": ("Config", "load_config"),
+        "omnireduce.support.config": ("Config", "load_config"),
         "omnireduce.data_parallel.queue": ("Queue",),
-        "omnireduce.descriptor": ("Op", "RowOp"),
+        "omnireduce.core.descriptor": ("Op", "RowOp"),
         "omnireduce.errors": (
             "AbortedError",
             "ClosedError",
@@ -110,7 +110,7 @@ else:
             "UsageError",
         ),
         "omnireduce.kernels.codecs.base": ("Codec",),
-        "omnireduce.launching.functions": ("run",),
+        "omnireduce.launch.functions": ("run",),
         "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
         "omnireduce.runtime.rank.calls": ("Rows",),
         "omnireduce.runtime.rank.communicator": ("Communicator",),

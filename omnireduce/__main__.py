@@ -2,13 +2,13 @@
 parts.
 """
 
-from omnireduce.starting import slow_imports
+from omnireduce.support.starting import slow_imports
 
 with slow_imports():
     from omnireduce.aggregator.cli import main as aggregator
     from omnireduce.bench.tuning.command import tune
     from omnireduce.console.program import main
-    from omnireduce.launching.command import run
+    from omnireduce.launch.command import run
     from omnireduce.worker.cli import main as worker
 
 main.add_command(aggregator, "aggregator")

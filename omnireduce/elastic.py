@@ -13,11 +13,11 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import AbortedError, NewcomersError, UsageError
-from omnireduce.logs import tagged
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.support.logs import tagged
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")

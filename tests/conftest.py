@@ -11,7 +11,7 @@ from hypothesis import settings
 from local_cluster import Daemon
 from transports import carriers
 
-from omnireduce.config.schema import SECRET_VARIABLE
+from omnireduce.support.config.schema import SECRET_VARIABLE
 
 LONG = {"pytorch", "siege", "faults", "deploy", "bench"}
 settings.register_profile(

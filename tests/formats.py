@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 BITS = (8, 16, 32, 64)

@@ -14,8 +14,9 @@ import numpy as np
 from oracle import bits, indices_of_runs, indices_of_steps
 from samples import Array
 
-from omnireduce.descriptor import Descriptor, describe
-from omnireduce.dtypes import element_type
+from omnireduce.core.descriptor import Descriptor, describe
+from omnireduce.core.dtypes import element_type
+from omnireduce.core.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.regions import DESCRIPTORS
 from omnireduce.protocol.collective.effects import End
@@ -31,7 +32,6 @@ from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.calls import Pool
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
-from omnireduce.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from nursery import Forked
 from transports import carriers, meant_by
 
-from omnireduce.config import Config, load_config
 from omnireduce.kernels.jit import kernel_files
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor

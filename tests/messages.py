@@ -6,10 +6,9 @@ import struct
 
 import msgspec
 
-from omnireduce.administration import AdminAnswer, AdminRequest
-from omnireduce.secret import Secret
-from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
-from omnireduce.wire.control import (
+from omnireduce.core.administration import AdminAnswer, AdminRequest
+from omnireduce.core.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     Cause,
@@ -29,6 +28,7 @@ from omnireduce.wire.control import (
     Waiting,
     Welcome,
 )
+from omnireduce.support.secret import Secret
 
 HEADER = struct.Struct("<QqIIIIII")  # what follows up to HEADER_BYTES is 0
 SLOTS, SLOT_BYTES = 2, 65536

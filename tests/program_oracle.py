@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, REGISTERS, BlockProgram, Operation
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, REGISTERS, BlockProgram, Operation
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import FLUSHES
 from omnireduce.kernels.jit import has_compiler
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 DTYPES = tuple(ELEMENT_TYPES)

@@ -17,8 +17,9 @@ from local_cluster import ROOT, WAIT_S
 from separate_hosts import separate_hosts
 
 from benchmarks.testbed import Host
-from omnireduce import addresses
-from omnireduce.addresses import (
+from omnireduce.errors import ConfigError
+from omnireduce.support import addresses
+from omnireduce.support.addresses import (
     ANYWHERE,
     Address,
     addresses_of_interface,
@@ -35,7 +36,6 @@ from omnireduce.addresses import (
     parse_listen,
     seen_from_here,
 )
-from omnireduce.errors import ConfigError
 
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and bool(Path("/proc/net/if_inet6").read_text())
 needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="no IPv6 here")
@@ -224,7 +224,7 @@ def test_own_addresses_are_those_that_others_reach() -> None:
 
 PROBE = """
 import sys
-from omnireduce.addresses import *
+from omnireduce.support.addresses import *
 print(loopback(), reachable_address(sys.argv[1:]), reachable_address(), own_addresses()[0], sep="\\n")
 print(source_towards("localhost"))
 """

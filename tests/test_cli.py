@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from local_cluster import WAIT_S
 
-from omnireduce.cli import Command, Group, config_options, reporting_errors
-from omnireduce.config import load_config
 from omnireduce.errors import AbortedError, ConfigError, UsageError
+from omnireduce.support.cli import Command, Group, config_options, reporting_errors
+from omnireduce.support.config import load_config
 
 
 @click.group(cls=Group)
@@ -114,7 +114,7 @@ def test_ctrl_c_shows_no_traceback_while_a_program_is_imported(module: str) -> N
 
 def test_ctrl_c_on_a_real_process() -> None:
     source = (
-        "import click, sys, omnireduce.cli as cli\n"
+        "import click, sys, omnireduce.support.cli as cli\n"
         "@click.command(cls=cli.Command)\n"
         "def main():\n"
         "    print('ready', flush=True)\n"

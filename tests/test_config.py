@@ -9,7 +9,9 @@ from typing import Any, get_args
 
 import pytest
 
-from omnireduce.config import (
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.errors import ConfigError
+from omnireduce.support.config import (
     Cluster,
     Config,
     Protocol,
@@ -19,9 +21,7 @@ from omnireduce.config import (
     reference_toml,
     whole_bytes,
 )
-from omnireduce.config.keys import KEYS
-from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.errors import ConfigError
+from omnireduce.support.config.keys import KEYS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -320,7 +320,7 @@ def test_integers_have_no_mean() -> None:
 
 THREADS = """
 import sys, threading
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 
 def load():
     start.wait()

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from omnireduce.config import load_config
 from omnireduce.errors import ConfigError
+from omnireduce.support.config import load_config
 
 
 @pytest.mark.parametrize(

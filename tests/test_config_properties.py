@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.config import Config, check_config, dump_config, load_config, override_config
-from omnireduce.config.keys import KEYS
 from omnireduce.errors import ConfigError
+from omnireduce.support.config import Config, check_config, dump_config, load_config, override_config
+from omnireduce.support.config.keys import KEYS
 
 
 @pytest.fixture(scope="module")

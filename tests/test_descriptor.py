@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import DTYPES
 
-from omnireduce.descriptor import (
+from omnireduce.core.descriptor import (
     CODEC_CHARACTERS,
     GROUP_CHARACTERS,
     MAX_BLOCK_SIZE,
@@ -24,9 +24,9 @@ from omnireduce.descriptor import (
     distinguish,
     dtype_text,
 )
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.core.wire.blocks import EXTRA_BYTES, MAX_BLOCKS
 from omnireduce.errors import ProtocolError, UsageError
-from omnireduce.wire.blocks import EXTRA_BYTES, MAX_BLOCKS
 
 SHAPES = st.lists(st.integers(0, 2**40), max_size=MAX_DIMENSIONS).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTERS).filter(str.isprintable)

@@ -25,11 +25,11 @@ from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, complaints
 
 import omnireduce
 from omnireduce import Communicator
-from omnireduce.config import load_config
-from omnireduce.files.cache import cache_folders
+from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.kernels.warm import make_ready, worker_kernels
 from omnireduce.runtime.rank.communicator import Collectives
-from omnireduce.wire.control import PROTOCOL_VERSION
+from omnireduce.support.config import load_config
+from omnireduce.support.files.cache import cache_folders
 
 START = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 DOCUMENTS = [*START, *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy/README.md", ROOT / "vagrant/README.md"]

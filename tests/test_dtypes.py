@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from samples import DTYPES, awkward_values
 
-from omnireduce.config.schema import Dtype
-from omnireduce.dtypes import ELEMENT_TYPES, element_type
+from omnireduce.core.dtypes import ELEMENT_TYPES, element_type
 from omnireduce.errors import UsageError
 from omnireduce.protocol.host.state import storage_of
+from omnireduce.support.config.schema import Dtype
 
 
 def test_the_types() -> None:

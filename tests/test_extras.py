@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from local_cluster import ROOT, WAIT_S
 
-from omnireduce import extras
-from omnireduce.extras import install, need
+from omnireduce.support import extras
+from omnireduce.support.extras import install, need
 
 FRONTS = {  # what fails without the module, and what the advice begins with
     "torch": ("import omnireduce.torch", "pip install "),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omnireduce import UsageError
-from omnireduce.loading import load_named, look_in_this_folder
+from omnireduce.support.loading import load_named, look_in_this_folder
 
 
 def test_it_is_found_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from omnireduce.aggregator.processes import process_count
-from omnireduce.cli import reporting_errors
-from omnireduce.config import Log, load_config
 from omnireduce.errors import UsageError
-from omnireduce.logs import (
+from omnireduce.support.cli import reporting_errors
+from omnireduce.support.config import Log, load_config
+from omnireduce.support.logs import (
     A_SECOND,
     LINE,
     OF_ONE,

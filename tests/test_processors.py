@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omnireduce import processors
+from omnireduce.support import processors
 
 V1 = "5:memory:/other\n3:cpu,cpuacct:{0}\n1:name=systemd:{0}\n0::{0}\n"
 V2 = "0::{0}\n"

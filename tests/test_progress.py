@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from omnireduce.progress import EVERY_S, PlainProgress, Seldom, Ticker
+from omnireduce.support.progress import EVERY_S, PlainProgress, Seldom, Ticker
 
 
 def lines_of(seconds_per_item: float, items: int, start: float = 100.0) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from omnireduce.rounding import integer_mean, scaled
+from omnireduce.support.rounding import integer_mean, scaled
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 from local_cluster import ROOT
 
-from omnireduce.config import Config, Security, dump_config, load_config, override_config
-from omnireduce.config.schema import SECRET_VARIABLE
 from omnireduce.errors import ConfigError
-from omnireduce.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, Secret, load_secret, load_secrets
+from omnireduce.support.config import Config, Security, dump_config, load_config, override_config
+from omnireduce.support.config.schema import SECRET_VARIABLE
+from omnireduce.support.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, Secret, load_secret, load_secrets
 from omnireduce.worker.cli import main
 
 TEXT = "correct horse battery staple"
@@ -77,9 +77,9 @@ def verdict(name: str, user: int, groups: Sequence[int]) -> str:
     """
     code = f"""
 import os
-from omnireduce.config import Security
+from omnireduce.support.config import Security
 from omnireduce.errors import ConfigError
-from omnireduce.secret import load_secret
+from omnireduce.support.secret import load_secret
 os.setgroups({list(groups[1:])}); os.setgid({groups[0]}); os.setuid({user})
 try:
     load_secret(Security(secret_file={name!r}), {{}})

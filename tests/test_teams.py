@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from omnireduce.config import Security
-from omnireduce.config.schema import SECRET_VARIABLE, Terms
 from omnireduce.errors import ConfigError
-from omnireduce.secret import MOST_LINES, Secret
-from omnireduce.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams
+from omnireduce.support.config import Security
+from omnireduce.support.config.schema import SECRET_VARIABLE, Terms
+from omnireduce.support.secret import MOST_LINES, Secret
+from omnireduce.support.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams
 
 TEXT = "correct horse battery staple"
 NONCES = bytes(32), bytes(range(32))

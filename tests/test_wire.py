@@ -13,10 +13,8 @@ from messages import MESSAGES
 from msgspec.structs import replace
 from samples import DTYPES
 
-from omnireduce.dtypes import ELEMENT_TYPES
-from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.effects import error_of
-from omnireduce.wire.blocks import (
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.core.wire.blocks import (
     EXTRA_BYTES,
     HEADER_BYTES,
     Header,
@@ -27,7 +25,7 @@ from omnireduce.wire.blocks import (
     read_header,
     seal,
 )
-from omnireduce.wire.control import (
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Cause,
     ControlMessage,
@@ -36,6 +34,8 @@ from omnireduce.wire.control import (
     decode_control,
     encode_control,
 )
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.collective.effects import error_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 BYTES = np.dtype(np.uint8)

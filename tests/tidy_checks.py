@@ -26,7 +26,7 @@ LIBRARY = (
     "elastic",
     "data_parallel",
     "planning",
-    "launching",
+    "launch",
     "optimizers",
 )  # what users call, on top of a communicator
 FRONTS = ("torch", "keras", "needle", "jax", "switchml", "bench", "console", "ray")
@@ -49,36 +49,7 @@ STRANGE = {  # a program on one side knows nothing of the other side's rooms
     "aggregator": ("rank", *LIBRARY, "face"),
     "worker": ("shard",),
 }
-BASE = {
-    "addresses",
-    "blame",
-    "administration",
-    "block_program",
-    "cli",
-    "config",
-    "control_groups",
-    "descriptor",
-    "dtypes",
-    "errors",
-    "extras",
-    "files",
-    "layout",
-    "interpreters",
-    "launchers",
-    "loading",
-    "logs",
-    "printing",
-    "processors",
-    "progress",
-    "rounding",
-    "secret",
-    "starting",
-    "status",
-    "teams",
-    "torch_backend",
-    "version",
-    "wire",
-}
+BASE = {"core", "errors", "support", "torch_backend"}
 PURE = (  # what a protocol machine may import, with all that is in it
     *(
         "__future__",
@@ -94,10 +65,9 @@ PURE = (  # what a protocol machine may import, with all that is in it
         "types",
         "typing",
     ),
-    *("msgspec", "numpy", "omnireduce.kernels", "omnireduce.protocol", "omnireduce.wire"),
-    *("omnireduce.block_program", "omnireduce.config.schema", "omnireduce.config.schema", "omnireduce.descriptor"),
-    *("omnireduce.dtypes", "omnireduce.errors", "omnireduce.layout", "omnireduce.status"),
-    *("omnireduce.secret.Secret", "omnireduce.teams.ANYBODY", "omnireduce.teams.FREE", "omnireduce.teams.Teams"),
+    *("msgspec", "numpy", "omnireduce.kernels", "omnireduce.protocol", "omnireduce.core", "omnireduce.errors"),
+    "omnireduce.support.config.schema",
+    *(f"omnireduce.support.{name}" for name in ("secret.Secret", "teams.ANYBODY", "teams.FREE", "teams.Teams")),
 )  # the last ones are values; what reads the files of secrets and teams stands beside them
 IMPURE_CALLS = {"open", "input", "print", "exec", "eval", "compile", "__import__"}
 IMPURE_NUMPY = {  # it reads or writes files, or draws numbers that no seed gives
@@ -106,9 +76,9 @@ IMPURE_NUMPY = {  # it reads or writes files, or draws numbers that no seed give
 }
 JIT = "omnireduce.kernels.jit"
 COMPILER = (JIT, "omnireduce.kernels.instructions")  # where the compiler can be turned off
-PATHS = "omnireduce.files.paths"
+PATHS = "omnireduce.support.files.paths"
 OF_PATHS = ("abspath", "cwd", "expanduser", "expandvars", "getcwd")
-ADDRESSES = "omnireduce.addresses"
+ADDRESSES = "omnireduce.support.addresses"
 OF_ADDRESSES = ("AF_INET", "AF_INET6", "getaddrinfo", "gethostbyname", "create_connection", "create_server")
 HEAVY = ("mpi4py", "optuna", "pyverbs", "torch", "keras", "jax", "tensorflow", "needle")
 MAX_FILE_LINES = 900

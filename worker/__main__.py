@@ -2,7 +2,7 @@
 worker's.
 """
 
-from omnireduce.starting import slow_imports
+from omnireduce.support.starting import slow_imports
 
 with slow_imports():
     from omnireduce.worker.cli import main

@@ -7,11 +7,11 @@ import sys
 import click
 from click.core import ParameterSource
 
-from omnireduce.cli import Group, config_options, json_option
-from omnireduce.config import Config, load_config
 from omnireduce.console.program import density, show_config, trace
 from omnireduce.errors import OmniReduceError
-from omnireduce.logs import start_logs
+from omnireduce.support.cli import Group, config_options, json_option
+from omnireduce.support.config import Config, load_config
+from omnireduce.support.logs import start_logs
 from omnireduce.worker.options import launch_options, numbers
 from omnireduce.worker.switchml.commands import allreduce_benchmark, replay
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from omnireduce.cli import whole_numbers
+from omnireduce.support.cli import whole_numbers
 
 MOST = 1 << 40  # of elements, or of jobs
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -16,10 +16,10 @@ from jinja2 import Environment, StrictUndefined
 from omnireduce.aggregator.live.history import KEPT_S, History, Rate
 from omnireduce.console.status import duration, waits_for
 from omnireduce.console.summary import Answers, summed_jobs
-from omnireduce.printing import density_text, short_count
-from omnireduce.status import Status
-from omnireduce.version import __version__
-from omnireduce.wire.safe_text import shown
+from omnireduce.core.status import Status
+from omnireduce.core.wire.safe_text import shown
+from omnireduce.support.printing import density_text, short_count
+from omnireduce.support.version import __version__
 
 WIDTH, HEIGHT = 600, 60  # of a timeline, in units of its own
 MOST_JOBS, MOST_LINES = 100, 32  # in the table, by name; with a timeline, those of them with the most traffic

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from omnireduce.bench.data import Dataset, TensorSource, check_data, check_reduction
 from omnireduce.bench.recorded import RecordedArray, RecordedTensors, find_arrays
-from omnireduce.config import Config
-from omnireduce.descriptor import Op
-from omnireduce.printing import density_text, short_count, short_time, times_text
+from omnireduce.core.descriptor import Op
+from omnireduce.support.config import Config
+from omnireduce.support.printing import density_text, short_count, short_time, times_text
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

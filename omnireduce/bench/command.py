@@ -14,13 +14,13 @@ import omnireduce as omni
 from omnireduce.bench.cases import Case, Row, RowTable, recorded_cases, synthetic_cases
 from omnireduce.bench.mpi import MpiAllreduce, finalize
 from omnireduce.bench.runs import run_case
-from omnireduce.config import Config
 from omnireduce.errors import UsageError
-from omnireduce.files.output import check_writable, write_json
-from omnireduce.printing import make_console
-from omnireduce.progress import PlainProgress
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import Launch
+from omnireduce.support.config import Config
+from omnireduce.support.files.output import check_writable, write_json
+from omnireduce.support.printing import make_console
+from omnireduce.support.progress import PlainProgress
 
 _AGAINST_MPI = "mpirun -n {} omnireduce bench --against mpi"
 

@@ -29,9 +29,9 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from omnireduce.dtypes import ELEMENT_TYPES, Array, ElementType
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array, ElementType
+from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
-from omnireduce.layout import Layout
 
 _WINDOWS = 1 << 16  # windows in the table
 _CHUNK_ELEMENTS = 1 << 17  # of the tensor that are worked on at once: temporaries stay small and in the cache

@@ -10,9 +10,9 @@ import sys
 import time
 from typing import Any
 
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.dtypes import Array, element_type
 from omnireduce.errors import UsageError
-from omnireduce.extras import install
+from omnireduce.support.extras import install
 
 _OPS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
 

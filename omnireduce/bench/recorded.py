@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from omnireduce.bench.data import check_reduction, reduce_in_rank_order, share_set
-from omnireduce.dtypes import Array, number_type
+from omnireduce.core.dtypes import Array, number_type
 from omnireduce.errors import UsageError
-from omnireduce.files.tensors import FileError, Tensor, read_tensors
 from omnireduce.kernels.density import find_blocks
+from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
 
 RANK = "{rank}"
 _CHUNK_ELEMENTS = 1 << 17  # compared at once: temporaries stay small and in the cache

@@ -16,10 +16,10 @@ import numpy as np
 
 from omnireduce.bench.cases import Case, Row
 from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError
-from omnireduce.printing import carriers_text
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.printing import carriers_text
 
 
 def run_case(

@@ -9,8 +9,8 @@ import numpy as np
 from omnireduce.compression.memories import Memory, NoMemory, overflowing
 from omnireduce.compression.selectors import Everything, Selector
 from omnireduce.compression.sums import Sum, check_gradient, check_name, name_for_all
-from omnireduce.descriptor import CODED_ELEMENTS
-from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.core.descriptor import CODED_ELEMENTS
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named

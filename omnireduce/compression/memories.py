@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from omnireduce.compression.selectors import Selector
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.select import zero_blocks
 

@@ -19,7 +19,7 @@ from omnireduce.compression.selectors import (
     TopK,
 )
 from omnireduce.compression.sums import Sum
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import BUILT_IN, NONE
 from omnireduce.runtime.rank.communicator import Communicator

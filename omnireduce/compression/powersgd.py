@@ -19,7 +19,7 @@ import numpy as np
 
 from omnireduce.compression.memories import Memory, Residual
 from omnireduce.compression.sums import Sum, check_gradient, check_name, check_seed, name_for_all
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
 from omnireduce.runtime.rank.communicator import Communicator

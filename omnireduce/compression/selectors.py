@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from omnireduce.compression.sums import check_seed, check_values
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.floats import MAGNITUDE
 from omnireduce.kernels.select import (

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.arguments import whole
 

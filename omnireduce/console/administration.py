@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from omnireduce.administration import WHY_CHARACTERS, Action, AdminRequest
-from omnireduce.config import Config, override_config
-from omnireduce.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
+from omnireduce.core.administration import WHY_CHARACTERS, Action, AdminRequest
+from omnireduce.core.status import Status
+from omnireduce.core.wire.control import PROTOCOL_VERSION
+from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import OmniReduceError, UsageError, show
 from omnireduce.runtime.asking.observe import AT_ONCE, ask_all, request
-from omnireduce.secret import load_secret
-from omnireduce.status import Status
-from omnireduce.wire.control import PROTOCOL_VERSION
-from omnireduce.wire.safe_text import listed, shown
+from omnireduce.support.config import Config, override_config
+from omnireduce.support.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
+from omnireduce.support.secret import load_secret
 
 ANSWER_S = 5.0  # for one aggregator
 LOOK_S = 0.5  # between two looks at aggregators that drain

@@ -15,9 +15,9 @@ from omnireduce.compression import Selector
 from omnireduce.compression.grace import Compressor
 from omnireduce.compression.grace.params import class_named
 from omnireduce.compression.grace.trial import OfSelector, try_compressor
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
-from omnireduce.loading import look_in_this_folder
+from omnireduce.support.loading import look_in_this_folder
 
 
 def report_trial(name: str, settings: Sequence[str]) -> bool:

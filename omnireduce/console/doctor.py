@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from omnireduce import processors
-from omnireduce.addresses import loopback
-from omnireduce.config import Config
-from omnireduce.config.schema import SECRET_VARIABLE
+from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError, UsageError
 from omnireduce.kernels.jit import has_compiler, kernel_files
 from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_all
-from omnireduce.printing import make_console
-from omnireduce.progress import PlainProgress
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
 from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
 from omnireduce.runtime.rank.embedded import identify
 from omnireduce.runtime.rank.environment import alone_though, detect_launch, job_name
-from omnireduce.secret import load_secret
+from omnireduce.support import processors
+from omnireduce.support.addresses import loopback
+from omnireduce.support.config import Config
+from omnireduce.support.config.schema import SECRET_VARIABLE
+from omnireduce.support.printing import make_console
+from omnireduce.support.progress import PlainProgress
+from omnireduce.support.secret import load_secret
+from omnireduce.support.version import __version__
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink
-from omnireduce.version import __version__
-from omnireduce.wire.safe_text import shown
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.devices import Port

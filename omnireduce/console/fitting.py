@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.wire.safe_text import shown
+from omnireduce.core.wire.safe_text import shown
 
 GAP = 2  # spaces between columns
 

@@ -9,12 +9,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from omnireduce.cli import Group, NumberRange, config_options, json_option, whole_numbers
-from omnireduce.config import dump_config, load_config, override_config, reference_toml, split_list
 from omnireduce.console.programs.command import coconet
 from omnireduce.errors import UsageError
-from omnireduce.logs import start_logs
-from omnireduce.version import __version__
+from omnireduce.support.cli import Group, NumberRange, config_options, json_option, whole_numbers
+from omnireduce.support.config import dump_config, load_config, override_config, reference_toml, split_list
+from omnireduce.support.logs import start_logs
+from omnireduce.support.version import __version__
 
 _LARGEST_BLOCK = 65536
 

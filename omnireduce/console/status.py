@@ -11,16 +11,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from omnireduce.addresses import Address, parse_listen, seen_from_here
-from omnireduce.config import Config, override_config
 from omnireduce.console.fitting import FittingTable
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
+from omnireduce.core.status import Status, Stragglers, Traffic
+from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import RefusedError
-from omnireduce.printing import density_text, short_count
 from omnireduce.runtime.asking.observe import ask_all
-from omnireduce.secret import load_secret
-from omnireduce.status import Status, Stragglers, Traffic
-from omnireduce.wire.safe_text import listed, shown
+from omnireduce.support.addresses import Address, parse_listen, seen_from_here
+from omnireduce.support.config import Config, override_config
+from omnireduce.support.printing import density_text, short_count
+from omnireduce.support.secret import load_secret
 
 # columns of jobs that a narrow terminal does without, the least important first
 _SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")

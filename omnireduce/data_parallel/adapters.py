@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 
 ARRAY, OBJECT = "array", "object"

@@ -24,8 +24,8 @@ from itertools import groupby
 
 import numpy as np
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.operations import JOIN, REFUSAL, WITHOUT_DATA, Batch, Request, fused
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 
 NO_NEWS, NAMES_FROM = 0, 1  # where in a round's bytes

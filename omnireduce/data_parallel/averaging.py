@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from omnireduce.core.descriptor import Op
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.data_parallel.operations import Buffer
-from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.rounding import scaled
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import two_that_share
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.rounding import scaled
 
 
 class Part(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.states import State
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import check_root

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.agreement import Agreement
 from omnireduce.data_parallel.operations import (
     JOIN,
@@ -26,13 +27,12 @@ from omnireduce.data_parallel.operations import (
     refusing,
     together,
 )
-from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, UsageError
-from omnireduce.logs import tagged
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
 from omnireduce.runtime.rank.refusals import told
 from omnireduce.runtime.tracing.timeline import EXCHANGE, MEMCPY_IN, MEMCPY_OUT, QUEUE
+from omnireduce.support.logs import tagged
 
 
 class Waiter(Protocol):

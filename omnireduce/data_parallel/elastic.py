@@ -15,7 +15,7 @@ import numpy as np
 
 from omnireduce.data_parallel import session
 from omnireduce.errors import AbortedError, ClosedError, NewcomersError
-from omnireduce.logs import tagged
+from omnireduce.support.logs import tagged
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
 from omnireduce.data_parallel.averaging import Averaging, Part, exchangeable, leaves, rebuilt, scale
 from omnireduce.data_parallel.job import communicator
 from omnireduce.data_parallel.partition import Loader
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others

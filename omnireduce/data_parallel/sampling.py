@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 
 class Sampling:

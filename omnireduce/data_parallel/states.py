@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import ARRAY, Adapter
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 
 NUMBERS = "biufc"  # kinds of NumPy arrays that travel, beside bfloat16

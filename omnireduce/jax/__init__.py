@@ -11,7 +11,7 @@ loss, gradients = ddp.value_and_grad(loss_fn)(params, *batch)
 
 from __future__ import annotations
 
-from omnireduce.extras import need
+from omnireduce.support.extras import need
 
 need("jax", "omnireduce.jax")  # before what fails without it
 

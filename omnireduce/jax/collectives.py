@@ -15,16 +15,16 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from omnireduce.core.descriptor import Op
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.broadcasting import moved
 from omnireduce.data_parallel.job import communicator
-from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.rounding import scaled
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.support.rounding import scaled
 
 OnHost = Callable[[Communicator, list[Array]], list[Array]]
 

@@ -9,7 +9,7 @@ model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from __future__ import annotations
 
-from omnireduce.extras import need
+from omnireduce.support.extras import need
 
 need("keras", "omnireduce.keras", "keras")  # before what fails without it
 

@@ -20,9 +20,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import elastic
 from omnireduce.data_parallel.elastic import State
-from omnireduce.dtypes import Array
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
 from omnireduce.errors import UsageError

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 
 BACKENDS = ("torch", "jax", "tensorflow")

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from omnireduce.files.cache import CACHE_VARIABLE
+from omnireduce.support.files.cache import CACHE_VARIABLE
 
 UNFINISHED = ".unfinished"
 OURS = re.compile(r"-[0-9a-f]{16}\Z")  # the end of a folder's name

@@ -9,7 +9,7 @@ import hashlib
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.jit import inlined, kernel
 
 LANES = 4  # neighbours are mixed into different numbers: the next word need not wait for the last one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
 from omnireduce.kernels.jit import inlined, kernel
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT

@@ -32,7 +32,7 @@ with those that shards have returned. Before the second time a rank waits for it
 
 from __future__ import annotations
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
 from omnireduce.kernels.instructions import give_way, publish
 from omnireduce.kernels.jit import entry, kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.jit import kernel
 
 

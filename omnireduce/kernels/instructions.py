@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numba.np import arrayobj
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 _array_of: Any = arrayobj.make_array
 _insert_function: Any = cgutils.get_or_insert_function

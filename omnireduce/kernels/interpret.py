@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, Operation
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import FIRST_COLUMN, Operation
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.floats import EXPONENT, SIGN
 from omnireduce.kernels.instructions import (
     LINE_BYTES,

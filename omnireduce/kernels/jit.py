@@ -25,9 +25,9 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
-from omnireduce.files.cache import CACHE_VARIABLE, cache_folders
 from omnireduce.kernels.cache import KernelFiles
-from omnireduce.version import __version__
+from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
+from omnireduce.support.version import __version__
 
 NO_KERNELS = ("cache.py", "claims.py", "warm.py")
 CONSTANTS = ("block_program", "dtypes")  # modules outside of this folder whose constants are compiled into kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.jit import kernel
 
 ABSENT = -1  # in `parts`: this rank's block is zero

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, prefetch_to_write, row_of
 from omnireduce.kernels.jit import inlined, kernel
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array, ElementType
+from omnireduce.core.dtypes import Array, ElementType
 from omnireduce.kernels.instructions import row_of, span_of, span_or
 from omnireduce.kernels.jit import inlined, kernel
 from omnireduce.kernels.merge import ABSENT

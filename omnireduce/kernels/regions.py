@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import LINE_BYTES, counter, publish
 from omnireduce.kernels.jit import kernel
 

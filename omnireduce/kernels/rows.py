@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.chunk import reduce_batch
 from omnireduce.kernels.instructions import counter
 from omnireduce.kernels.jit import kernel

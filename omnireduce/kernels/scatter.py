@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, prefetch_to_write
 from omnireduce.kernels.jit import kernel
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.floats import MAGNITUDE
 from omnireduce.kernels.instructions import row_of
 from omnireduce.kernels.jit import kernel, reordering

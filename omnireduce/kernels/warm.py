@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.kernels.checksum import LANES, mix_words
 from omnireduce.kernels.claims import BuiltIn, Kernel, are_kept, in_turn
 from omnireduce.kernels.codecs.table import BUILT_IN
@@ -24,7 +24,7 @@ from omnireduce.kernels.regions import SLOTS, STATE, anybody_left, anybody_sleep
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
-from omnireduce.progress import Ticker
+from omnireduce.support.progress import Ticker
 
 # of rows, too: those of halves are added as float32; in the same order in every process
 STORAGES = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_half))

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
-from omnireduce.extras import need
+from omnireduce.core.dtypes import Array
+from omnireduce.support.extras import need
 
 TENSOR, NDARRAY, ARRAY = "Tensor", "NDArray", "array"
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)  # the only type of an NDArray

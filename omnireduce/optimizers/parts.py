@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from omnireduce.block_program import PROGRAM_ELEMENTS, BlockProgram
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import PROGRAM_ELEMENTS, BlockProgram
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError, a_type
-from omnireduce.files.paths import user_path
-from omnireduce.layout import Layout
 from omnireduce.runtime.rank.arguments import check_rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
+from omnireduce.support.files.paths import user_path
 
 STEP, NUMBER = "step", "save"
 MOST_STEPS, NUMBER_BITS = 1 << 62, 62

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from omnireduce.block_program import FIRST_COLUMN, SUM, Assembly, BlockProgram, Operation
+from omnireduce.core.block_program import FIRST_COLUMN, SUM, Assembly, BlockProgram, Operation
 from omnireduce.errors import UsageError
 
 SCRATCH, OTHER = 1, 2  # registers

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, SUM, Assembly, BlockProgram, Operation
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, SUM, Assembly, BlockProgram, Operation
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.optimizers.parts import (
     NUMBER_BITS,

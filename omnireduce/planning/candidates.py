@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
-from omnireduce.layout import Layout
 from omnireduce.planning.model import (
     Costs,
     Hosts,

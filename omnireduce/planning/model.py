@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import UsageError
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
-from omnireduce.wire.blocks import HEADER_BYTES
 
 
 class Load(NamedTuple):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnireduce.errors import ConfigError
-from omnireduce.extras import install
-from omnireduce.files.output import write_file
 from omnireduce.programs.expressions import Expression, Input, Tensor, Variable, formula
 from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
+from omnireduce.support.extras import install
+from omnireduce.support.files.output import write_file
 
 if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Pipeline

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
 from omnireduce.programs.expressions import Constant, Expression, Input
 from omnireduce.programs.operations import Update, WholeReduction

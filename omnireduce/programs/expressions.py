@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
-from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array
+from omnireduce.core.dtypes import BOOL, ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.source_lines import SourceLine, line_of_user, wrong

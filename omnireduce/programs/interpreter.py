@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, is_half

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from omnireduce.block_program import FIRST_COLUMN, MAX_COLUMNS, REGISTERS, Operation
+from omnireduce.core.block_program import FIRST_COLUMN, MAX_COLUMNS, REGISTERS, Operation
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather
 from omnireduce.programs.expressions import Bool, Constant, Expression, Float32, Input, Tensor, short

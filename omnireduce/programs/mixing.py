@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from omnireduce.block_program import Operation
+from omnireduce.core.block_program import Operation
 from omnireduce.programs.expressions import Expression
 from omnireduce.programs.operations import Update
 from omnireduce.programs.overlapped import Scalar

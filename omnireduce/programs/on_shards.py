@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import (
+from omnireduce.core.block_program import (
     FIRST_COLUMN,
     PROGRAM_ELEMENTS,
     STEP_WORK,
@@ -17,7 +17,7 @@ from omnireduce.block_program import (
     packed,
     work_of,
 )
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
 from omnireduce.programs.lowering import Lowered, lowered

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array, number_type
+from omnireduce.core.descriptor import Op
+from omnireduce.core.dtypes import Array, number_type
 from omnireduce.programs.expressions import (
     FLOATS,
     Bool,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from omnireduce.block_program import MAX_INSTRUCTIONS, MAX_SCALARS, MAX_TOTALS, Operation
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import MAX_INSTRUCTIONS, MAX_SCALARS, MAX_TOTALS, Operation
+from omnireduce.core.dtypes import Array
 from omnireduce.programs.execution import Execution
 from omnireduce.programs.expressions import Constant, Expression
 from omnireduce.programs.layouts import bounds

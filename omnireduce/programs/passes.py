@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs.execution import Execution
 from omnireduce.programs.expressions import Expression, Region, Type
 from omnireduce.programs.layouts import Layout

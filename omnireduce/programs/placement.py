@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable, number_array
 from omnireduce.programs.layouts import Layout, bounds

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform, stream_key
 from omnireduce.programs.expressions import (
     FLOATS,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import Send
 from omnireduce.programs.expressions import Expression

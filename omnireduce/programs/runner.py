@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.checksum import checksum
 from omnireduce.programs.communication import Send

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NamedTuple
 
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.status import MOST, Late, Traffic
+from omnireduce.core.wire.control import Report
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.reduction import Reduction
-from omnireduce.status import MOST, Late, Traffic
-from omnireduce.wire.control import Report
 
 NOTHING = Report()
 TOTALS = ("collectives", "blocks", "own_blocks", "union_blocks", "sent_bytes", "received_bytes")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omnireduce.core.wire.control import Cause, Waiting
+from omnireduce.core.wire.safe_text import listed
 from omnireduce.protocol.collective.stream import ShardStream
-from omnireduce.wire.control import Cause, Waiting
-from omnireduce.wire.safe_text import listed
 
 LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
 

@@ -17,17 +17,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from omnireduce.dtypes import Array
-from omnireduce.errors import ProtocolError
-from omnireduce.kernels.codecs.draws import SUM
-from omnireduce.protocol.collective.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
-from omnireduce.protocol.collective.merge import NO_HEADER
-from omnireduce.protocol.collective.reduction import Reduction
-from omnireduce.protocol.collective.shard import AggregatorMachine, Inbox, ResultSlots
-from omnireduce.protocol.counters import Wait
-from omnireduce.status import LISTED
-from omnireduce.wire.blocks import Header, read_header
-from omnireduce.wire.control import (
+from omnireduce.core.dtypes import Array
+from omnireduce.core.status import LISTED
+from omnireduce.core.wire.blocks import Header, read_header
+from omnireduce.core.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
@@ -37,6 +30,13 @@ from omnireduce.wire.control import (
     Report,
     Waiting,
 )
+from omnireduce.errors import ProtocolError
+from omnireduce.kernels.codecs.draws import SUM
+from omnireduce.protocol.collective.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.collective.merge import NO_HEADER
+from omnireduce.protocol.collective.reduction import Reduction
+from omnireduce.protocol.collective.shard import AggregatorMachine, Inbox, ResultSlots
+from omnireduce.protocol.counters import Wait
 
 REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # of one member: honest ones send a few in a second
 SILENT = 0.75  # of a wait: an upstream that waits says so each time that its wait has doubled

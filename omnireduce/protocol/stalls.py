@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from omnireduce.wire.control import ITSELF, Waiting
-from omnireduce.wire.safe_text import shown
+from omnireduce.core.wire.control import ITSELF, Waiting
+from omnireduce.core.wire.safe_text import shown
 
 BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # for whom ranks wait, if for no rank
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from omnireduce.extras import need
+from omnireduce.support.extras import need
 
 need("ray", "omnireduce.ray", "ray")  # before what fails without it
 
@@ -25,18 +25,18 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from omnireduce.addresses import loopback
-from omnireduce.config import load_config
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
-from omnireduce.launching.connection import STDERR, STDOUT, Connection, words_of_supervisor
-from omnireduce.launching.environment import draw_job, of_rank
-from omnireduce.launching.hosts import place_on
-from omnireduce.launching.job import READY_S, Job
-from omnireduce.launching.output import Prefixed, Stream
-from omnireduce.launching.plan import LaunchRequest, Plan
-from omnireduce.launching.supervisor import free_port
-from omnireduce.logs import tagged
+from omnireduce.launch.connection import STDERR, STDOUT, Connection, words_of_supervisor
+from omnireduce.launch.environment import draw_job, of_rank
+from omnireduce.launch.hosts import place_on
+from omnireduce.launch.job import READY_S, Job
+from omnireduce.launch.output import Prefixed, Stream
+from omnireduce.launch.plan import LaunchRequest, Plan
+from omnireduce.launch.supervisor import free_port
 from omnireduce.protocol.reminders import Reminders
+from omnireduce.support.addresses import loopback
+from omnireduce.support.config import load_config
+from omnireduce.support.logs import tagged
 
 R = TypeVar("R")
 log = logging.getLogger("omnireduce")

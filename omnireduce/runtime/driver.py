@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from omnireduce.core.wire.control import ControlMessage, decode_control, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.effects import ALL, Effect, End, Finish, Return, Send, Tell, Wake, Warn
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
-from omnireduce.wire.control import ControlMessage, decode_control, encode_control
 
 Clock = Callable[[], float]
 

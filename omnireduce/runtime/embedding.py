@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, msgpack
 
-from omnireduce.config import Config
+from omnireduce.support.config import Config
 
 SECRET_BYTES = 32
 MOST_BYTES = 1 << 16  # of a message

@@ -20,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
-from omnireduce.logs import tagged
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import own_launch
 from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.runtime.rank.world import connect
+from omnireduce.support.config import Config
+from omnireduce.support.logs import tagged
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
 from omnireduce.switchml.job import Distribution, Job, JobState, Starter, Stats
 from omnireduce.switchml.packets import Exchange, Instant, OverTheService, Packets

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ClosedError
 from omnireduce.runtime.rank.channels import Statistics
+from omnireduce.support.config import Config
 from omnireduce.switchml.packets import Batch
 from omnireduce.switchml.settings import Dummy
 

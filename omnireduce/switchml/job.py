@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.runtime.rank.arguments import flat_view
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.switchml.prepostprocessor import JobSlice, PrePostProcessor

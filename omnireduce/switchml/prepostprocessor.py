@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 
 class JobSlice(NamedTuple):

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omnireduce.config import Config, load_config
-from omnireduce.config.keys import unknown
 from omnireduce.errors import ConfigError, UsageError, show
-from omnireduce.files.paths import read_text
-from omnireduce.loading import load_named
 from omnireduce.runtime.rank.environment import detect_launch
+from omnireduce.support.config import Config, load_config
+from omnireduce.support.config.keys import unknown
+from omnireduce.support.files.paths import read_text
+from omnireduce.support.loading import load_named
 from omnireduce.switchml.prepostprocessor import READY, PrePostProcessor
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks

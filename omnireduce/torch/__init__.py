@@ -9,7 +9,7 @@ Without a process group there are Horovod's names, `import omnireduce.torch as h
 
 from __future__ import annotations
 
-from omnireduce.extras import need
+from omnireduce.support.extras import need
 
 need("torch", "omnireduce.torch", "torch")  # before what fails without it
 

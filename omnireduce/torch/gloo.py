@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank.calls import once
 from omnireduce.runtime.rank.communicator import Communicator

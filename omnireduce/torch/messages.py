@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from omnireduce.errors import UsageError
-from omnireduce.logs import tagged
 from omnireduce.protocol.reminders import Reminders
+from omnireduce.support.logs import tagged
 from omnireduce.torch.gloo import GlooWork, said_by_gloo
 from omnireduce.torch.tensors import flat_bytes, put_back, room_of, staged, type_name
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from omnireduce.core.descriptor import Op
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.scaling import Average, Scaling, root_of
 from omnireduce.data_parallel.session import (
@@ -27,10 +29,8 @@ from omnireduce.data_parallel.session import (
     queue,
     told_by_name,
 )
-from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.rounding import integer_mean
+from omnireduce.support.rounding import integer_mean
 from omnireduce.torch.gloo import Movement, Sizes
 from omnireduce.torch.reductions import differentiable, reduced
 from omnireduce.torch.tensors import (

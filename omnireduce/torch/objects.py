@@ -13,10 +13,10 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from omnireduce.core.wire.blocks import MAX_ELEMENTS
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.objects import ADVICE, ObjectCodec, add_form
 from omnireduce.torch.tensors import bytes_of, staged
-from omnireduce.wire.blocks import MAX_ELEMENTS
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)

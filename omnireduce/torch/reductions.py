@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.scaling import Average, Max, Min, Product, Scaling, Sum, scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls import Rows
 from omnireduce.torch.compression import Compression

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from omnireduce.addresses import (
+from omnireduce.protocol.reminders import Reminders
+from omnireduce.runtime.rank.environment import this_host
+from omnireduce.support.addresses import (
     ANYWHERE,
     Address,
     connect,
@@ -39,10 +41,8 @@ from omnireduce.addresses import (
     reachable_address,
     where_to_listen,
 )
-from omnireduce.blame import from_a_handler
-from omnireduce.logs import tagged
-from omnireduce.protocol.reminders import Reminders
-from omnireduce.runtime.rank.environment import this_host
+from omnireduce.support.blame import from_a_handler
+from omnireduce.support.logs import tagged
 
 MOST_SAID = 8  # addresses of a host
 CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them

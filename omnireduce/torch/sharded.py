@@ -23,13 +23,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.session import communicator
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.logs import tagged
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
 from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.support.logs import tagged
 from omnireduce.torch.tensors import array_of, staged
 
 log = logging.getLogger("omnireduce")

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, queue
-from omnireduce.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.torch_backend import DEVICES
 

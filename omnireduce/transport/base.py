@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 NO_SLOTS = np.zeros((0, 0), np.uint8)
 EVERYTHING = 1 << 62  # bytes

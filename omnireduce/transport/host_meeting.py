@@ -15,9 +15,9 @@ import struct
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from omnireduce.blame import from_a_handler
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
+from omnireduce.support.blame import from_a_handler
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.memory import Regions
 from omnireduce.transport.shm import peer_of

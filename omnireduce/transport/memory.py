@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
 
 FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from omnireduce.addresses import Address, is_own, is_wildcard, look_up, where_to_listen
-from omnireduce.blame import from_a_handler
 from omnireduce.errors import TransportError
+from omnireduce.support.addresses import Address, is_own, is_wildcard, look_up, where_to_listen
+from omnireduce.support.blame import from_a_handler
 from omnireduce.transport.memory import map_slots
 from omnireduce.transport.stream import BACKLOG, CONTROL, FRAME, StreamLink
 

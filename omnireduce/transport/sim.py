@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.transport.base import EVERYTHING, Control, Event, Lost, Received
 from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
 

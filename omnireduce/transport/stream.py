@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from itertools import islice
 from operator import add
 
-from omnireduce.blame import from_a_handler
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.support.blame import from_a_handler
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 
 TLS = "TLS"

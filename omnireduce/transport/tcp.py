@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from omnireduce.addresses import Address, connect, host_of, listen
+from omnireduce.support.addresses import Address, connect, host_of, listen
 from omnireduce.transport.base import Event
 from omnireduce.transport.stream import BACKLOG, StreamLink
 

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from omnireduce.addresses import Address, connect
-from omnireduce.blame import from_a_handler
-from omnireduce.config import Metrics, Security
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ConfigError, TransportError
-from omnireduce.files.paths import without_waiting
-from omnireduce.secret import read_private
+from omnireduce.support.addresses import Address, connect
+from omnireduce.support.blame import from_a_handler
+from omnireduce.support.config import Metrics, Security
+from omnireduce.support.files.paths import without_waiting
+from omnireduce.support.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
 from omnireduce.transport.stream import CONTROL, EVENTS_PER_POLL, TLS, spoken
 from omnireduce.transport.tcp import TcpLink

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from omnireduce.bench.cases import SyntheticCase, recorded_cases, synthetic_cases
-from omnireduce.config import Config, load_config
 from omnireduce.errors import UsageError
+from omnireduce.support.config import Config, load_config
 
 
 def configuration(*overrides: str) -> Config:

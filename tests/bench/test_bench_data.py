@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from omnireduce.bench.data import Dataset
-from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
 
 FLOATS = [name for name, kind in ELEMENT_TYPES.items() if kind.is_float]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from omnireduce.bench.cases import Row, RowTable
-from omnireduce.printing import TABLE_WIDTH, density_text, make_console, short_count, short_time, times_text
+from omnireduce.support.printing import TABLE_WIDTH, density_text, make_console, short_count, short_time, times_text
 
 KEYS = [
     *("transport", "world_size", "shards", "op", "dtype", "elements", "bytes", "block_size", "density"),

@@ -10,8 +10,8 @@ from transports import MEMORY, over
 
 from omnireduce.bench.cases import Case, Row, SyntheticCase
 from omnireduce.bench.runs import run_case
+from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
-from omnireduce.layout import Layout
 from omnireduce.runtime.rank.communicator import Communicator
 
 

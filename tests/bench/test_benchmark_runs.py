@@ -33,7 +33,7 @@ from benchmarks.memory import measure
 from benchmarks.outcomes import Outcome
 from benchmarks.peak_memory import memory_mib
 from benchmarks.sweep import sweep
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 needs_mpi = pytest.mark.skipif(
     not (Path(sys.executable).parent / "mpirun").exists() or importlib.util.find_spec("mpi4py") is None,

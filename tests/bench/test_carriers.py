@@ -16,7 +16,7 @@ from transports import MEMORY, over
 import benchmarks.group
 from benchmarks.carriers import NO_SOCKET, SAID, tcp_bytes, wrong_carrier
 from benchmarks.group import Group, PeerError, mpi_group, service_group, socket_path
-from omnireduce.printing import carriers_text
+from omnireduce.support.printing import carriers_text
 
 CASE = {"elements": 4096, "density": 1.0, "overlap": "random", "distribution": "uniform", "block_size": 256, "seed": 1}
 ROUND = {"kind": "dense", "method": "allreduce", "check": True}

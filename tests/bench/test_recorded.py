@@ -17,11 +17,11 @@ from samples import CASES, sparse_tensor
 from omnireduce.bench.cases import Row, recorded_cases
 from omnireduce.bench.recorded import RecordedTensors, find_arrays
 from omnireduce.bench.runs import run_case
-from omnireduce.config import load_config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.files.tensors import FileError
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import load_config
+from omnireduce.support.files.tensors import FileError
 
 
 def saved(folder: Path, tensors: list[Array], suffix: str = ".npy") -> str:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from local_cluster import MPIRUN, ROOT, Daemon, complaints, unique_job
 
-from omnireduce.config import Config, load_config
+from omnireduce.support.config import Config, load_config
 from omnireduce.worker.cli import main
 
 WORKER = (sys.executable, "-m", "omnireduce.worker")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import omnireduce as omni
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 
 sys.path.append(str(Path(__file__).parent.parent))
 from transports import MEMORY, check_carried, over

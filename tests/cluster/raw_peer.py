@@ -13,14 +13,21 @@ import msgspec
 import numpy as np
 from local_cluster import WAIT_S
 
-from omnireduce.addresses import parse_address
-from omnireduce.config import Config
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import (
+    PROTOCOL_VERSION,
+    ControlMessage,
+    Pending,
+    Refused,
+    decode_control,
+    encode_control,
+)
 from omnireduce.protocol.joining.authentication import Candidate
-from omnireduce.secret import Secret
+from omnireduce.support.addresses import parse_address
+from omnireduce.support.config import Config
+from omnireduce.support.secret import Secret
 from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Pending, Refused, decode_control, encode_control
 
 __all__ = ["CONTROL", "CREDIT", "DATA", "NOISE", "RawPeer", "await_pending", "framed"]
 DEFAULTS = Config().protocol

@@ -17,9 +17,9 @@ from raw_peer import DEFAULTS, RawPeer, await_pending
 from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
 from omnireduce.protocol import reminders
-from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
 
 
 def join(config: Config, rank: int, size: int, job: str) -> str:

@@ -13,7 +13,7 @@ from local_cluster import READY_S, Daemon, Process, configured, eventually, star
 from omnireduce import Communicator, ConfigError
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 
 
 def given(*settings: str) -> list[tuple[str, str]]:

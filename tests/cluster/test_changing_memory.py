@@ -18,11 +18,11 @@ from raw_peer import DATA, DEFAULTS, RawPeer
 from test_rule_breakers import message
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import Welcome, encode_control
 from omnireduce.transport.memory import Region, map_slots
 from omnireduce.transport.shm import ShmLink, listen_shm
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire.control import Welcome, encode_control
 
 ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually, unique_job
 
-from omnireduce.config import Config
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.kernels.claims import Kernel
 from omnireduce.runtime.rank import joining
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import Config
 
 LIMIT = ("cluster.join_timeout_s=1", "aggregator.join_timeout_s=1")
 

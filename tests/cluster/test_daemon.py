@@ -31,8 +31,8 @@ from raw_peer import RawPeer, await_pending
 from transports import MEMORY, called, over
 
 from omnireduce import Communicator, RefusedError, TransportError
-from omnireduce.addresses import Address, why_cannot_listen
 from omnireduce.aggregator.shard import _run_as_batch
+from omnireduce.support.addresses import Address, why_cannot_listen
 from omnireduce.transport.shm import listen_shm
 from omnireduce.transport.tcp import listen_tcp
 
@@ -148,7 +148,7 @@ def test_a_name_that_nobody_knows_is_one_line_and_status_1(key: str) -> None:
     ],
 )
 def test_why_nobody_can_listen(monkeypatch: pytest.MonkeyPatch, number: int, port: int, expected: str) -> None:
-    monkeypatch.setattr("omnireduce.addresses._first_free_port", lambda: 1024)
+    monkeypatch.setattr("omnireduce.support.addresses._first_free_port", lambda: 1024)
     assert why_cannot_listen(OSError(number, "?"), Address("10.0.0.1", port)) == expected
 
 

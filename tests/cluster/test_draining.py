@@ -24,14 +24,14 @@ from test_other_users import as_nobody, can_change
 from transports import over
 
 from omnireduce import AbortedError, Communicator, RefusedError
-from omnireduce.administration import Action, AdminRequest, Order
 from omnireduce.aggregator.draining import LEAST_S, Draining
 from omnireduce.aggregator.family import Child
+from omnireduce.core.administration import Action, AdminRequest, Order
+from omnireduce.core.status import StatusRequest
+from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.protocol.joining.intake import DRAINING
 from omnireduce.runtime.asking.observe import ask, request
-from omnireduce.secret import load_secret
-from omnireduce.status import StatusRequest
-from omnireduce.wire.control import PROTOCOL_VERSION
+from omnireduce.support.secret import load_secret
 
 NOT_YOURS = "is for the operator: for root or user "
 

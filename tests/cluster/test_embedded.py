@@ -32,9 +32,9 @@ from local_cluster import (
 from users import set_user
 
 from omnireduce import AbortedError, ClosedError, Communicator, ConfigError, RefusedError, TransportError, connect
-from omnireduce.config import Config
 from omnireduce.runtime.rank.embedded import identify, place_of
 from omnireduce.runtime.rank.environment import Launch
+from omnireduce.support.config import Config
 
 NOBODY = 65534
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")

@@ -13,7 +13,7 @@ from test_rule_breakers import data, message
 from transports import MEMORY, over
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.wire.control import Welcome
+from omnireduce.core.wire.control import Welcome
 
 
 def shared_files(pid: int) -> set[int]:

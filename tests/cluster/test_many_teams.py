@@ -25,7 +25,7 @@ from omnireduce.aggregator.daemon import Daemon as Supervisor
 from omnireduce.aggregator.family import Deaths, Family, Line
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.secret import Secret, load_secret
+from omnireduce.support.secret import Secret, load_secret
 
 VISION, SPEECH, GENERAL = "what vision knows ....", "what speech knows ....", "what the operator knows"
 NEW = "what vision will know .."

@@ -34,10 +34,10 @@ from local_cluster import (
 from prometheus_client.parser import text_string_to_metric_families
 from transports import BY_SHARDS
 
-from omnireduce.addresses import parse_address
 from omnireduce.aggregator.monitor import CONNECTIONS
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.runtime.asking.observe import ask
+from omnireduce.support.addresses import parse_address
 
 LISTEN = "metrics.listen=127.0.0.1:0"
 Samples = dict[str, dict[tuple[str, ...], float]]

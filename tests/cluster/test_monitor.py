@@ -15,11 +15,11 @@ import pytest
 from local_cluster import WAIT_S, configured, descriptors_below, eventually
 from test_metrics import get
 
-from omnireduce.addresses import parse_address
 from omnireduce.aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
 from omnireduce.aggregator.watchdog import Pulse
-from omnireduce.logs import A_SECOND, LimitedHandler, tagged
 from omnireduce.runtime.asking.observe import MONITOR
+from omnireduce.support.addresses import parse_address
+from omnireduce.support.logs import A_SECOND, LimitedHandler, tagged
 from omnireduce.transport.shm import listen_shm
 from omnireduce.transport.tcp import listen_tcp
 

@@ -18,11 +18,11 @@ from local_cluster import READY_S, WAIT_S, Daemon, Process, eventually
 from test_metrics import LISTEN, base, get
 from test_monitor import serving
 
-from omnireduce.addresses import parse_address
 from omnireduce.aggregator.monitor import CONNECTIONS
 from omnireduce.aggregator.pages import CHALLENGES, make_pages, why_open
-from omnireduce.config import Metrics
 from omnireduce.errors import ConfigError
+from omnireduce.support.addresses import parse_address
+from omnireduce.support.config import Metrics
 
 TOKEN, NEW = "a-token.of_the~scraper+1/2==", "f00d" * 16
 

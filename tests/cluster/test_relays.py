@@ -22,9 +22,9 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError, UsageError
 from omnireduce.aggregator.metrics import ShardCollector
-from omnireduce.config import Config
+from omnireduce.core.status import Below, JobStatus, Status, Traffic
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.status import Below, JobStatus, Status, Traffic
+from omnireduce.support.config import Config
 
 SOLO = over("tcp")
 

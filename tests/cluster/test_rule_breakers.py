@@ -14,11 +14,11 @@ from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
 from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
 from omnireduce import AbortedError, Communicator, RefusedError, TransportError
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import Aborted, Goodbye, Refused, Welcome
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import Aborted, Goodbye, Refused, Welcome
 
 GRADIENT = Descriptor("allreduce", "", "float32", (10_000,), block_size=256)  # 40 blocks
 FIVE = [3, 4, 5, 6, 7]

@@ -14,14 +14,14 @@ from separate_hosts import separate_hosts
 from transports import BY_SHARDS
 
 from benchmarks.testbed import Host
-from omnireduce.addresses import Address, parse_address
+from omnireduce.support.addresses import Address, parse_address
 
 CODE = """
 import os, sys
 import numpy as np
 import omnireduce as omni
 rank, size, job, *sets = sys.argv[1:]
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 config = load_config(overrides=sets)
 with omni.init(config, rank=int(rank), size=int(size), job=job) as comm:
     total = omni.allreduce(np.full(50_000, comm.rank + 1.0))[0]

@@ -22,11 +22,11 @@ from raw_peer import RawPeer, await_pending
 from transports import KINDS, MEMORY, WAYS, over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
+from omnireduce.core.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Refused
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.runtime.asking.observe import ask, ask_all
-from omnireduce.secret import load_secret
-from omnireduce.status import JobStatus, Status, StatusRequest, Traffic
-from omnireduce.wire.control import PROTOCOL_VERSION, Refused
+from omnireduce.support.secret import load_secret
 
 BLOCK, BLOCKS = 256, 1000
 FRAMING = 10_000  # bytes that control messages take

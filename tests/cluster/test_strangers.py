@@ -13,9 +13,9 @@ from cluster_checks import assert_serves
 from local_cluster import Daemon, open_files
 from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
+from omnireduce.core.wire.control import Leave, Refused, Welcome
 from omnireduce.runtime.shard.connections import HELLO_LIMIT
 from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
-from omnireduce.wire.control import Leave, Refused, Welcome
 
 
 def framed_map(fields: dict[str, object]) -> bytes:

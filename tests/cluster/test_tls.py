@@ -22,7 +22,7 @@ from tls_client import TlsClient, needs_libssl
 from transports import over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, TransportError
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 from omnireduce.transport.tls import aggregator_context
 
 pytestmark = needs_openssl

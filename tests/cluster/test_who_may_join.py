@@ -32,11 +32,7 @@ from raw_peer import RawPeer, framed
 from transports import KINDS, WAYS, over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
-from omnireduce.config.schema import SECRET_VARIABLE
-from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
-from omnireduce.secret import Secret
-from omnireduce.transport.stream import CONTROL, FRAME
-from omnireduce.wire.control import (
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Challenge,
     Greeting,
@@ -46,6 +42,10 @@ from omnireduce.wire.control import (
     Welcome,
     decode_control,
 )
+from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
+from omnireduce.support.config.schema import SECRET_VARIABLE
+from omnireduce.support.secret import Secret
+from omnireduce.transport.stream import CONTROL, FRAME
 
 TEXT, OTHER = "correct horse battery staple", "Tr0ub4dor&3 and 28 bits more"
 SECRET = Secret(TEXT.encode())

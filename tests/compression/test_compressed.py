@@ -23,7 +23,7 @@ from omnireduce.compression import (
     TopK,
     compressed,
 )
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 SIZE, RANKS, STEPS = 20_001, 3, 4
 WAYS = [BY_SHARDS, "transport.host_exchange=auto"]

@@ -13,7 +13,7 @@ from transports import BY_SHARDS
 from omnireduce import AbortedError, Communicator, UsageError
 from omnireduce.compression import grace, grace_from_params
 from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 SIZE, RANKS, STEPS = 3000, 3, 3
 PAIRS = [(name, each) for name, kind in COMPRESSORS.items() for each in kind.communicators]

@@ -16,7 +16,7 @@ from omnireduce.compression import grace
 from omnireduce.compression.grace.params import COMPRESSORS
 from omnireduce.compression.grace.selecting import gaps_of, places_of
 from omnireduce.compression.grace.trial import try_compressor
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 SEEDS = st.integers(0, 2**32 - 1)
 NAMES = tuple(COMPRESSORS)

@@ -11,7 +11,7 @@ from transports import BY_SHARDS
 
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import PowerSgd, Residual
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.factors import orthonormalise, product
 
 RANKS, STEPS = 3, 6

@@ -12,8 +12,8 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.compression import BlockTopK, Compression, DgcMomentum, RandomK, Residual, TopK
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.support.config import Config
 
 SIZE, RANKS, FAILS = 5000, 3, 1
 

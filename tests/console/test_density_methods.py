@@ -14,7 +14,7 @@ from omnireduce import Communicator
 from omnireduce.compression.methods import method_of
 from omnireduce.console.density.command import report_files
 from omnireduce.console.density.estimate import MethodEstimate, advise, measure
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 SIZES, RANKS = (32, 256), 2
 SHAPE = (4000, 64)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnireduce.console.density.estimate import INDEX_BYTES, Density, estimate, measure
-from omnireduce.dtypes import ELEMENT_TYPES, Array
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
+from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import UsageError
-from omnireduce.wire.blocks import HEADER_BYTES
 
 
 def blocks_by_hand(nonzero: Array, size: int) -> int:

@@ -17,13 +17,13 @@ from local_cluster import Daemon, configured, run_job
 from transports import MEMORY, over
 
 from omnireduce import Communicator
-from omnireduce.config import Trace
 from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
 from omnireduce.errors import UsageError
-from omnireduce.printing import TABLE_WIDTH
 from omnireduce.runtime.tracing.lanes import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.runtime.tracing.merge import chrome_trace
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
+from omnireduce.support.config import Trace
+from omnireduce.support.printing import TABLE_WIDTH
 from omnireduce.worker.cli import main
 
 Span = tuple[What, int, int, int, int]  # what, peer, detail, start, end

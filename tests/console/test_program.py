@@ -157,7 +157,7 @@ def flags(command: click.Command, path: str = "omnireduce") -> Iterator[tuple[st
 
 def test_no_number_of_a_flag_may_be_nan() -> None:
     wrong = [where for where, flag in flags(main) if type(flag.type) in (click.FloatRange, click.types.FloatParamType)]
-    assert not wrong, f"{wrong}: expected NumberRange of omnireduce/cli.py"
+    assert not wrong, f"{wrong}: expected NumberRange of omnireduce/support/cli.py"
 
 
 def test_it_says_its_version() -> None:

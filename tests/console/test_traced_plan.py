@@ -15,11 +15,11 @@ from local_cluster import Daemon, configured, run_job
 from transports import WAYS, over
 
 from omnireduce import Communicator
-from omnireduce.config import Trace
 from omnireduce.console.program import main
 from omnireduce.console.traces.reduced import MOST_SIZES, Size, few, read_reduced
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What
+from omnireduce.support.config import Trace
 
 BLOCK, RANKS, STEPS = 256, 2, 3
 FEW, MANY = 40, 700  # blocks of two tensors

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from local_cluster import WAIT_S, Daemon, Process, configured, run_job
 
 from omnireduce import Communicator, UsageError
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.averaging import COPIED_BYTES, Averaging, Part
-from omnireduce.dtypes import Array
 
 LARGE = COPIED_BYTES // 4 + 1  # elements of a gradient that travels on its own
 SHAPES = (3,), (2, 5), (), (LARGE,), (700,), (0, 4)

@@ -12,8 +12,8 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, UsageError
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import ArrayAdapter, DistributedOptimizer, Loader, broadcast_parameters
-from omnireduce.dtypes import Array
 
 SIZE = 3
 Pair = namedtuple("Pair", ["weight", "bias"])

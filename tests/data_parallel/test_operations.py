@@ -12,10 +12,10 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, Op, UsageError
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.agreement import ALIKE_STEPS
 from omnireduce.data_parallel.operations import Buffer, Reduction, adasum
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.dtypes import Array
 
 RANKS, STEPS = 2, ALIKE_STEPS + 4
 

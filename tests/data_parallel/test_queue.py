@@ -12,8 +12,8 @@ from local_cluster import Daemon, Process, configured, run_job
 from msgspec.structs import replace
 
 from omnireduce import ClosedError, Communicator, Op, UsageError
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.dtypes import Array
 
 
 def tensors(rank: int, step: int, count: int, size: int) -> list[Array]:

@@ -16,8 +16,8 @@ import numpy as np
 from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually, run_job
 
 from omnireduce import RefusedError
-from omnireduce.config import Aggregator
 from omnireduce.runtime.shard.admission import MAX_UNIDENTIFIED
+from omnireduce.support.config import Aggregator
 from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
 DEPLOY = ROOT / "deploy"

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from pod_here import need_pods, pod_command, pod_with
 
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 
 FILE = DEPLOY / "container" / "Containerfile"
 LOCK = DEPLOY / "container" / "requirements.lock"

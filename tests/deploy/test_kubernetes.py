@@ -16,8 +16,8 @@ from deployment import DEPLOY, aggregator, as_here, memory_bytes, page
 from local_cluster import MPIRUN, READY_S, ROOT, WAIT_S, Process, eventually
 from pod_here import need_pods, pod_command
 
-from omnireduce.addresses import parse_address, parse_listen
-from omnireduce.config import load_config
+from omnireduce.support.addresses import parse_address, parse_listen
+from omnireduce.support.config import load_config
 
 FOLDER = DEPLOY / "kubernetes"
 SECRET = "whatever the operator has chosen\n"
@@ -265,8 +265,8 @@ def test_teams_are_a_mounted_secret(
     """All may write to the folder as far as its mode goes: it counts that the mount lets nobody."""
     need_pods()
     code = """
-from omnireduce.config.schema import Security
-from omnireduce.teams import load_teams
+from omnireduce.support.config.schema import Security
+from omnireduce.support.teams import load_teams
 teams = load_teams(Security(teams_folder="/run/secrets/teams"), {})
 print(len(teams), teams.of("vision").terms.max_jobs)
 """

@@ -36,8 +36,8 @@ from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, configured, ev
 from pod_here import need_pods, pod_command, pod_with
 from transports import over
 
-from omnireduce.config import Aggregator, load_config
 from omnireduce.errors import OmniReduceError
+from omnireduce.support.config import Aggregator, load_config
 from omnireduce.transport.stream import READ_BYTES, SMALL_LIMIT
 
 UNIT = DEPLOY / "systemd" / "omnireduce-aggregator.service"

@@ -15,7 +15,7 @@ from raw_peer import RawPeer
 from transports import over
 
 from omnireduce import Communicator, RefusedError
-from omnireduce.wire.control import ControlMessage, Pending, Refused
+from omnireduce.core.wire.control import ControlMessage, Pending, Refused
 
 from .crew import Member
 from .site import SMALL_SLOTS, held

@@ -18,7 +18,7 @@ from local_cluster import configured
 from transports import check_carried
 
 from omnireduce import Communicator, OmniReduceError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.warm import make_ready, worker_kernels
 
 BLOCK = 256

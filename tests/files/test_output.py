@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from omnireduce.errors import UsageError
-from omnireduce.files.output import check_writable, make_folder, write_file, write_json, write_npy
+from omnireduce.support.files.output import check_writable, make_folder, write_file, write_json, write_npy
 
 
 def test_json_replaces_a_file_or_leaves_it_alone(tmp_path: Path) -> None:

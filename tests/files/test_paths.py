@@ -16,23 +16,23 @@ from local_cluster import WAIT_S
 from omnireduce import ConfigError, OmniReduceError, UsageError
 from omnireduce.bench.recorded import find_arrays
 from omnireduce.bench.tuning.report import opened_log
-from omnireduce.config import Security, Trace, check_config, load_config
-from omnireduce.config.schema import Config
-from omnireduce.files import paths
-from omnireduce.files.output import check_writable, make_folder, write_file
-from omnireduce.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
-from omnireduce.files.tensors import read_tensors
-from omnireduce.launching.command import read_words
-from omnireduce.launching.connection import STDOUT
-from omnireduce.launching.flags import read_yaml
-from omnireduce.launching.hosts import Host, read_hostfile
-from omnireduce.launching.output import Prefixed, Stream
-from omnireduce.loading import search_path
+from omnireduce.launch.command import read_words
+from omnireduce.launch.connection import STDOUT
+from omnireduce.launch.flags import read_yaml
+from omnireduce.launch.hosts import Host, read_hostfile
+from omnireduce.launch.output import Prefixed, Stream
 from omnireduce.optimizers.parts import Save, SavedParts, publish_part, write_part
 from omnireduce.programs.ready.schedules import schedules
-from omnireduce.secret import Secret, load_secrets
+from omnireduce.support.config import Security, Trace, check_config, load_config
+from omnireduce.support.config.schema import Config
+from omnireduce.support.files import paths
+from omnireduce.support.files.output import check_writable, make_folder, write_file
+from omnireduce.support.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
+from omnireduce.support.files.tensors import read_tensors
+from omnireduce.support.loading import search_path
+from omnireduce.support.secret import Secret, load_secrets
+from omnireduce.support.teams import load_teams
 from omnireduce.switchml.settings import load_settings
-from omnireduce.teams import load_teams
 from omnireduce.transport.tls import worker_context
 from omnireduce.worker.switchml.recording import read_layers
 

@@ -14,8 +14,8 @@ from formats import safetensors, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnireduce.dtypes import Array
-from omnireduce.files.tensors import FileError, read_tensors
+from omnireduce.core.dtypes import Array
+from omnireduce.support.files.tensors import FileError, read_tensors
 
 ARRAYS: dict[str, Array] = {
     "weight": np.arange(12, dtype=np.float32).reshape(3, 4),

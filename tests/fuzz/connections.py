@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from harness import Guarded
 from messages import AGGREGATOR_NONCE, HELLO, SLOT_BYTES, SLOTS, TEAM_SECRET, WORKER_NONCE
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import Hello, Welcome, decode_control, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.effects import Tell
 from omnireduce.protocol.joining.authentication import Gate
@@ -20,10 +21,9 @@ from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.teams import Teams
+from omnireduce.support.teams import Teams
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.stream import CONTROL, DATA, FRAME, StreamLink
-from omnireduce.wire.control import Hello, Welcome, decode_control, encode_control
 
 from .machines import busy_worker, kind_of
 from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper

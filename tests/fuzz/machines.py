@@ -13,10 +13,13 @@ import numpy as np
 from harness import Guarded, indices_of
 from messages import SLOT_BYTES, SLOTS
 
-from omnireduce.descriptor import PACKET_BYTES, decode_descriptor
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.descriptor import PACKET_BYTES, decode_descriptor
+from omnireduce.core.dtypes import Array, element_type
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.blocks import MAX_BLOCKS, read_header
+from omnireduce.core.wire.control import decode_control, encode_control
+from omnireduce.core.wire.safe_text import UNDECODABLE
 from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.effects import Effect, End, Finish, Send
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed
@@ -24,9 +27,6 @@ from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.runtime.rank.calls import Pool
 from omnireduce.runtime.rank.objects import from_bytes, to_bytes
-from omnireduce.wire.blocks import MAX_BLOCKS, read_header
-from omnireduce.wire.control import decode_control, encode_control
-from omnireduce.wire.safe_text import UNDECODABLE
 
 from .oracles import (
     control_is_proper,

@@ -7,8 +7,8 @@ import struct
 
 from messages import SLOT_BYTES
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.wire.control import (
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.control import (
     Challenge,
     ControlMessage,
     Greeting,

@@ -18,10 +18,10 @@ from messages import SLOT_BYTES, SLOTS, TEAM_SECRET, TEAM_TEXT
 from raw_peer import RawPeer
 
 from omnireduce import Communicator, Config, OmniReduceError
-from omnireduce.config.schema import SECRET_VARIABLE
+from omnireduce.core.wire.control import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
 from omnireduce.errors import ProtocolError
+from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire.control import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
 
 from .connections import frames
 from .machines import kind_of

@@ -25,15 +25,11 @@ from messages import (
 )
 from msgspec.msgpack import Ext, encode
 
-from omnireduce.administration import AdminRequest
-from omnireduce.block_program import BlockProgram, packed
-from omnireduce.descriptor import Descriptor
-from omnireduce.protocol.joining.authentication import Candidate
-from omnireduce.runtime.rank.objects import FORMS, to_bytes
-from omnireduce.secret import Secret
-from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import (
+from omnireduce.core.administration import AdminRequest
+from omnireduce.core.block_program import BlockProgram, packed
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     Cause,
@@ -48,6 +44,10 @@ from omnireduce.wire.control import (
     Welcome,
     encode_control,
 )
+from omnireduce.protocol.joining.authentication import Candidate
+from omnireduce.runtime.rank.objects import FORMS, to_bytes
+from omnireduce.support.secret import Secret
+from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = Secret(b"the secret of the fuzzer")

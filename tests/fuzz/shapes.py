@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from messages import HEADER
 from msgspec.msgpack import Ext
 
+from omnireduce.core.wire.safe_text import UNDECODABLE
 from omnireduce.transport.stream import CONTROL, DATA, FRAME
-from omnireduce.wire.safe_text import UNDECODABLE
 
 EDGES = [0, 1, 2, 7, 8, 9, 37, 38, 39, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1]
 HEADER_BYTES = 64

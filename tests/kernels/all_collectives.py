@@ -17,8 +17,8 @@ from local_cluster import configured, run_job
 from transports import WAYS, over
 
 from omnireduce import Communicator
-from omnireduce.block_program import BlockProgram, Operation
-from omnireduce.dtypes import ELEMENT_TYPES, Array, ElementType
+from omnireduce.core.block_program import BlockProgram, Operation
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array, ElementType
 from omnireduce.kernels import jit
 from omnireduce.kernels.checksum import checksum
 from omnireduce.kernels.codecs.table import BUILT_IN, codec_named

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from omnireduce.console import doctor
-from omnireduce.files.cache import cache_folders
 from omnireduce.kernels import cache, jit
 from omnireduce.kernels.cache import KEPT, UNFINISHED, UNFINISHED_S, KernelFiles
+from omnireduce.support.files.cache import cache_folders
 
 PROGRAM = """
 import numpy as np

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_oracle import FLUSHES_HERE, SMALLEST, Oracle
 
-from omnireduce.block_program import (
+from omnireduce.core.block_program import (
     FIRST_COLUMN,
     PROGRAM_ELEMENTS,
     STEP_WORK,
@@ -17,12 +17,12 @@ from omnireduce.block_program import (
     Operation,
     packed,
 )
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Stripes
 from omnireduce.errors import ProtocolError, UsageError
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import reduce_blocks
-from omnireduce.layout import Stripes
 from omnireduce.protocol.collective.block_programs import ShardStates
 
 BLOCK, BLOCKS, RANKS, COLUMNS, CELLS, TOTALS = 8, 11, 3, 2, 2, 2

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
+from omnireduce.core.layout import ALL_STRIPES, Layout, Stripes
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
-from omnireduce.layout import ALL_STRIPES, Layout, Stripes
 
 SEEDS = st.integers(0, 2**32 - 1)
 LIMITS = np.iinfo(np.int64)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_values, bits, is_number, reduce_in_rank_order
 from samples import CASES, DTYPES, Array, awkward_values, sparse_tensor
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.kernels import reduce as kernels
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import indices_of_runs
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Stripes
 from omnireduce.kernels.merge import SOLE_SHIFT
 from omnireduce.kernels.runs import expand_runs, list_runs
-from omnireduce.layout import Stripes
 
 FAR = 2**40  # beyond what 32 bits can count
 LARGEST = 2**SOLE_SHIFT - 1

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import DTYPES, Array, awkward_values, sparse_tensor
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.core.layout import Layout
 from omnireduce.kernels.density import nonzero_blocks
 from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.scatter import scatter_blocks
-from omnireduce.layout import Layout
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -20,8 +20,8 @@ from numba.core.registry import cpu_target
 from omnireduce.kernels import warm
 from omnireduce.kernels.cache import KernelFiles
 from omnireduce.kernels.jit import kernel
-from omnireduce.logs import BoundLog
 from omnireduce.runtime.rank import joining
+from omnireduce.support.logs import BoundLog
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")

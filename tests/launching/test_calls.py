@@ -17,7 +17,7 @@ from local_cluster import ROOT, WAIT_S, children, eventually
 
 import omnireduce as omni
 from omnireduce import ConfigError, RankFailedError, UsageError
-from omnireduce.launching.functions import read_keywords
+from omnireduce.launch.functions import read_keywords
 
 pytest.importorskip("cloudpickle", reason="no cloudpickle here; the extra `launch` brings it")
 

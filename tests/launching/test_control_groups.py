@@ -12,7 +12,7 @@ import pytest
 from launches import RUN, environ_of, python
 from local_cluster import READY_S, ROOT
 
-from omnireduce.control_groups import OutOfMemory, control_groups, memory_limit
+from omnireduce.support.control_groups import OutOfMemory, control_groups, memory_limit
 
 MOUNT = "31 23 0:28 {root} {place} rw,relatime shared:9 - {kind} {kind} rw,{options}\n"
 

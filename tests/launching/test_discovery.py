@@ -12,9 +12,9 @@ from launches import are_gone, run, runs
 from local_cluster import WAIT_S, eventually
 
 from omnireduce import ConfigError
-from omnireduce.launching import elastic_job
-from omnireduce.launching.elastic_job import Discovery
-from omnireduce.launching.hosts import Host
+from omnireduce.launch import elastic_job
+from omnireduce.launch.elastic_job import Discovery
+from omnireduce.launch.hosts import Host
 
 
 class Taker:

@@ -12,10 +12,10 @@ import pytest
 from launches import ENDS_WELL, are_gone, launched, python, run
 from local_cluster import READY_S, SETTLE, WAIT_S
 
-from omnireduce.launching.command import read_words
-from omnireduce.launching.elastic_job import ElasticJob
-from omnireduce.launching.environment import Rank
-from omnireduce.launching.output import Prefixed
+from omnireduce.launch.command import read_words
+from omnireduce.launch.elastic_job import ElasticJob
+from omnireduce.launch.environment import Rank
+from omnireduce.launch.output import Prefixed
 
 GATE = """
 import os, sys

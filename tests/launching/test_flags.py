@@ -14,14 +14,14 @@ from local_cluster import ROOT
 
 from omnireduce import ConfigError, UsageError
 from omnireduce.__main__ import main
-from omnireduce.config import horovod
-from omnireduce.config.horovod import ROWS
-from omnireduce.launching.command import read_words
-from omnireduce.launching.command import run as command
-from omnireduce.launching.flags import MAPPED, REFUSED, Refused, read_yaml
-from omnireduce.launching.functions import read_keywords
-from omnireduce.launching.hosts import report_available
-from omnireduce.launching.plan import LaunchRequest, shards_to_start
+from omnireduce.launch.command import read_words
+from omnireduce.launch.command import run as command
+from omnireduce.launch.flags import MAPPED, REFUSED, Refused, read_yaml
+from omnireduce.launch.functions import read_keywords
+from omnireduce.launch.hosts import report_available
+from omnireduce.launch.plan import LaunchRequest, shards_to_start
+from omnireduce.support.config import horovod
+from omnireduce.support.config.horovod import ROWS
 
 
 def complaint(*words: str) -> str:

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from omnireduce import ConfigError, load_config
-from omnireduce.config import horovod
-from omnireduce.config.horovod import MEANINGLESS, ROWS, SHORTEST_CYCLE_S, Row, meaningless, settings_of
-from omnireduce.config.keys import KEYS
+from omnireduce.support.config import horovod
+from omnireduce.support.config.horovod import MEANINGLESS, ROWS, SHORTEST_CYCLE_S, Row, meaningless, settings_of
+from omnireduce.support.config.keys import KEYS
 
 GIVEN = {  # variable: its text, and the value of its key
     "HOROVOD_FUSION_THRESHOLD": ("33554432", 33554432),

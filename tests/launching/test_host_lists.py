@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.errors import ConfigError
-from omnireduce.launching.hosts import (
+from omnireduce.launch.hosts import (
     MOST_NAMES,
     MOST_SLOTS,
     Host,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce import ConfigError
-from omnireduce.addresses import own_addresses
-from omnireduce.launching.hosts import Host, is_here, place, place_on
+from omnireduce.launch.hosts import Host, is_here, place, place_on
+from omnireduce.support.addresses import own_addresses
 
 
 def test_ranks_fill_hosts_in_order() -> None:

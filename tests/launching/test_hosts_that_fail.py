@@ -16,8 +16,8 @@ from local_cluster import READY_S
 from test_supervisors import fake_ssh
 
 from omnireduce import TransportError
-from omnireduce.launching import job as job_module
-from omnireduce.launching.connection import (
+from omnireduce.launch import job as job_module
+from omnireduce.launch.connection import (
     AGGREGATOR,
     CHUNK,
     MAGIC,
@@ -34,8 +34,8 @@ from omnireduce.launching.connection import (
     Started,
     frame,
 )
-from omnireduce.launching.job import InterruptedLaunchError, Job
-from omnireduce.launching.output import Descriptor, Prefixed, Stream
+from omnireduce.launch.job import InterruptedLaunchError, Job
+from omnireduce.launch.output import Descriptor, Prefixed, Stream
 
 GREETING = Greeting(1, 40000)
 START = Start(0, [b"true"], {}, b"/")

@@ -13,7 +13,7 @@ import pytest
 from launches import ENDS_WELL, FAMILY, RUN, SUM, are_gone, environ_of, launched, lines, python, run
 from local_cluster import READY_S, ROOT, WAIT_S, children, eventually
 
-from omnireduce.launching.output import LINE
+from omnireduce.launch.output import LINE
 
 TOLD = """
 import json, os

@@ -14,15 +14,15 @@ import pytest
 from launches import FAMILY, are_gone, launched, lines, python, run
 from local_cluster import MPIRUN, READY_S, WAIT_S
 
-from omnireduce.config import Config
 from omnireduce.errors import ConfigError
-from omnireduce.launching import other_launchers
-from omnireduce.launching.hosts import Host
-from omnireduce.launching.job import InterruptedLaunchError, Job
-from omnireduce.launching.other_launchers import _is_open_mpi, words_of, wrapped
-from omnireduce.launching.output import Plain
-from omnireduce.launching.plan import LaunchRequest
+from omnireduce.launch import other_launchers
+from omnireduce.launch.hosts import Host
+from omnireduce.launch.job import InterruptedLaunchError, Job
+from omnireduce.launch.other_launchers import _is_open_mpi, words_of, wrapped
+from omnireduce.launch.output import Plain
+from omnireduce.launch.plan import LaunchRequest
 from omnireduce.runtime.rank.environment import detect_launch, launch_id
+from omnireduce.support.config import Config
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 CODE = """

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce import ConfigError
-from omnireduce.launching.connection import STDERR, STDOUT
-from omnireduce.launching.output import LINE, Descriptor, Lines, Prefixed
+from omnireduce.launch.connection import STDERR, STDOUT
+from omnireduce.launch.output import LINE, Descriptor, Lines, Prefixed
 
 
 class Kept:

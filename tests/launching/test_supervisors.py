@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launches import SUM, lines, python, run
 
-from omnireduce.launching.connection import (
+from omnireduce.launch.connection import (
     CHUNK,
     MAGIC,
     MOST_BYTES,
@@ -25,7 +25,7 @@ from omnireduce.launching.connection import (
     decode_news,
     frame,
 )
-from omnireduce.launching.supervisor import Supervisor
+from omnireduce.launch.supervisor import Supervisor
 
 HERE = 'for word; do shift; [ "$word" = -- ] && break; done; shift; exec sh -c "$*"'
 

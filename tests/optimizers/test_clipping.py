@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd, SparseAdam
 from omnireduce.optimizers.sharded import Clipping, ShardedOptimizer
 

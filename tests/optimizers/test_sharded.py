@@ -15,7 +15,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.optimizers.parts import Save, SavedParts, key_of, publish_part, share_of, write_part
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
 from omnireduce.optimizers.sharded import ShardedOptimizer

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
-from omnireduce.layout import Layout
 from omnireduce.planning.model import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns, load_of
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.layout import Layout
+from omnireduce.core.layout import Layout
 from omnireduce.planning.model import (
     Costs,
     DrawnPatterns,

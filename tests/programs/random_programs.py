@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from omnireduce import UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllGather,
     AllReduce,

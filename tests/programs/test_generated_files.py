@@ -21,7 +21,7 @@ from local_cluster import MPIRUN, READY_S, ROOT, Daemon, configured, run_job
 from random_programs import inputs_for, own_parts, programs, rewritten
 
 from omnireduce import Communicator, UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllGather,
     AllReduce,

@@ -10,7 +10,7 @@ from local_cluster import Daemon, configured, run_job
 from random_programs import cut, inputs_of
 
 from omnireduce import UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllReduce,
     BFloat16,

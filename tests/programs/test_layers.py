@@ -7,7 +7,7 @@ import pytest
 from random_programs import cut
 
 from omnireduce import UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllGather,
     Cast,

@@ -10,7 +10,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllReduce,
     Dropout,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from omnireduce import UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import Pipeline
 from omnireduce.programs.ready import adam, lamb, schedules, sgd
 

@@ -9,7 +9,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllGather,
     AllReduce,

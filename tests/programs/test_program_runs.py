@@ -14,7 +14,7 @@ from pictured import Timeline
 from random_programs import cut
 
 from omnireduce import AbortedError, Communicator, RefusedError, UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import (
     AllGather,
     AllReduce,

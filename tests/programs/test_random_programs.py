@@ -13,7 +13,7 @@ from local_cluster import Daemon, configured, run_job
 from random_programs import REWRITES, inputs_for, joined, own_parts, programs, results_of, rewritten
 
 from omnireduce import Communicator
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.programs import Pipeline, passes
 
 SEEDS = (1, 2)

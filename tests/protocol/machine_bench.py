@@ -8,15 +8,15 @@ import numpy as np
 from harness import slot_bytes_for
 from samples import Array
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import element_type
-from omnireduce.layout import Layout
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import element_type
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import ControlMessage, Goodbye
 from omnireduce.protocol.collective.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.shard import AggregatorMachine
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import ControlMessage, Goodbye
 
 RANKS, SLOTS, BLOCK, BLOCKS = 2, 2, 8, 6
 DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCK * BLOCKS,), block_size=BLOCK)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from test_membership import LIMITS, hello, refusal
 
-from omnireduce.config.schema import Terms
+from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
-from omnireduce.wire.control import Pending, Refused
+from omnireduce.support.config.schema import Terms
 
 
 def test_a_team_takes_no_more_than_its_terms_allow() -> None:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits
 from samples import Array, sparse_tensor
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import element_type
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import element_type
+from omnireduce.core.layout import Layout
 from omnireduce.errors import CodecError, ProtocolError, UsageError
 from omnireduce.kernels.codecs import base
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM, block_keys, stream_key
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.codecs import Coder, coding_of
 from omnireduce.protocol.collective.operands import DenseTensor
 

@@ -10,9 +10,9 @@ from elastic_hellos import LIMITS, SETTLE_S, WHY, come, hello, last, places, run
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from omnireduce.core.wire.control import Cause, Pending, Refused
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Announce, Answer, Membership, MembershipEffect, Replace
-from omnireduce.wire.control import Cause, Pending, Refused
 
 
 def test_it_starts_when_all_are_here() -> None:

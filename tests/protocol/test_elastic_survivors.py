@@ -8,11 +8,11 @@ import pytest
 from elastic_hellos import LIMITS, OF_TWO_PAIRS, SETTLE_S, come, hello, places, running
 from msgspec.structs import replace
 
-from omnireduce.config.schema import Terms
+from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.limits import Limits, ticket
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, Replace
-from omnireduce.teams import FREE
-from omnireduce.wire.control import Pending, Refused
+from omnireduce.support.config.schema import Terms
+from omnireduce.support.teams import FREE
 
 
 @pytest.mark.parametrize("ticket_says", [b"", b"x" * 32])

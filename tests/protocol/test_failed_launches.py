@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from test_membership import LIMITS, TIGHT, hello, join, refusal
 
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Pending, Refused
 from omnireduce.protocol.joining.failed_launches import MAX_FAILED_LAUNCHES
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
-from omnireduce.wire.control import PROTOCOL_VERSION, Pending, Refused
 
 LAUNCH = "mpirun-7"
 WHY = "job 'job' cannot start: rank 1 (host h, pid 101) was refused: "

@@ -10,10 +10,10 @@ from harness import InprocCluster, slot_bytes_for
 from oracle import assert_results, reduce_in_rank_order
 from samples import DTYPES, Array, sparse_tensor
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.core.wire.control import Cause, Hello, Leave, Pending, Waiting, decode_control, encode_control
 from omnireduce.protocol.deadlines import CollectiveDeadline
 from omnireduce.transport.base import Event
-from omnireduce.wire.control import Cause, Hello, Leave, Pending, Waiting, decode_control, encode_control
 
 BLOCK = 8
 ONE_BLOCK_SLOTS = slot_bytes_for(1, BLOCK * 4)

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.config.schema import Terms
-from omnireduce.errors import ProtocolError
-from omnireduce.protocol.joining.authentication import Candidate, Gate
-from omnireduce.secret import Secret
-from omnireduce.teams import Teams
-from omnireduce.wire.control import (
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Challenge,
     ControlMessage,
@@ -28,6 +23,11 @@ from omnireduce.wire.control import (
     Proof,
     Welcome,
 )
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.joining.authentication import Candidate, Gate
+from omnireduce.support.config.schema import Terms
+from omnireduce.support.secret import Secret
+from omnireduce.support.teams import Teams
 
 SECRET, OTHER = Secret(b"what members know"), Secret(b"what others guess")
 TEAMS = Teams({"": [SECRET]})

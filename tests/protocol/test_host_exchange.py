@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
 from samples import CASES, sparse_tensor
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.core.wire.control import Aborted, Cause, encode_control
 from omnireduce.kernels.regions import STATE
 from omnireduce.protocol.collective.effects import Effect, End, Finish
 from omnireduce.protocol.host.exchange import BY_ITSELF, HostExchange
 from omnireduce.protocol.host.state import Counts, Group
-from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracle import Rows, assert_same_values, bits, expected_rows
 from samples import CASES, Array, some_rows
 
-from omnireduce.descriptor import PACKET_BYTES
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.descriptor import PACKET_BYTES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.regions import DESCRIPTORS, ROWS_AT, SLOTS
 from omnireduce.kernels.rows import AT_ONCE
 from omnireduce.protocol.collective.packets import packet_count

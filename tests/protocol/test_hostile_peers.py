@@ -16,11 +16,17 @@ from hypothesis import strategies as st
 from messages import HEADER, MESSAGES
 from samples import Array, sparse_tensor
 
-from omnireduce.descriptor import Descriptor, decode_descriptor
-from omnireduce.errors import ProtocolError
-from omnireduce.transport.base import Control, Received
-from omnireduce.wire.blocks import HEADER_BYTES, capacity, message_extra, message_list, message_steps, read_header, seal
-from omnireduce.wire.control import (
+from omnireduce.core.descriptor import Descriptor, decode_descriptor
+from omnireduce.core.wire.blocks import (
+    HEADER_BYTES,
+    capacity,
+    message_extra,
+    message_list,
+    message_steps,
+    read_header,
+    seal,
+)
+from omnireduce.core.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
@@ -28,6 +34,8 @@ from omnireduce.wire.control import (
     decode_control,
     encode_control,
 )
+from omnireduce.errors import ProtocolError
+from omnireduce.transport.base import Control, Received
 
 SEEDS = st.integers(0, 2**32 - 1)
 INTERESTING = [0, 1, 2, 7, 8, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1]

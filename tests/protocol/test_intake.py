@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from elastic_hellos import LIMITS, come, hello, running
 
+from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.intake import DRAINING, MAX_ENDED, SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
-from omnireduce.wire.control import Pending, Refused
 
 FIXED = {"smallest": 0, "settle_s": 0.0}
 WHY = "the operator ended this job"

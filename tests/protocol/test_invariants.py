@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
 from samples import Array, sparse_tensor
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import element_type
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import element_type
+from omnireduce.core.layout import ALL_STRIPES, Layout
+from omnireduce.core.wire.blocks import HEADER_BYTES, seal
 from omnireduce.kernels.merge import admit_indices
 from omnireduce.kernels.runs import expand_runs
 from omnireduce.kernels.steps import expand_steps
-from omnireduce.layout import ALL_STRIPES, Layout
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
-from omnireduce.wire.blocks import HEADER_BYTES, seal
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK = 8

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
-from omnireduce.protocol.collective.effects import Tell
-from omnireduce.protocol.joining.compiling import COMPILING_S
-from omnireduce.protocol.joining.rank import Connect, HangUp, Joined, JoinFailed, Joining, Notice
-from omnireduce.secret import Secret
-from omnireduce.wire.control import (
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     Cause,
@@ -36,6 +31,11 @@ from omnireduce.wire.control import (
     decode_control,
     encode_control,
 )
+from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
+from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.joining.compiling import COMPILING_S
+from omnireduce.protocol.joining.rank import Connect, HangUp, Joined, JoinFailed, Joining, Notice
+from omnireduce.support.secret import Secret
 
 LIMIT_S = 30.0
 SECRET = Secret(b"0123456789abcdef")

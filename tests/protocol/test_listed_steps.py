@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import indices_of_runs, indices_of_steps
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Stripes
+from omnireduce.core.wire.blocks import Header, read_header, seal
 from omnireduce.errors import ProtocolError
-from omnireduce.layout import Stripes
 from omnireduce.protocol.collective.messages import TINY_BYTES, Lister
-from omnireduce.wire.blocks import Header, read_header, seal
 
 ROWS = 10_000
 

@@ -14,17 +14,17 @@ from machine_bench import BLOCK, BLOCKS, DESCRIPTOR, RANKS, SLOTS, Bench, aggreg
 from messages import MESSAGES
 from samples import Array
 
-from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, Tell, Warn
-from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.protocol.collective.shard import AggregatorMachine
-from omnireduce.wire.blocks import block_rows, seal
-from omnireduce.wire.control import (
+from omnireduce.core.wire.blocks import block_rows, seal
+from omnireduce.core.wire.control import (
     Aborted,
     Cause,
     Goodbye,
     Leave,
     Waiting,
 )
+from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, Tell, Warn
+from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.collective.shard import AggregatorMachine
 
 
 def one_rank_began(bench: Bench) -> None:

@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from omnireduce.config.schema import Terms
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, MembershipEffect
 from omnireduce.protocol.joining.pending_job import member_name
-from omnireduce.teams import FREE
-from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
+from omnireduce.support.config.schema import Terms
+from omnireduce.support.teams import FREE
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 TEAM_TERMS = Terms(max_jobs=2, max_ranks=3)

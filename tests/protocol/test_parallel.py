@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.stream import ShardStream
-from omnireduce.wire.blocks import HEADER_BYTES
 
 
 def test_a_broken_message_that_is_placed_ahead_raises_in_its_turn() -> None:

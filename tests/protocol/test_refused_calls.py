@@ -8,8 +8,8 @@ from harness import InprocCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import BYTES, Array
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed, packed_refusal

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_membership import LIMITS, hello, join
 
+from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.checks import malformed
 from omnireduce.protocol.joining.failed_launches import MAX_FAILED_LAUNCHES
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
-from omnireduce.wire.control import Pending, Refused
 
 JOB, GROUP, WHY = "job", "job+pair.1", "ranks [7]: expected different ones from 0 to 3"
 RANKS = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omnireduce.descriptor import describe
+from omnireduce.core.descriptor import describe
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import Aborted, Goodbye, Leave, Report, Waiting
 from omnireduce.protocol.collective.effects import Effect, End, Return, Send, Tell
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import Aborted, Goodbye, Leave, Report, Waiting
 
 SLOTS, SLOT_BYTES, UP = 2, 8192, 3
 DESCRIPTOR = describe("allreduce", "", "float32", (64,), "sum", 8)  # 8 blocks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rows import RowSet, RowsInto
 from omnireduce.runtime.rank.calls import Pool

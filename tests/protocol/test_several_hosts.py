@@ -20,17 +20,17 @@ from oracle import (
 )
 from samples import CASES, Array, some_rows, sparse_tensor
 
-from omnireduce.descriptor import describe
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.descriptor import describe
+from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.blocks import read_header, seal
+from omnireduce.core.wire.control import Aborted, Cause, encode_control
 from omnireduce.kernels.chunk import NON_ZERO, PRESENT
 from omnireduce.kernels.regions import STATE
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.operands import DenseTensor, HostSum
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.host.state import Group, PassKind, preset
-from omnireduce.wire.blocks import read_header, seal
-from omnireduce.wire.control import Aborted, Cause, encode_control
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
 from samples import CASES, DTYPES, OPS, Array, sparse_tensor
 
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])

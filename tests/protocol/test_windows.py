@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from oracle import steps_of
 
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.layout import Stripes
+from omnireduce.core.wire.blocks import read_header, seal
 from omnireduce.errors import ProtocolError
-from omnireduce.layout import Stripes
 from omnireduce.protocol.collective.merge import FORMATS, Combiner
 from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.reduction import Budget, Reduction
-from omnireduce.wire.blocks import read_header, seal
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()
 Runs = Sequence[tuple[int, int]]

@@ -15,8 +15,8 @@ from local_cluster import READY_S, Daemon, Process
 from separate_hosts import separate_hosts
 
 from benchmarks.testbed import Host
-from omnireduce.addresses import Address, is_ipv6, parse_address
 from omnireduce.runtime.rank.environment import this_host
+from omnireduce.support.addresses import Address, is_ipv6, parse_address
 from omnireduce.torch.rendezvous import (
     CHOSEN_BY_USER,
     MOST_SAID,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from local_cluster import WAIT_S, Ranks
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from omnireduce.addresses import Address
 from omnireduce.protocol import reminders
+from omnireduce.support.addresses import Address
 from omnireduce.torch import rendezvous
 from omnireduce.torch.rendezvous import MeetingPoint, _Meeting, drawn_ports, meet_at
 

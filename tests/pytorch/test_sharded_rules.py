@@ -15,7 +15,7 @@ from local_cluster import Daemon, configured, run_job
 torch = pytest.importorskip("torch")
 
 from omnireduce import Communicator  # noqa: E402
-from omnireduce.dtypes import Array  # noqa: E402
+from omnireduce.core.dtypes import Array  # noqa: E402
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd, SparseAdam  # noqa: E402
 from omnireduce.optimizers.sharded import ShardedOptimizer  # noqa: E402
 

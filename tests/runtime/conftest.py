@@ -6,7 +6,7 @@ import pytest
 from local_cluster import Daemon, configured
 from transports import KINDS, WAYS, over
 
-from omnireduce.config import Config
+from omnireduce.support.config import Config
 
 
 @pytest.fixture(params=WAYS)

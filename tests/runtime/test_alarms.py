@@ -17,7 +17,7 @@ from local_cluster import Daemon, Process, Ranks, configured, eventually, unique
 from transports import MEMORY
 
 from omnireduce import AbortedError, ClosedError, Communicator
-from omnireduce.config import Config
+from omnireduce.support.config import Config
 
 PATHS = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in ("..", "."))
 

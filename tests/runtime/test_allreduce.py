@@ -11,7 +11,7 @@ from tensors import Array, sparse
 from transports import BY_SHARDS, WAYS, over
 
 from omnireduce import Communicator, Config
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (17,), (255,), (256,), (257,), (300,), (5, 7, 11), (70_001,)]
 SMALL_SLOTS = ("protocol.slot_bytes=65536", "protocol.slots=2", "protocol.stripe_blocks=3", "protocol.scan_span=50")

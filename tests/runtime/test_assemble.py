@@ -18,7 +18,7 @@ from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_jo
 from transports import MEMORY, WAYS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.runtime.rank import joining
 from omnireduce.transport.host_meeting import HostMeeting, RankGoneError
 

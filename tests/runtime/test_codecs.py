@@ -11,7 +11,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from transports import BY_SHARDS, KINDS, over
 
 from omnireduce import AbortedError, CodecError, Communicator, ConfigError, UsageError
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.runtime.rank.channels import _tell_idle
 

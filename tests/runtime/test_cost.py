@@ -22,8 +22,9 @@ import numba
 import numpy as np
 import pytest
 
-from omnireduce.descriptor import describe
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.descriptor import describe
+from omnireduce.core.dtypes import Array, element_type
+from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels import pack, reduce
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
@@ -31,7 +32,6 @@ from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import StreamLink
-from omnireduce.wire.blocks import capacity
 
 SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
 # To read, and to place, are functions of their own since threads may do them. Lists have three forms: so are to list,

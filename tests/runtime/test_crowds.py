@@ -13,19 +13,8 @@ from cluster_checks import FAILURE_S
 from local_cluster import descriptors_below
 from msgspec.structs import replace
 
-from omnireduce.protocol.collective.reduction import Budget
-from omnireduce.protocol.collective.shard import BUDGET
-from omnireduce.protocol.joining.limits import Limits
-from omnireduce.runtime.reserve import PAUSE_S
-from omnireduce.runtime.shard.connections import LINGER_S
-from omnireduce.runtime.shard.listening import Listener
-from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.status import STATUSES
-from omnireduce.status import Status, StatusRequest
-from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import CONTROL, FRAME
-from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.wire.control import (
+from omnireduce.core.status import Status, StatusRequest
+from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
     ControlMessage,
@@ -36,6 +25,17 @@ from omnireduce.wire.control import (
     decode_control,
     encode_control,
 )
+from omnireduce.protocol.collective.reduction import Budget
+from omnireduce.protocol.collective.shard import BUDGET
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.runtime.reserve import PAUSE_S
+from omnireduce.runtime.shard.connections import LINGER_S
+from omnireduce.runtime.shard.listening import Listener
+from omnireduce.runtime.shard.server import ShardServer
+from omnireduce.runtime.shard.status import STATUSES
+from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.stream import CONTROL, FRAME
+from omnireduce.transport.tcp import TcpLink, listen_tcp
 
 LIMITS = Limits(max_jobs=9, max_world_size=200, max_job_bytes=1 << 30, join_timeout_s=60.0)
 REQUEST = StatusRequest(PROTOCOL_VERSION)

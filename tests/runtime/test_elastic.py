@@ -12,11 +12,11 @@ from local_cluster import SETTLE, Daemon, Ranks, configured, eventually, never_w
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
-from omnireduce.config import Config
 from omnireduce.errors import NewcomersError
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.rank import calls
 from omnireduce.runtime.rank.calls import Call, CallContext
+from omnireduce.support.config import Config
 
 ELASTIC = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
 

@@ -8,9 +8,9 @@ from local_cluster import Daemon, configured, run_job
 from program_oracle import Oracle
 
 from omnireduce import Communicator, UsageError
-from omnireduce.block_program import BlockProgram, Operation, packed
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import BlockProgram, Operation, packed
+from omnireduce.core.dtypes import Array
+from omnireduce.support.config import Config
 
 MOMENTUM, WEIGHTS = 8, 9  # columns
 

@@ -12,11 +12,11 @@ from local_cluster import WAIT_S
 from test_crowds import REQUEST, Crowd, heard, say
 from test_scheduler import BLOCK, SoleRank
 
-from omnireduce.status import Status
+from omnireduce.core.status import Status
+from omnireduce.core.wire.control import Refused
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA
-from omnireduce.wire.control import Refused
 
 
 class SlowLink(ShmLink):

@@ -23,10 +23,8 @@ import pytest
 from local_cluster import CLOSED, WAIT_S, Daemon, Process, Ranks, configured, run_job, start_job, unique_job
 from transports import MEMORY, over
 
-from omnireduce.config import Config
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import AbortedError, RefusedError
-from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective.effects import Effect
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
@@ -34,6 +32,8 @@ from omnireduce.runtime.rank import engine, poller
 from omnireduce.runtime.rank.calls import Call
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
+from omnireduce.support.config import Config
+from omnireduce.support.logs import BoundLog
 from omnireduce.transport import stream
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink

@@ -10,15 +10,23 @@ from typing import Any
 
 import pytest
 
-from omnireduce.config import Trace
+from omnireduce.core.wire.control import (
+    PROTOCOL_VERSION,
+    ControlMessage,
+    Hello,
+    Pending,
+    Refused,
+    Welcome,
+    decode_control,
+)
+from omnireduce.core.wire.control import encode_control as encoded
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.shard import job as runtime_job
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
+from omnireduce.support.config import Trace
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import CONTROL, FRAME
-from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Hello, Pending, Refused, Welcome, decode_control
-from omnireduce.wire.control import encode_control as encoded
 
 LIMITS = Limits(
     max_jobs=1, max_world_size=2, max_job_bytes=1 << 20, join_timeout_s=60.0, max_ranks=2, max_bytes=1 << 20

@@ -16,11 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import MPIRUN, ROOT
 
-from omnireduce.config import Cluster, Config, Security
-from omnireduce.config.keys import KEYS
-from omnireduce.config.schema import JOB_PATTERN
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.launchers import HINTS, LAUNCHERS
 from omnireduce.runtime.rank import environment
 from omnireduce.runtime.rank.environment import (
     Launch,
@@ -32,7 +28,11 @@ from omnireduce.runtime.rank.environment import (
     own_launch,
     this_host,
 )
-from omnireduce.teams import Team
+from omnireduce.support.config import Cluster, Config, Security
+from omnireduce.support.config.keys import KEYS
+from omnireduce.support.config.schema import JOB_PATTERN
+from omnireduce.support.launchers import HINTS, LAUNCHERS
+from omnireduce.support.teams import Team
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

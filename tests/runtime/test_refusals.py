@@ -17,11 +17,11 @@ from test_fused import momentum
 from transports import KINDS, MEMORY, WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, UsageError
-from omnireduce.config import Config
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.rank import joining
 from omnireduce.runtime.rank.communicator import FusedCollectives
 from omnireduce.runtime.rank.refusals import reason_of
+from omnireduce.support.config import Config
 
 INDICES = np.array([1, 3])
 PROGRAM = momentum(every=False)

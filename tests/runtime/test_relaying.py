@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
-from omnireduce.runtime.shard.relay import RETRY_S, Connected, Relaying, Upstream
-from omnireduce.secret import NONCE_BYTES, Secret
-from omnireduce.transport.base import Control, Lost
-from omnireduce.transport.inproc import InprocLink, pair
-from omnireduce.wire.control import (
+from omnireduce.core.wire.control import (
     MOST_RELAYS,
     PROTOCOL_VERSION,
     Aborted,
@@ -35,6 +29,12 @@ from omnireduce.wire.control import (
     decode_control,
     encode_control,
 )
+from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
+from omnireduce.runtime.shard.relay import RETRY_S, Connected, Relaying, Upstream
+from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.transport.base import Control, Lost
+from omnireduce.transport.inproc import InprocLink, pair
 
 UP, NAME = "top:7400", "relay:7400"
 LIMITS = Limits(max_jobs=2, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)

@@ -11,7 +11,7 @@ from oracle import HALVES, assert_results, reduce_in_rank_order
 from tensors import Array
 
 from omnireduce import AbortedError, Communicator, Config, Op, RowOp, UsageError
-from omnireduce.dtypes import ELEMENT_TYPES
+from omnireduce.core.dtypes import ELEMENT_TYPES
 
 Rows = tuple[Array, Array]
 

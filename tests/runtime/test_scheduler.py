@@ -15,7 +15,10 @@ from local_cluster import WAIT_S
 from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.status import Status
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import Hello, Refused, Welcome, decode_control
 from omnireduce.protocol.collective.merge import BLOCK_WORK, HALF_WORK
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.connections import Connection
@@ -24,13 +27,10 @@ from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener
 from omnireduce.runtime.shard.scheduler import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.status import MOST, SHARE
-from omnireduce.status import Status
 from omnireduce.transport.base import Event
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import Hello, Refused, Welcome, decode_control
 
 BLOCK = 8  # float32 elements
 PAGE_S = 2**-5  # that one answer takes

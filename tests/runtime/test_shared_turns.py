@@ -13,14 +13,14 @@ from samples import Array
 from test_crowds import HELLO, Crowd, say
 from test_scheduler import BLOCK, SoleRank
 
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.blocks import read_header, seal
+from omnireduce.core.wire.control import Hello, Welcome, decode_control
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.scheduler import LATELY_S, Share, share
 from omnireduce.transport.base import EVERYTHING
 from omnireduce.transport.stream import CREDIT, DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.wire.blocks import read_header, seal
-from omnireduce.wire.control import Hello, Welcome, decode_control
 
 
 class TcpRank:

@@ -11,8 +11,8 @@ from local_cluster import WAIT_S, Ranks, configured
 from raw_peer import framed
 
 from omnireduce import CollectiveTimeoutError, Communicator
+from omnireduce.core.wire.control import Welcome
 from omnireduce.transport.stream import DATA, FRAME
-from omnireduce.wire.control import Welcome
 
 TIMEOUT_S = 1.0
 

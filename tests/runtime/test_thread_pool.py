@@ -20,12 +20,12 @@ from local_cluster import WAIT_S, Daemon, Process, configured, eventually, run_j
 from tensors import sparse
 from transports import KINDS, MEMORY, over
 
-from omnireduce.config import Config
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.runtime.rank import engine, joining
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.threads import MOST_BY_ITSELF, Threads, threads_for
+from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
 from omnireduce.transport.inproc import InprocLink, pair
 

@@ -12,12 +12,12 @@ from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually,
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
-from omnireduce.config import Config, schema
-from omnireduce.config.loading import load_config, override_config
 from omnireduce.runtime.asking.observe import ask
 from omnireduce.runtime.rank import channels
 from omnireduce.runtime.rank.channels import for_urgent
 from omnireduce.runtime.rank.joining import join
+from omnireduce.support.config import Config, schema
+from omnireduce.support.config.loading import load_config, override_config
 
 URGENT = ("protocol.urgent_bytes=65536", "security.allow_no_secret=true")
 LARGE, SMALL = 1 << 20, 1000  # elements of float32

@@ -23,7 +23,7 @@ from local_cluster import WAIT_S, Daemon, configured, eventually
 from transports import over
 
 from omnireduce.runtime.asking.observe import ask
-from omnireduce.secret import load_secret
+from omnireduce.support.secret import load_secret
 
 from . import attacker, honest
 from .attacker import GO, HALT, NICEST, Tally

@@ -21,7 +21,7 @@ BUGS = {
     for bug in (
         Mutation(
             "nothing limits the log",
-            "omnireduce.logs",
+            "omnireduce.support.logs",
             "a stranger fills the disk",
             "        if event not in OWN and not self._has_room(event):\n",
             # Long lines: few strokes show it on a slow machine, too.
@@ -29,7 +29,7 @@ BUGS = {
         ),
         Mutation(
             "messages are kept",
-            "omnireduce.wire.control",
+            "omnireduce.core.wire.control",
             "a stranger fills the memory",
             _DECODE,
             _DECODE
@@ -38,7 +38,7 @@ BUGS = {
         ),
         Mutation(
             "a turn stalls",
-            "omnireduce.wire.control",
+            "omnireduce.core.wire.control",
             "a stranger stops the jobs of all others",
             _DECODE,
             _DECODE + '        __import__("select").select([], [], [], 0.2)\n',

@@ -11,7 +11,7 @@ from typing import Self
 from faults.site import held
 from local_cluster import WAIT_S
 
-from omnireduce.addresses import parse_address
+from omnireduce.support.addresses import parse_address
 
 LOOK_S, PROBE_S = 0.1, 1.0  # between two looks, between two probes
 

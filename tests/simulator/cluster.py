@@ -15,8 +15,8 @@ from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.rank import Meet
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relay import Connected, Upstream
-from omnireduce.secret import Secret
-from omnireduce.teams import Teams
+from omnireduce.support.secret import Secret
+from omnireduce.support.teams import Teams
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.sim import SimLink, sim_pair
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omnireduce.secret import Secret
+from omnireduce.core.wire.control import PROTOCOL_VERSION
+from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Received
-from omnireduce.wire.control import PROTOCOL_VERSION
 
 from .plan import OF_A_SHARD, Fault
 from .stranger import FOREIGN, ForeignSurvivor, Stranger

@@ -6,7 +6,7 @@ import selectors
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
-from omnireduce.administration import Order
+from omnireduce.core.administration import Order
 from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.collective.shard import RANK_WORK, ROUND_WORK
 from omnireduce.protocol.joining.limits import Limits

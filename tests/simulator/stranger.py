@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnireduce.config import Aggregator
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Goodbye, Hello, encode_control
+from omnireduce.support.config import Aggregator
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire.control import PROTOCOL_VERSION, Goodbye, Hello, encode_control
 
 from .world import Process
 

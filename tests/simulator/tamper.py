@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_list, read_header
+from omnireduce.core.wire.control import Refused, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Credited, Event, Received
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, message_list, read_header
-from omnireduce.wire.control import Refused, encode_control
 
 _HEADER = struct.Struct("<QqIIIIII")
 FAR = 1 << 40  # a block number that no tensor here has

@@ -42,8 +42,10 @@ def test_the_simulator_catches(name: str) -> None:
 
 
 def test_a_mutation_that_breaks_nothing_is_not_caught() -> None:
-    harmless = Mutation("harmless", "omnireduce.layout", "nothing", "        return self.elements // self.block_size",
-                        "        return self.elements // int(self.block_size)", within=3)  # fmt: skip
+    harmless = Mutation(
+        "harmless", "omnireduce.core.layout", "nothing", "        return self.elements // self.block_size",
+        "        return self.elements // int(self.block_size)", within=3,
+    )  # fmt: skip
     found = hunt(harmless)
     assert not found.caught_by, found
 
@@ -55,7 +57,7 @@ def test_a_test_that_cannot_run_catches_nothing() -> None:
 
 def test_a_mutation_that_does_not_fit_says_so() -> None:
     with pytest.raises(MutationError, match="has its snippet 0 times"):
-        mutated(Mutation("x", "omnireduce.layout", "nothing", "not there", ""), "source")
+        mutated(Mutation("x", "omnireduce.core.layout", "nothing", "not there", ""), "source")
 
 
 def test_a_mutation_that_comes_too_late_says_so() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from omnireduce.core.wire.control import ControlMessage, Refused, decode_control
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError, RefusedError
 from omnireduce.transport.base import Control
-from omnireduce.wire.control import ControlMessage, Refused, decode_control
 
 from .cluster import Cluster
 from .faults import strike

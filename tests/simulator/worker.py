@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.protocol.collective.effects import End, Tell, error_of
@@ -27,10 +28,9 @@ from omnireduce.runtime.rank.calls import Pool
 from omnireduce.runtime.rank.engine import GOODBYE_S
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.rank.threads import ParallelDriver
-from omnireduce.secret import NONCE_BYTES, Secret
+from omnireduce.support.secret import NONCE_BYTES, Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
-from omnireduce.wire.control import PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
-from omnireduce.descriptor import REDUCING, Descriptor, describe
-from omnireduce.dtypes import ELEMENT_TYPES, Array
-from omnireduce.layout import Layout
+from omnireduce.core.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.core.descriptor import REDUCING, Descriptor, describe
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
+from omnireduce.core.layout import Layout
 from omnireduce.protocol.collective.block_programs import ProgrammedTensor, Totals
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
 from omnireduce.protocol.collective.rows import RowSet, RowsInto

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import ROOT, WAIT_S, Daemon, Ranks, configured, unique_job
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import AbortedError, ClosedError, ConfigError, OmniReduceError, UsageError
 from omnireduce.switchml import Context, CpuExponentQuantizer, JobSlice, PrePostProcessor, load_settings
 from omnireduce.switchml.dummy import DummyExchange

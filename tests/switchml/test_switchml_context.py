@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually, unique_job
 
-from omnireduce.config import Config
 from omnireduce.errors import AbortedError, ClosedError, ConfigError, OmniReduceError, UsageError
+from omnireduce.support.config import Config
 from omnireduce.switchml import Context, ContextState, Distribution, Job, JobState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.worker.train.corpus import Text
 from omnireduce.worker.train.model import Pairs, Sampler, SkipGram
 

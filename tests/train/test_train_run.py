@@ -16,10 +16,10 @@ from local_cluster import MPIRUN, ROOT, Daemon, Ranks, configured, run_job, star
 from transports import BY_SHARDS, MEMORY, over
 
 from omnireduce.bench.recorded import find_arrays
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import Config
 from omnireduce.worker.train import check_plot, named_methods, run_methods, run_train
 from omnireduce.worker.train.run import load_shared_corpus
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import WAIT_S, Ranks
 
-from omnireduce.config import Config, load_config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.support.config import Config, load_config
 from omnireduce.worker.train.corpus import Corpus, load_corpus
 from omnireduce.worker.train.trainer import (
     BlockedRows,

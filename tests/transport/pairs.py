@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from certificates import OPENSSL, certificates
 
-from omnireduce.config import load_config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.support.config import load_config
 from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.memory import Region, private_slots

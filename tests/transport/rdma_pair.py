@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pyverbs.wr import SGE
 
-from omnireduce.config import Verbs
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.support.config import Verbs
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import QueuePair
 from omnireduce.transport.verbs.queue import Queue

@@ -14,7 +14,7 @@ import pytest
 from certificates import certificates, needs_openssl
 from tls_client import KEY_UPDATE_WITH_ANSWER, TlsClient, needs_libssl
 
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.stream import CONTROL, FIRST_BYTES, FRAME

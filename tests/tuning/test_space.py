@@ -8,9 +8,9 @@ import pytest
 
 from omnireduce.bench.tuning.search import PARAMETERS, Circumstances, Point, Space, read_holds
 from omnireduce.bench.tuning.workload import synthetic_sizes
-from omnireduce.config import Config, override_config
-from omnireduce.config.keys import KEYS
 from omnireduce.errors import ConfigError
+from omnireduce.support.config import Config, override_config
+from omnireduce.support.config.keys import KEYS
 
 EVERYTHING = Circumstances(shards=4, in_memory=False, in_order=False)
 

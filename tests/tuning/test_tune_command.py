@@ -15,7 +15,7 @@ import pytest
 from local_cluster import READY_S, ROOT, Process, children, gone_within
 
 from omnireduce.bench.tuning.report import HEADER
-from omnireduce.config import load_config
+from omnireduce.support.config import load_config
 
 pytest.importorskip("optuna", reason="no optuna here; the extra `tune` brings it")
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.extras import install
-from omnireduce.printing import make_console, short_count, short_time
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import Launch
 from omnireduce.runtime.rank.world import connect
+from omnireduce.support.config import Config
+from omnireduce.support.extras import install
+from omnireduce.support.printing import make_console, short_count, short_time
 
 
 class Messages(NamedTuple):

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from omnireduce.config import override_config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.files.output import check_writable, write_json
-from omnireduce.printing import carriers_text, make_console, short_count, times_text
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import override_config
+from omnireduce.support.files.output import check_writable, write_json
+from omnireduce.support.printing import carriers_text, make_console, short_count, times_text
 from omnireduce.switchml import Context, Distribution, Settings
 from omnireduce.switchml.dummy import DummyCommunicator
 

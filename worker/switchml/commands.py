@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from omnireduce.cli import NumberRange, config_options, json_option
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.logs import start_logs
+from omnireduce.support.cli import NumberRange, config_options, json_option
+from omnireduce.support.logs import start_logs
 from omnireduce.worker.options import MOST, launch_options, numbers
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def replay(
 
 
 def _record(name: str, output: str, steps: int, warmup: int) -> None:
-    from omnireduce.files.output import check_writable
+    from omnireduce.support.files.output import check_writable
     from omnireduce.worker.switchml.recording import record_layers, write_layers
 
     check_writable(output)
@@ -200,7 +200,7 @@ def _record(name: str, output: str, steps: int, warmup: int) -> None:
 
 def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
     """What `switchml.cfg` and omnireduce's own configuration say, and who this rank is."""
-    from omnireduce.loading import look_in_this_folder
+    from omnireduce.support.loading import look_in_this_folder
     from omnireduce.switchml import load_settings
 
     look_in_this_folder()  # a prepostprocessor of the user's own may be here

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omnireduce.errors import UsageError, a_type, in_a_line
-from omnireduce.extras import install
-from omnireduce.files.output import write_file
-from omnireduce.files.paths import read_text
-from omnireduce.loading import load_named, look_in_this_folder
+from omnireduce.support.extras import install
+from omnireduce.support.files.output import write_file
+from omnireduce.support.files.paths import read_text
+from omnireduce.support.loading import load_named, look_in_this_folder
 
 LARGEST = 2**40
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import Array
-from omnireduce.files.output import check_writable, write_json
-from omnireduce.printing import carriers_text
+from omnireduce.core.dtypes import Array
+from omnireduce.support.files.output import check_writable, write_json
+from omnireduce.support.printing import carriers_text
 from omnireduce.switchml import Context, Distribution, Job, Settings
 from omnireduce.worker.switchml.benchmark import Say, Wrong, named, started, summands_of, verdict
 from omnireduce.worker.switchml.recording import Layer

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ConfigError
 
 HELD_OUT_EVERY = 10

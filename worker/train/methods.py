@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from omnireduce.compression.methods import ALL, method_of
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.extras import install
-from omnireduce.files.output import check_writable, write_json
-from omnireduce.files.paths import user_path
 from omnireduce.kernels.codecs.table import NONE
-from omnireduce.printing import make_console, short_count, short_time
-from omnireduce.progress import PlainProgress
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import Config
+from omnireduce.support.extras import install
+from omnireduce.support.files.output import check_writable, write_json
+from omnireduce.support.files.paths import user_path
+from omnireduce.support.printing import make_console, short_count, short_time
+from omnireduce.support.progress import PlainProgress
 from omnireduce.worker.train.corpus import Corpus
 from omnireduce.worker.train.run import load_shared_corpus, progress, ranks_unlike_first
 from omnireduce.worker.train.trainer import Trainer, held_out_pairs, mean_loss

@@ -6,8 +6,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from omnireduce.config import Train
-from omnireduce.printing import short_count, short_time
+from omnireduce.support.config import Train
+from omnireduce.support.printing import short_count, short_time
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

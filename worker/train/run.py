@@ -18,14 +18,14 @@ from rich.progress import track
 
 from omnireduce.bench.mpi import MpiAllreduce
 from omnireduce.bench.recorded import RANK
-from omnireduce.config import Config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.elastic import ElasticState, run_elastic
 from omnireduce.errors import UsageError
-from omnireduce.files.output import check_writable, make_folder, write_json, write_npy
-from omnireduce.printing import carriers_text, make_console
-from omnireduce.progress import PlainProgress
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.config import Config
+from omnireduce.support.files.output import check_writable, make_folder, write_json, write_npy
+from omnireduce.support.printing import carriers_text, make_console
+from omnireduce.support.progress import PlainProgress
 from omnireduce.worker.train.corpus import Corpus, load_corpus, source_files
 from omnireduce.worker.train.results import (
     Baseline,

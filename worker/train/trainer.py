@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnireduce.config import Config
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.dtypes import Array, element_type
 from omnireduce.kernels.density import nonzero_blocks
+from omnireduce.support.config import Config
 from omnireduce.worker.train.corpus import Corpus
 from omnireduce.worker.train.model import Pairs, Sampler, SkipGram
 

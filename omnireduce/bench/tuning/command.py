@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from omnireduce.cli import Command, NumberRange, config_options
-from omnireduce.config import load_config
 from omnireduce.errors import ConfigError, OmniReduceError
-from omnireduce.interpreters import program_of
-from omnireduce.logs import start_logs
+from omnireduce.support.cli import Command, NumberRange, config_options
+from omnireduce.support.config import load_config
+from omnireduce.support.interpreters import program_of
+from omnireduce.support.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
 
@@ -76,7 +76,7 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: i
 def _check_files(wanted: Any, config: Any, np: int) -> None:
     """Raise ConfigError for input that cannot be read, and for files that cannot be written."""
     from omnireduce.bench.tuning.workload import cases_of
-    from omnireduce.files.output import check_writable
+    from omnireduce.support.files.output import check_writable
 
     try:
         cases_of(
@@ -97,7 +97,7 @@ def _launch(wanted: Any, config: Any, np: int, shards: int) -> int:
     import msgspec
 
     from omnireduce.bench.tuning.session import Verdict
-    from omnireduce.launching.launch import launch_for_result
+    from omnireduce.launch.launch import launch_for_result
 
     aggregators = None if config.cluster.aggregators else str(shards)
     status, result = launch_for_result(_RANK, np, config, wanted, aggregators=aggregators)

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from omnireduce.bench.tuning.search import PARAMETERS, Space, Value, value_of
-from omnireduce.config import Config, dump_tables, load_config
-from omnireduce.config.keys import KEYS
 from omnireduce.errors import ConfigError
-from omnireduce.files.output import write_file
-from omnireduce.files.paths import user_path
+from omnireduce.support.config import Config, dump_tables, load_config
+from omnireduce.support.config.keys import KEYS
+from omnireduce.support.files.output import write_file
+from omnireduce.support.files.paths import user_path
 
 HEADER = ("sample", "state", *(parameter.key for parameter in PARAMETERS), "score", "default_score", "ratio")
 COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"

@@ -24,10 +24,10 @@ import numpy as np
 
 import omnireduce as omni
 from omnireduce.bench.tuning.workload import Workload
-from omnireduce.config import Config, override_config
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import ConfigError, OmniReduceError
-from omnireduce.extras import install
+from omnireduce.support.config import Config, override_config
+from omnireduce.support.extras import install
 
 Value = int | float
 Point = dict[str, Value]  # a value for each key that is free

@@ -24,13 +24,13 @@ from omnireduce.bench.tuning.report import (
 )
 from omnireduce.bench.tuning.search import Circumstances, Point, Race, Search, Space, Value
 from omnireduce.bench.tuning.workload import cases_of, make_workload
-from omnireduce.cli import reporting_errors
-from omnireduce.config import Config, load_config
-from omnireduce.launching.connection import RESULT_FD
-from omnireduce.logs import start_logs
-from omnireduce.printing import carriers_text, make_console, short_count
+from omnireduce.launch.connection import RESULT_FD
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import detect_launch, job_name
+from omnireduce.support.cli import reporting_errors
+from omnireduce.support.config import Config, load_config
+from omnireduce.support.logs import start_logs
+from omnireduce.support.printing import carriers_text, make_console, short_count
 
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
 FINALISTS, LAST = 8, 3  # best samples that are measured once more, and best of these that are measured again

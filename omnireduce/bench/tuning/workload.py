@@ -10,10 +10,10 @@ import numpy as np
 from omnireduce.bench.cases import Case, RecordedCase, SyntheticCase
 from omnireduce.bench.data import TensorSource
 from omnireduce.bench.recorded import find_arrays
-from omnireduce.config import Config
+from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.dtypes import Array
 from omnireduce.errors import ConfigError
+from omnireduce.support.config import Config
 
 GROWTH = 1.5  # of an array over the one before: models have few large arrays and many small ones
 _WAIT_S = 600.0

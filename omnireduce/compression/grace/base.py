@@ -18,13 +18,13 @@ import numpy as np
 
 from omnireduce.compression.selectors import Selects, wanted
 from omnireduce.compression.sums import check_name
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.logs import tagged
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.arguments import whole
 from omnireduce.runtime.rank.communicator import Communicator as Member  # what GRACE calls so is another thing
 from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.support.logs import tagged
 
 NEARLY = 1e-6  # a magnitude so near to the threshold, as a share of it, may be sent or not
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from omnireduce.compression.grace.native import BuiltIn, Context
 from omnireduce.compression.powersgd import PowerSgd, first_factor, rank_for
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.factors import orthonormalise, product
 
 

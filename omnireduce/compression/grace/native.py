@@ -13,7 +13,7 @@ import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Tensors, is_ours
 from omnireduce.compression.selectors import Selector
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.draws import stream_key
 from omnireduce.runtime.rank.communicator import Communicator as Member

@@ -17,7 +17,7 @@ from omnireduce.compression.grace.communicators import Collective
 from omnireduce.compression.grace.native import BuiltIn, Context, GradientTemplate
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.sums import check_seed
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
 from omnireduce.kernels.codecs.means import MEANS_BYTES

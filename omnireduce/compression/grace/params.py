@@ -11,10 +11,10 @@ from omnireduce.compression.grace import lowrank, memories, packing, quantizing,
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, class_text
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, Collective
 from omnireduce.errors import UsageError, a_type
-from omnireduce.loading import load_named
-from omnireduce.logs import tagged
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.communicator import Communicator as Member
+from omnireduce.support.loading import load_named
+from omnireduce.support.logs import tagged
 
 
 def class_named(name: str, *kinds: type) -> Any:

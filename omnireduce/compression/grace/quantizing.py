@@ -10,7 +10,7 @@ from omnireduce.compression.grace.native import BuiltIn, Context
 from omnireduce.compression.grace.selecting import gaps_of, places_of
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.selectors import Selects, largest, share, wanted
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.arguments import whole
 

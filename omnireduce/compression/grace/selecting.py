@@ -8,7 +8,7 @@ import numpy as np
 
 from omnireduce.compression import selectors
 from omnireduce.compression.grace.native import BuiltIn, Context
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 
 def gaps_of(places: Array) -> Array:

@@ -17,7 +17,7 @@ from omnireduce.compression.grace.native import BuiltIn, GradientTemplate, paylo
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import Selector
 from omnireduce.compression.sums import Sum
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.rank.communicator import Communicator as Member

@@ -12,7 +12,7 @@ from omnireduce.compression.grace.base import Claim, Compressor, claim_of
 from omnireduce.compression.grace.native import Context, GradientTemplate, payload_of
 from omnireduce.compression.grace.selecting import Selecting, gaps_of
 from omnireduce.compression.selectors import Selector
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
 from omnireduce.runtime.rank.objects import to_bytes
 

@@ -22,9 +22,9 @@ from omnireduce.console.density.estimate import (
     measure,
 )
 from omnireduce.errors import UsageError
-from omnireduce.files.output import check_writable, write_json
-from omnireduce.files.tensors import FileError, Tensor, read_tensors
-from omnireduce.printing import density_text, make_console, short_count, short_time, times_text
+from omnireduce.support.files.output import check_writable, write_json
+from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
+from omnireduce.support.printing import density_text, make_console, short_count, short_time, times_text
 
 LITTLE = 0.02  # of its norm that an array may lose in a step, and little is said to be lost
 

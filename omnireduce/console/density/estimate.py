@@ -24,14 +24,14 @@ import numpy as np
 from omnireduce.compression.compressed import ELEMENTS_AS, Compression, costs
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.compression.selectors import Everything
-from omnireduce.dtypes import Array, number_type
+from omnireduce.core.dtypes import Array, number_type
+from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.density import mark_blocks, native_chunks
 from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.collective.codecs import Coder
-from omnireduce.wire.blocks import HEADER_BYTES
 
 BLOCK = 256  # elements of what is encoded
 FLOAT_BYTES = 4

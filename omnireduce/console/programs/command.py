@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from omnireduce.cli import Group, config_options, whole_numbers
-from omnireduce.config import load_config
 from omnireduce.errors import UsageError
-from omnireduce.interpreters import program_of
-from omnireduce.logs import start_logs
+from omnireduce.support.cli import Group, config_options, whole_numbers
+from omnireduce.support.config import load_config
+from omnireduce.support.interpreters import program_of
+from omnireduce.support.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
 
@@ -138,7 +138,7 @@ def _launch(program: str, wanted: Any, config: Any, np: int) -> int:
     """Run `program` as each rank, and return the exit status."""
     import msgspec
 
-    from omnireduce.launching.launch import launch_for_result
+    from omnireduce.launch.launch import launch_for_result
 
     status, result = launch_for_result(program, np, config, wanted)
     if status:

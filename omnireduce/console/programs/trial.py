@@ -14,19 +14,19 @@ import numpy as np
 from rich.table import Table
 
 import omnireduce as omni
-from omnireduce.cli import reporting_errors
-from omnireduce.config import load_config
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.launching.connection import RESULT_FD
-from omnireduce.logs import start_logs
-from omnireduce.printing import carriers_text, make_console, short_count, short_time
+from omnireduce.launch.connection import RESULT_FD
 from omnireduce.programs import Local, Pipeline, Tensor
 from omnireduce.programs.placement import RankPlacement
 from omnireduce.programs.ranks import meeting_of
 from omnireduce.programs.ready import schedules
 from omnireduce.programs.ready.schedules import STATE
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.cli import reporting_errors
+from omnireduce.support.config import load_config
+from omnireduce.support.logs import start_logs
+from omnireduce.support.printing import carriers_text, make_console, short_count, short_time
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ import msgspec
 from rich.table import Table
 
 import omnireduce as omni
-from omnireduce.cli import reporting_errors
-from omnireduce.config import load_config
-from omnireduce.launching.connection import RESULT_FD
-from omnireduce.logs import start_logs
-from omnireduce.printing import make_console, short_time
+from omnireduce.launch.connection import RESULT_FD
 from omnireduce.programs import autotune
 from omnireduce.programs.tuning.autotune import Choice
+from omnireduce.support.cli import reporting_errors
+from omnireduce.support.config import load_config
+from omnireduce.support.logs import start_logs
+from omnireduce.support.printing import make_console, short_time
 
 
 class TuneRequest(msgspec.Struct, frozen=True, kw_only=True):

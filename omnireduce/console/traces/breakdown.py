@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.printing import short_count
 from omnireduce.runtime.tracing.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
 from omnireduce.runtime.tracing.trace import WORK, What
+from omnireduce.support.printing import short_count
 
 WAITS = ("wake-up", "wait")
 ACTIVITIES = (*(what.name.lower() for what in WORK), *WAITS, "other")

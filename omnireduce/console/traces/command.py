@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from omnireduce.console.traces.breakdown import break_down, show_breakdown
-from omnireduce.files.output import check_writable, write_file
-from omnireduce.printing import make_console
 from omnireduce.runtime.tracing.lanes import read_lanes
 from omnireduce.runtime.tracing.merge import chrome_trace, merge
+from omnireduce.support.files.output import check_writable, write_file
+from omnireduce.support.printing import make_console
 
 
 def report_timeline(folder: str | Path, job: str | None, output: str | Path) -> None:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.lanes import Lane, apart, missing, read_lanes
 from omnireduce.runtime.tracing.trace import OF_TENSOR, What
-from omnireduce.wire.safe_text import listed
 
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
 MOST_BLOCK_BYTES = 1 << 30

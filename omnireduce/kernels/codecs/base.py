@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 
 PIECE_ELEMENTS = 1 << 17  # of float32 that are between a tensor and a message, and stay in the cache
 

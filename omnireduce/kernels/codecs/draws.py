@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.jit import inlined, kernel
 
 STEP = np.uint64(0x9E3779B97F4A7C15)

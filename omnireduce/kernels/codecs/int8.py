@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.floats import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, row_of, span_of

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.sign import BITS
 from omnireduce.kernels.instructions import row_of, span_of

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import drawn
 from omnireduce.kernels.floats import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.draws import uniform
 from omnireduce.kernels.codecs.int8 import FIRST, LARGEST, NOT_A_NUMBER, SECOND, Int8, exponent_for, largest_finite
 from omnireduce.kernels.floats import INFINITE, MAGNITUDE

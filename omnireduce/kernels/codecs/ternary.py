@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import uniform
 from omnireduce.kernels.floats import INFINITE, MAGNITUDE

@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from omnireduce.errors import UsageError, a_type
-from omnireduce.files.output import check_writable, write_file
 from omnireduce.programs.communication import ReduceScatter
 from omnireduce.programs.expressions import (
     FLOATS,
@@ -43,6 +42,7 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import number_value, sizes_in
 from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout
 from omnireduce.programs.stages import FusedAllReduce
+from omnireduce.support.files.output import check_writable, write_file
 
 
 class Declared(Statements):

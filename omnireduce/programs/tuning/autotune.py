@@ -16,9 +16,6 @@ import msgspec
 import numpy as np
 
 from omnireduce.errors import RefusedError, UsageError
-from omnireduce.files.cache import CACHE_VARIABLE, cache_folders
-from omnireduce.files.output import make_folder, write_json
-from omnireduce.logs import tagged
 from omnireduce.programs.communication import AllReduce, Communication
 from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Variable
 from omnireduce.programs.layouts import Layout
@@ -31,7 +28,10 @@ from omnireduce.programs.ready import PROGRAMS, schedules
 from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
 from omnireduce.programs.stages import Overlapped, reachable
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.version import __version__
+from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
+from omnireduce.support.files.output import make_folder, write_json
+from omnireduce.support.logs import tagged
+from omnireduce.support.version import __version__
 
 log = logging.getLogger("omnireduce")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import CodecError, ProtocolError, in_a_line
 from omnireduce.kernels.codecs.base import Codec, pieces
 from omnireduce.kernels.codecs.draws import block_keys, stream_key

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from omnireduce.descriptor import Descriptor, distinguish
+from omnireduce.core.descriptor import Descriptor, distinguish
+from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ProtocolError
-from omnireduce.wire.control import Cause
 
 
 class Begun(NamedTuple):

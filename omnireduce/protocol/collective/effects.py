@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import Cause, ControlMessage
+from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import stream_key
 from omnireduce.protocol.collective.operands import HostSum, Operand, RowBlocks
 from omnireduce.protocol.collective.rows import RowSum
-from omnireduce.wire.control import Cause, ControlMessage
-from omnireduce.wire.safe_text import shown
 
 ALL = -1
 AbortKind = Literal[

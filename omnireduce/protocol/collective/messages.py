@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Stripes
+from omnireduce.core.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTES
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
-from omnireduce.layout import Stripes
-from omnireduce.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTES
 
 LONGER = 4  # times as long as the shortest is the longest message
 SHARE = 64  # a message that is longer than the shortest one is at most so much of all that goes to its shard

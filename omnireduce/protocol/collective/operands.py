@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.chunk import NON_ZERO, RETURNED
 from omnireduce.kernels.pack import list_blocks, list_noted, pack_blocks, pack_listed
 from omnireduce.kernels.scatter import scatter_blocks
-from omnireduce.layout import Layout
 
 WORD = np.dtype(np.uint64)
 SHARES = 8  # of a tensor: shards and links get one while a host sums the next

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.descriptor import PACKET_BYTES, REFUSED_BYTES
-from omnireduce.dtypes import BYTES, Array
+from omnireduce.core.descriptor import PACKET_BYTES, REFUSED_BYTES
+from omnireduce.core.dtypes import BYTES, Array
+from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.operands import Memory
 from omnireduce.protocol.collective.rows import RowSet
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.blocks import largest_block
+from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
+from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.collective.differences import MismatchError
@@ -29,9 +32,6 @@ from omnireduce.protocol.host.exchange import BY_ITSELF, FAILED, RETIRED, HostEx
 from omnireduce.protocol.host.faults import HostError, ShortageError
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.stalls import in_words
-from omnireduce.wire.blocks import largest_block
-from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Newcomers, Waiting
-from omnireduce.wire.safe_text import listed
 
 WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
 REPORT_S = 1.0  # between two reports to the first shard, while there is something to report

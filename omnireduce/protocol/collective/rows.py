@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.dtypes import BYTES, Array
+from omnireduce.core.dtypes import BYTES, Array
+from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.pack import deal_rows, pack_rows
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.operands import (
     EncodeBlocks,
     Memory,

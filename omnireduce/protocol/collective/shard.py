@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from omnireduce.descriptor import Descriptor, decode_descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import Descriptor, decode_descriptor
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.blocks import Header, capacity, message_extra, read_header, room_for
+from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
+from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM
@@ -24,9 +27,6 @@ from omnireduce.protocol.counters import Account, Wait
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import THROUGH
 from omnireduce.protocol.stalls import BUSY, STOOD_STILL, StallDetector
-from omnireduce.wire.blocks import Header, capacity, message_extra, read_header, room_for
-from omnireduce.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
-from omnireduce.wire.safe_text import listed, shown
 
 
 class BrokenRuleError(Exception):

@@ -8,15 +8,23 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from omnireduce.dtypes import BYTES, Array
+from omnireduce.core.dtypes import BYTES, Array
+from omnireduce.core.layout import Stripes
+from omnireduce.core.wire.blocks import (
+    Header,
+    block_rows,
+    message_extra,
+    message_list,
+    message_steps,
+    read_header,
+    seal,
+)
+from omnireduce.core.wire.control import Waiting
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
-from omnireduce.layout import Stripes
 from omnireduce.protocol.collective.codecs import Coder
 from omnireduce.protocol.collective.effects import Collective, Send
 from omnireduce.protocol.collective.messages import START, Lister, MessageSizing, expand
-from omnireduce.wire.blocks import Header, block_rows, message_extra, message_list, message_steps, read_header, seal
-from omnireduce.wire.control import Waiting
 
 
 class ShardStream:

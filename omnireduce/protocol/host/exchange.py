@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omnireduce.descriptor import REMEMBERED, Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import REMEMBERED, Descriptor
+from omnireduce.core.dtypes import Array
+from omnireduce.core.status import LISTED
+from omnireduce.core.wire.control import Report
 from omnireduce.kernels.chunk import BATCH
 from omnireduce.kernels.exchange import (
     BROKEN,
@@ -55,8 +57,6 @@ from omnireduce.protocol.host.faults import HostError, ShortageError, check_begu
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.host.rows import HostRows
 from omnireduce.protocol.host.state import Counts, Group, HostAccount, PassKind, preset
-from omnireduce.status import LISTED
-from omnireduce.wire.control import Report
 
 _NO_NOTES = np.zeros(0, np.uint8)
 

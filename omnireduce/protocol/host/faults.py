@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnireduce.descriptor import decode_descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import decode_descriptor
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.regions import EXTRA_WORDS
 from omnireduce.protocol.collective.differences import Begun, check_refusals

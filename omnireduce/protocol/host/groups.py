@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from omnireduce.descriptor import REMEMBERED, Descriptor
-from omnireduce.layout import Layout
-from omnireduce.wire.blocks import capacity
-from omnireduce.wire.control import MOST_NEIGHBOURS, Hello
+from omnireduce.core.descriptor import REMEMBERED, Descriptor
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.blocks import capacity
+from omnireduce.core.wire.control import MOST_NEIGHBOURS, Hello
 
 CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
 SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks

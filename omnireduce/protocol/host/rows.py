@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.rows import FIRST, STOP
 from omnireduce.protocol.collective.operands import RowBlocks
 from omnireduce.protocol.host.faults import ShortageError

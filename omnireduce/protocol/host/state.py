@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
-from omnireduce.layout import Layout
 from omnireduce.protocol.host.groups import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
-from omnireduce.wire.blocks import capacity
 
 
 def storage_of(element: ElementType) -> int:

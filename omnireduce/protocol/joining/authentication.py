@@ -18,12 +18,20 @@ from __future__ import annotations
 
 import msgspec
 
-from omnireduce.config.schema import SECRET_VARIABLE
+from omnireduce.core.wire.control import (
+    PROTOCOL_VERSION,
+    Challenge,
+    ControlMessage,
+    Greeting,
+    Hello,
+    Proof,
+    other_version,
+)
+from omnireduce.core.wire.safe_text import SHOWN, listed
 from omnireduce.errors import ProtocolError
-from omnireduce.secret import Secret
-from omnireduce.teams import ANYBODY, Teams
-from omnireduce.wire.control import PROTOCOL_VERSION, Challenge, ControlMessage, Greeting, Hello, Proof, other_version
-from omnireduce.wire.safe_text import SHOWN, listed
+from omnireduce.support.config.schema import SECRET_VARIABLE
+from omnireduce.support.secret import Secret
+from omnireduce.support.teams import ANYBODY, Teams
 
 GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
 WANTS_PROOF = f"the aggregator wants proof of a shared secret: give the client the same {GIVE}"

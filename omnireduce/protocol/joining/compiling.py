@@ -11,12 +11,12 @@ from collections.abc import Hashable
 from itertools import takewhile
 from typing import NamedTuple
 
-from omnireduce.config.schema import Terms
+from omnireduce.core.status import LISTED
+from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import difference, taken
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import JobKey, PendingJob
-from omnireduce.status import LISTED
-from omnireduce.wire.control import Hello
+from omnireduce.support.config.schema import Terms
 
 COMPILING_S = 1800.0  # longer than that nobody waits: a process that has been stopped says no more that it is
 TOO_LONG = f"the kernels were not ready after {COMPILING_S:g} s"

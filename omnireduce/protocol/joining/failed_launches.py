@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from omnireduce.core.wire.control import Hello, other_version
 from omnireduce.protocol.joining.checks import difference
 from omnireduce.protocol.joining.pending_job import JobKey, PendingJob, member_name
-from omnireduce.wire.control import Hello, other_version
 
 MAX_FAILED_LAUNCHES = 64  # launches and attempts of which a shard remembers that they cannot start
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import kin
-from omnireduce.wire.control import Hello
 
 DRAINING = "the aggregator is draining and takes no new jobs: use another one, or wait until it runs again"
 SHUTTING_DOWN = "the aggregator is shutting down"

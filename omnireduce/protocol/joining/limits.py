@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
 
-from omnireduce.config.schema import Terms
+from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import demand, memory_bytes
-from omnireduce.wire.control import Hello
+from omnireduce.support.config.schema import Terms
 
 
 def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:

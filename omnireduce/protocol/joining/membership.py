@@ -22,7 +22,20 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from omnireduce.config.schema import Terms
+from omnireduce.core.status import JobStatus
+from omnireduce.core.wire.control import (
+    Aborted,
+    Cause,
+    Hello,
+    Newcomers,
+    Pending,
+    RankAssignment,
+    Refused,
+    Waiting,
+    Welcome,
+    other_version,
+)
+from omnireduce.core.wire.safe_text import listed
 from omnireduce.protocol.host.groups import JobRank, LocalRanks, hosts_of
 from omnireduce.protocol.joining import limits
 from omnireduce.protocol.joining.checks import (
@@ -40,21 +53,8 @@ from omnireduce.protocol.joining.failed_launches import FailedLaunches, fails_la
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.limits import Limits, beyond_allowance
 from omnireduce.protocol.joining.pending_job import Claim, FormationKey, JobKey, PendingJob, WaitingRank, member_name
-from omnireduce.status import JobStatus
-from omnireduce.teams import FREE
-from omnireduce.wire.control import (
-    Aborted,
-    Cause,
-    Hello,
-    Newcomers,
-    Pending,
-    RankAssignment,
-    Refused,
-    Waiting,
-    Welcome,
-    other_version,
-)
-from omnireduce.wire.safe_text import listed
+from omnireduce.support.config.schema import Terms
+from omnireduce.support.teams import FREE
 
 
 class Answer(NamedTuple):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from omnireduce.config.schema import Terms
-from omnireduce.status import LISTED, JobStatus
-from omnireduce.wire.control import Hello, Pending
-from omnireduce.wire.safe_text import shown
+from omnireduce.core.status import LISTED, JobStatus
+from omnireduce.core.wire.control import Hello, Pending
+from omnireduce.core.wire.safe_text import shown
+from omnireduce.support.config.schema import Terms
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:

@@ -22,16 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from omnireduce.config.schema import URGENT
-from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
-from omnireduce.protocol.collective.effects import Tell, error_of
-from omnireduce.protocol.host.groups import LocalRanks
-from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
-from omnireduce.protocol.joining.compiling import COMPILING_S
-from omnireduce.protocol.joining.pending_job import worker_name
-from omnireduce.protocol.reminders import Reminders
-from omnireduce.secret import Secret
-from omnireduce.wire.control import (
+from omnireduce.core.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
@@ -44,7 +35,16 @@ from omnireduce.wire.control import (
     Waiting,
     Welcome,
 )
-from omnireduce.wire.safe_text import shown
+from omnireduce.core.wire.safe_text import shown
+from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
+from omnireduce.protocol.collective.effects import Tell, error_of
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
+from omnireduce.protocol.joining.compiling import COMPILING_S
+from omnireduce.protocol.joining.pending_job import worker_name
+from omnireduce.protocol.reminders import Reminders
+from omnireduce.support.config.schema import URGENT
+from omnireduce.support.secret import Secret
 
 
 class Connect(NamedTuple):

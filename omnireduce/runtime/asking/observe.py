@@ -13,22 +13,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
-from omnireduce.addresses import parse_address
-from omnireduce.administration import AdminAnswer, AdminRequest
-from omnireduce.config import Config
+from omnireduce.core.administration import AdminAnswer, AdminRequest
+from omnireduce.core.status import FIRST_KEY, JobStatus, Status, StatusRequest
+from omnireduce.core.wire.control import (
+    PROTOCOL_VERSION,
+    ControlMessage,
+    Hello,
+    Refused,
+    decode_control,
+    encode_control,
+)
+from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
-from omnireduce.logs import tagged
 from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.protocol.joining.rank import unreachable
-from omnireduce.secret import NONCE_BYTES, Secret
-from omnireduce.status import FIRST_KEY, JobStatus, Status, StatusRequest
+from omnireduce.support.addresses import parse_address
+from omnireduce.support.config import Config
+from omnireduce.support.logs import tagged
+from omnireduce.support.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.shm import connect_shm
 from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp
 from omnireduce.transport.tls import connect_tls, worker_context
-from omnireduce.wire.control import PROTOCOL_VERSION, ControlMessage, Hello, Refused, decode_control, encode_control
-from omnireduce.wire.safe_text import shown
 
 
 def connect_once(

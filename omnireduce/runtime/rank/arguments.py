@@ -11,13 +11,13 @@ from typing import cast
 
 import numpy as np
 
-from omnireduce.descriptor import Op
-from omnireduce.dtypes import Array, ElementType
+from omnireduce.core.descriptor import Op
+from omnireduce.core.dtypes import Array, ElementType
+from omnireduce.core.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.protocol.collective.operands import as_writable
-from omnireduce.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 
 LONGEST_BITS = 1024  # of an integer that an error may still show
 

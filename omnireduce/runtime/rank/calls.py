@@ -13,13 +13,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.config.schema import Protocol as ProtocolConfig
-from omnireduce.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
-from omnireduce.dtypes import BYTES, Array, ElementType, element_type
+from omnireduce.core.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
+from omnireduce.core.dtypes import BYTES, Array, ElementType, element_type
+from omnireduce.core.layout import Layout
 from omnireduce.errors import ConfigError, UsageError, a_type
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
-from omnireduce.layout import Layout
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
 from omnireduce.protocol.collective.rows import RowSet, RowsInto
 from omnireduce.protocol.host.groups import Sharding
@@ -33,6 +32,7 @@ from omnireduce.runtime.rank.arguments import (
     flat_view,
     whole,
 )
+from omnireduce.support.config.schema import Protocol as ProtocolConfig
 
 KEPT = 6  # arrays that a pool remembers: of rows a call takes up to four, and users keep results of calls before
 

@@ -13,10 +13,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from omnireduce.config import Config
-from omnireduce.config.schema import URGENT
+from omnireduce.core.wire.control import Hello
 from omnireduce.errors import RefusedError
-from omnireduce.logs import tagged
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.joining.rank import Joined
@@ -24,8 +22,10 @@ from omnireduce.runtime.rank.arguments import whole
 from omnireduce.runtime.rank.calls import CallContext, Pool, WithPool
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.joining import Arrival, assemble, join_beside
-from omnireduce.secret import Secret
-from omnireduce.wire.control import Hello
+from omnireduce.support.config import Config
+from omnireduce.support.config.schema import URGENT
+from omnireduce.support.logs import tagged
+from omnireduce.support.secret import Secret
 
 
 class CallChannel(NamedTuple):

@@ -16,15 +16,13 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from omnireduce.block_program import BlockProgram
-from omnireduce.config import Config, check_config
-from omnireduce.config.schema import JOB_ALLOWED, JOB_PATTERN
-from omnireduce.descriptor import Op, RowOp
-from omnireduce.dtypes import Array
+from omnireduce.core.block_program import BlockProgram
+from omnireduce.core.descriptor import Op, RowOp
+from omnireduce.core.dtypes import Array
+from omnireduce.core.layout import Layout
+from omnireduce.core.wire.control import Hello
 from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import Progress
-from omnireduce.layout import Layout
-from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.rank import calls, engine, groups, packed_calls
@@ -51,9 +49,11 @@ from omnireduce.runtime.rank.profiler import Profiler
 from omnireduce.runtime.rank.refusals import names_told, reason_of, settle, tell, told
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
-from omnireduce.secret import Secret, load_secret
+from omnireduce.support.config import Config, check_config
+from omnireduce.support.config.schema import JOB_ALLOWED, JOB_PATTERN
+from omnireduce.support.logs import BoundLog
+from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import Link
-from omnireduce.wire.control import Hello
 
 GROUPS = list, tuple, dict
 T = TypeVar("T")

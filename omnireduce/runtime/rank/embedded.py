@@ -26,14 +26,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from omnireduce.addresses import Address, loopback
-from omnireduce.blame import from_a_handler
-from omnireduce.config import Config, Security
-from omnireduce.control_groups import OutOfMemory
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
-from omnireduce.interpreters import TREE, program_of
-from omnireduce.loading import search_path
-from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.reminders import FIRST_S, Reminders
 from omnireduce.runtime.embedding import (
     LONGEST,
@@ -47,7 +40,14 @@ from omnireduce.runtime.embedding import (
 )
 from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of
 from omnireduce.runtime.reserve import shortage
-from omnireduce.secret import Secret
+from omnireduce.support.addresses import Address, loopback
+from omnireduce.support.blame import from_a_handler
+from omnireduce.support.config import Config, Security
+from omnireduce.support.control_groups import OutOfMemory
+from omnireduce.support.interpreters import TREE, program_of
+from omnireduce.support.loading import search_path
+from omnireduce.support.logs import BoundLog, tagged
+from omnireduce.support.secret import Secret
 from omnireduce.transport.shm import holder_of, peer_of
 from omnireduce.transport.stream import BACKLOG
 

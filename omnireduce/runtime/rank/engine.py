@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of_codec
-from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.collective.effects import End, error_of
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
@@ -28,8 +28,8 @@ from omnireduce.runtime.rank.calls import Call
 from omnireduce.runtime.rank.handles import Observing, Started, check_fits, check_free
 from omnireduce.runtime.rank.poller import Poller
 from omnireduce.runtime.rank.threads import ParallelDriver
+from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.transport.base import Link
-from omnireduce.wire.control import Cause
 
 P = ParamSpec("P")
 T = TypeVar("T")

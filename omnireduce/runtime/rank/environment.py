@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from omnireduce.addresses import is_loopback, is_wildcard
-from omnireduce.config import Config
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.launchers import (
+from omnireduce.runtime.rank.arguments import whole
+from omnireduce.support.addresses import is_loopback, is_wildcard
+from omnireduce.support.config import Config
+from omnireduce.support.launchers import (
     BEHIND_ID,
     HINTS,
     LAUNCHERS,
@@ -32,8 +33,7 @@ from omnireduce.launchers import (
     TORCHRUN,
     Variables,
 )
-from omnireduce.logs import tagged
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.support.logs import tagged
 
 LONGEST = 128  # characters of a job's name and of a launch's id
 PROC = Path("/proc")

@@ -16,18 +16,18 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from omnireduce.config import Config, check_config
-from omnireduce.config.schema import Elastic
-from omnireduce.descriptor import BOOL_OPS
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.descriptor import BOOL_OPS
+from omnireduce.core.dtypes import Array, element_type
+from omnireduce.core.wire.blocks import MAX_BLOCKS
+from omnireduce.core.wire.control import Hello
 from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.asking.observe import refuse
 from omnireduce.runtime.rank.arguments import check_array, check_rows, flat_view, two_that_share
 from omnireduce.runtime.rank.calls import Call, CallContext, Rows, check_codec, reduction, rows
-from omnireduce.secret import Secret, load_secret
-from omnireduce.wire.blocks import MAX_BLOCKS
-from omnireduce.wire.control import Hello
+from omnireduce.support.config import Config, check_config
+from omnireduce.support.config.schema import Elastic
+from omnireduce.support.secret import Secret, load_secret
 
 
 @contextmanager

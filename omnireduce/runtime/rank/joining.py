@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from omnireduce import config as settings
-from omnireduce.blame import from_a_handler
-from omnireduce.config import Config, whole_bytes
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
+from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
 from omnireduce.kernels.claims import are_kept
 from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
-from omnireduce.logs import BoundLog, tagged
-from omnireduce.progress import Seldom
 from omnireduce.protocol.collective.effects import Tell
 from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.rank import WorkerMachine
@@ -50,7 +47,12 @@ from omnireduce.runtime.rank.threads import threads_for
 from omnireduce.runtime.rank.traced import Parts, traced
 from omnireduce.runtime.reserve import shortage
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
-from omnireduce.secret import NONCE_BYTES, Secret, load_secret
+from omnireduce.support import config as settings
+from omnireduce.support.blame import from_a_handler
+from omnireduce.support.config import Config, whole_bytes
+from omnireduce.support.logs import BoundLog, tagged
+from omnireduce.support.progress import Seldom
+from omnireduce.support.secret import NONCE_BYTES, Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
 from omnireduce.transport.memory import private_slots, touch
@@ -59,8 +61,6 @@ from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma
-from omnireduce.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
-from omnireduce.wire.safe_text import shown
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.connect import Offer

@@ -21,9 +21,9 @@ import numpy as np
 from msgspec import Meta
 from msgspec.msgpack import Decoder, Ext, encode
 
+from omnireduce.core.wire.blocks import MAX_ELEMENTS
+from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import UsageError, a_type
-from omnireduce.wire.blocks import MAX_ELEMENTS
-from omnireduce.wire.safe_text import SHOWN, shown
 
 SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
 ADVICE = "pass trust=True on every rank if all that take part may run code in this process"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from omnireduce.block_program import BlockProgram
-from omnireduce.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
-from omnireduce.dtypes import Array, element_type
+from omnireduce.core.block_program import BlockProgram
+from omnireduce.core.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
+from omnireduce.core.dtypes import Array, element_type
 from omnireduce.errors import UsageError, a_type
 from omnireduce.protocol.collective.block_programs import ProgrammedRows, ProgrammedTensor, Totals
 from omnireduce.protocol.collective.packets import Packets, packed, packed_refusal, packet_count

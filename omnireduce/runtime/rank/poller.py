@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from omnireduce.blame import from_a_handler
 from omnireduce.protocol.host.exchange import HostExchange
+from omnireduce.support.blame import from_a_handler
 from omnireduce.transport.base import Link
 
 UNKNOWN = -1  # what a link is watched for, while that changes

@@ -9,11 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omnireduce.config import Trace
 from omnireduce.errors import UsageError
-from omnireduce.files.output import check_writable, make_folder, write_file
-from omnireduce.files.paths import whole_path
-from omnireduce.logs import BoundLog
 from omnireduce.runtime.rank.channels import Channel
 from omnireduce.runtime.rank.traced import Moved, Observer
 from omnireduce.runtime.tracing.merge import merge
@@ -21,6 +17,10 @@ from omnireduce.runtime.tracing.parts import is_written
 from omnireduce.runtime.tracing.profile import Profile
 from omnireduce.runtime.tracing.timeline import OFF, PART_SUFFIX, NoTimeline, Timeline
 from omnireduce.runtime.tracing.trace import DYNAMIC, PARTS, Origin, Recorder, profile_folder, trace_folder
+from omnireduce.support.config import Trace
+from omnireduce.support.files.output import check_writable, make_folder, write_file
+from omnireduce.support.files.paths import whole_path
+from omnireduce.support.logs import BoundLog
 
 REFRESH_S = 5.0  # so often, at most, rank 0 writes the timeline anew while the job runs
 SHARE = 20  # and for at most so small a part of the time

@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from omnireduce.descriptor import REFUSED_BYTES, Descriptor
-from omnireduce.dtypes import BYTES
+from omnireduce.core.descriptor import REFUSED_BYTES, Descriptor
+from omnireduce.core.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.runtime.rank.calls import Call, CallContext

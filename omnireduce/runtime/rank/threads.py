@@ -18,11 +18,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from omnireduce.errors import UsageError
-from omnireduce.processors import quota, usable
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.stream import Parallel, T, ThreadPool
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.environment import detect_launch
+from omnireduce.support.processors import quota, usable
 from omnireduce.transport.base import Event, Link, Received
 
 MOST_BY_ITSELF = 6  # threads: an eighth of their work is the interpreter's, which serves one at a time

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from omnireduce.config import Trace
-from omnireduce.descriptor import PACKED, Descriptor
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import PACKED, Descriptor
+from omnireduce.core.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
-from omnireduce.logs import BoundLog
 from omnireduce.protocol.collective.effects import Collective
 from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
 from omnireduce.protocol.collective.rank import WorkerMachine
@@ -25,6 +23,8 @@ from omnireduce.runtime.tracing.lanes import traced_links
 from omnireduce.runtime.tracing.profile import Profile, Tally
 from omnireduce.runtime.tracing.timeline import Timeline
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What, now
+from omnireduce.support.config import Trace
+from omnireduce.support.logs import BoundLog
 from omnireduce.transport.base import Link
 
 _numbers = itertools.count(1)

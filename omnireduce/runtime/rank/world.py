@@ -9,17 +9,17 @@ from typing import Any, overload
 
 from numpy.typing import NDArray
 
-from omnireduce.config import Config, load_config, override_config, split_list
-from omnireduce.descriptor import Op, RowOp
-from omnireduce.dtypes import Array
+from omnireduce.core.descriptor import Op, RowOp
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.logs import show_debug_lines
 from omnireduce.runtime.rank.calls import Rows
 from omnireduce.runtime.rank.communicator import Communicator, G, S
 from omnireduce.runtime.rank.environment import job_name, own_launch
 from omnireduce.runtime.rank.groups import Table
 from omnireduce.runtime.rank.groups import local_first as first_of_host
 from omnireduce.runtime.rank.handles import Handle
+from omnireduce.support.config import Config, load_config, override_config, split_list
+from omnireduce.support.logs import show_debug_lines
 
 _global: Communicator | None = None
 

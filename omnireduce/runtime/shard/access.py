@@ -7,14 +7,14 @@ import secrets
 import ssl
 from dataclasses import dataclass, field
 
-from omnireduce.administration import AdminRequest, Order
+from omnireduce.core.administration import AdminRequest, Order
+from omnireduce.core.wire.control import other_version
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.authentication import Gate
-from omnireduce.secret import NONCE_BYTES, Secret
-from omnireduce.teams import Teams
+from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.teams import Teams
 from omnireduce.transport.base import Link
 from omnireduce.transport.shm import ShmLink
-from omnireduce.wire.control import other_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ import logging
 import resource
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from omnireduce.administration import AdminAnswer, AdminRequest
+from omnireduce.core.administration import AdminAnswer, AdminRequest
+from omnireduce.core.status import StatusRequest
+from omnireduce.core.wire.control import Aborted, Hello, Leave, Refused, decode_control
+from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.runtime.driver import Clock
@@ -18,10 +21,7 @@ from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, Listening
 from omnireduce.runtime.shard.relay import Relaying
 from omnireduce.runtime.shard.status import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
-from omnireduce.status import StatusRequest
 from omnireduce.transport.base import Control, Event, Link, Lost
-from omnireduce.wire.control import Aborted, Hello, Leave, Refused, decode_control
-from omnireduce.wire.safe_text import shown
 
 log = logging.getLogger("omnireduce.aggregator")
 MAX_UNIDENTIFIED = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short

@@ -7,13 +7,13 @@ import selectors
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from omnireduce.logs import tagged
+from omnireduce.core.wire.control import ControlMessage, Hello, encode_control
+from omnireduce.core.wire.safe_text import SHOWN
 from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.job import Job
+from omnireduce.support.logs import tagged
 from omnireduce.transport.base import Link
-from omnireduce.wire.control import ControlMessage, Hello, encode_control
-from omnireduce.wire.safe_text import SHOWN
 
 
 class TimeLimit:

@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from omnireduce.config import Verbs
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.status import LISTED, MOST, Below, JobKey, JobStatus, Stragglers, Traffic
+from omnireduce.core.wire.control import (
+    TOKEN_BYTES,
+    Aborted,
+    Cause,
+    ControlMessage,
+    Endpoint,
+    Hello,
+    Leave,
+    Welcome,
+    encode_control,
+)
+from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import CodecError, TransportError
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
-from omnireduce.logs import BoundLog, tagged
 from omnireduce.protocol.collective.block_programs import ShardStates
 from omnireduce.protocol.collective.effects import AbortKind, End, Warn
 from omnireduce.protocol.collective.messages import MessageSizing
@@ -29,23 +40,12 @@ from omnireduce.protocol.relay import RelayMachine
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.reserve import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
-from omnireduce.status import LISTED, MOST, Below, JobKey, JobStatus, Stragglers, Traffic
+from omnireduce.support.config import Verbs
+from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink
-from omnireduce.wire.control import (
-    TOKEN_BYTES,
-    Aborted,
-    Cause,
-    ControlMessage,
-    Endpoint,
-    Hello,
-    Leave,
-    Welcome,
-    encode_control,
-)
-from omnireduce.wire.safe_text import shown
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.link import VerbsLink

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from omnireduce.logs import tagged
+from omnireduce.core.wire.control import Refused, encode_control
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, Reserve
+from omnireduce.support.logs import tagged
 from omnireduce.transport.base import Link
-from omnireduce.wire.control import Refused, encode_control
 
 log = logging.getLogger("omnireduce.aggregator")
 

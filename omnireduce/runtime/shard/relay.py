@@ -18,21 +18,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from omnireduce.config.schema import Terms
-from omnireduce.errors import ProtocolError
-from omnireduce.logs import tagged
-from omnireduce.protocol.joining.authentication import Candidate
-from omnireduce.protocol.joining.checks import kin, malformed
-from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
-from omnireduce.protocol.joining.limits import Limits, beyond_allowance
-from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect, Relayed
-from omnireduce.protocol.joining.pending_job import FormationKey, member_name
-from omnireduce.runtime.driver import Clock
-from omnireduce.secret import NONCE_BYTES, Secret
-from omnireduce.status import JobStatus
-from omnireduce.teams import FREE
-from omnireduce.transport.base import Control, Link, Lost
-from omnireduce.wire.control import (
+from omnireduce.core.status import JobStatus
+from omnireduce.core.wire.control import (
     MOST_RELAYS,
     TEXT_CHARACTERS,
     TOKEN_BYTES,
@@ -50,6 +37,19 @@ from omnireduce.wire.control import (
     encode_control,
     other_version,
 )
+from omnireduce.errors import ProtocolError
+from omnireduce.protocol.joining.authentication import Candidate
+from omnireduce.protocol.joining.checks import kin, malformed
+from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
+from omnireduce.protocol.joining.limits import Limits, beyond_allowance
+from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect, Relayed
+from omnireduce.protocol.joining.pending_job import FormationKey, member_name
+from omnireduce.runtime.driver import Clock
+from omnireduce.support.config.schema import Terms
+from omnireduce.support.logs import tagged
+from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.teams import FREE
+from omnireduce.transport.base import Control, Link, Lost
 
 
 @dataclass(eq=False)

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from omnireduce.config import Verbs
+from omnireduce.core.wire.control import Cause, Leave, Newcomers, encode_control
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
-from omnireduce.logs import tagged
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.protocol.collective.shard import BUDGET
@@ -35,8 +34,9 @@ from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
 from omnireduce.runtime.shard.status import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.runtime.shard.traced import ShardTraces
+from omnireduce.support.config import Verbs
+from omnireduce.support.logs import tagged
 from omnireduce.transport.base import EVERYTHING, Event, Link
-from omnireduce.wire.control import Cause, Leave, Newcomers, encode_control
 
 UNSETTLED = -math.inf  # something may be to be done for others than jobs
 

@@ -9,14 +9,14 @@ from itertools import islice
 
 import msgspec
 
+from omnireduce.core.status import JobKey, JobStatus, Status, StatusRequest, Traffic
+from omnireduce.core.wire.control import ControlMessage, other_version
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.effects import ABORT_KINDS, End
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
-from omnireduce.status import JobKey, JobStatus, Status, StatusRequest, Traffic
-from omnireduce.version import __version__
-from omnireduce.wire.control import ControlMessage, other_version
+from omnireduce.support.version import __version__
 
 STATUSES = 4  # requests that are answered in one turn: the jobs come first
 SHARE = 10  # answers take one part in so many of the time

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Membership
 from omnireduce.runtime.driver import Clock
@@ -13,7 +14,6 @@ from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.relay import Relaying
 from omnireduce.runtime.shard.status import StatusRequests
 from omnireduce.transport.base import Control, Event, Lost
-from omnireduce.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 
 
 class Teardown:

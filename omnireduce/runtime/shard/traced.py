@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from omnireduce.config import Trace
+from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.runtime.tracing.lanes import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
+from omnireduce.support.config import Trace
 from omnireduce.transport.base import Link
-from omnireduce.wire.control import Hello
 
 
 class TracedReduction(Reduction):

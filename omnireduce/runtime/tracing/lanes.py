@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.files.paths import user_path
 from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, Recorder, What, now, read_trace
+from omnireduce.support.files.paths import user_path
 from omnireduce.transport.base import EVERYTHING, Credited, Event, Link, Received
 
 

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.files.output import write_chunks
 from omnireduce.runtime.tracing import parts as part_files
 from omnireduce.runtime.tracing.lanes import Lane, apart, clocks, on_one_clock, pairs, read_traces, wake_ups
 from omnireduce.runtime.tracing.parts import Part, read_parts
 from omnireduce.runtime.tracing.timeline import CYCLE
 from omnireduce.runtime.tracing.trace import WORK, Origin, What
+from omnireduce.support.files.output import write_chunks
 
 COLLECTIVES, WORKING, WAITING = TRACKS = ("collectives", "work", "waits")
 BLOCKS = (What.PACK, What.SCATTER, What.MERGE, What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)

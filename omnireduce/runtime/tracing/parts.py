@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omnireduce.errors import UsageError
-from omnireduce.files.paths import user_path
 from omnireduce.runtime.tracing.timeline import EXCHANGE, INNER, PART_SUFFIX, Line
 from omnireduce.runtime.tracing.trace import MORE_NS, Origin
+from omnireduce.support.files.paths import user_path
 
 Words = list[Any]
 _decode = msgspec.json.Decoder().decode

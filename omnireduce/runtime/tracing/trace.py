@@ -22,11 +22,11 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from omnireduce.config import Trace
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.files.output import check_writable
-from omnireduce.files.paths import whole_path
+from omnireduce.support.config import Trace
+from omnireduce.support.files.output import check_writable
+from omnireduce.support.files.paths import whole_path
 
 log = logging.getLogger("omnireduce")
 now = time.monotonic_ns

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 
-from omnireduce.config import Verbs
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import Endpoint
 from omnireduce.errors import TransportError
+from omnireduce.support.config import Verbs
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import VerbsLink
 from omnireduce.transport.verbs.queue import Queue
-from omnireduce.wire.control import Endpoint
 
 
 class Offer:

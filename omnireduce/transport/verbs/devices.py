@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omnireduce.config import Verbs
+from omnireduce.core.wire.control import Mtu
 from omnireduce.errors import TransportError
-from omnireduce.wire.control import Mtu
+from omnireduce.support.config import Verbs
 
 try:
     import pyverbs.enums as enums

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 from omnireduce.transport.stream import CONTROL_LIMIT

@@ -26,12 +26,12 @@ from pyverbs.pyverbs_error import PyverbsError
 from pyverbs.qp import QPAttr, QPCap, QPEx, QPInitAttrEx
 from pyverbs.wr import SGE, RecvWR
 
-from omnireduce.config import Verbs
-from omnireduce.dtypes import Array
+from omnireduce.core.dtypes import Array
+from omnireduce.core.wire.control import Endpoint
 from omnireduce.errors import TransportError
+from omnireduce.support.config import Verbs
 from omnireduce.transport.verbs.devices import MTU_BYTES, STATES, Choice, opening
 from omnireduce.transport.verbs.link import Failure, Write
-from omnireduce.wire.control import Endpoint
 
 MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
 MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready

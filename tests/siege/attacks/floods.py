@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 from raw_peer import CONTROL, NOISE, RawPeer
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.status import StatusRequest
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.status import StatusRequest
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import PROTOCOL_VERSION
 
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target
 

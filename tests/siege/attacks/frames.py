@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from raw_peer import CONTROL, CREDIT, DATA, NOISE
 
-from omnireduce.descriptor import Descriptor
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.blocks import seal
+from omnireduce.core.wire.control import Goodbye
 from omnireduce.transport.stream import FRAME
-from omnireduce.wire.blocks import seal
-from omnireduce.wire.control import Goodbye
 
 from ..target import SMALL, Crowd, Peer, Target
 from .hellos import LONG_HOST, LONG_NAME

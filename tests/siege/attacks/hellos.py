@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from raw_peer import DATA
 
-from omnireduce.status import Status, StatusRequest
-from omnireduce.wire.control import PROTOCOL_VERSION, Hello
+from omnireduce.core.status import Status, StatusRequest
+from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello
 
 from ..target import SMALL, Crowd, Peer, Target
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from raw_peer import CONTROL, CREDIT, DATA
 
-from omnireduce.descriptor import Descriptor
-from omnireduce.wire.blocks import seal
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.wire.blocks import seal
 
 from ..target import Peer, Target, with_input
 

@@ -6,7 +6,7 @@ import random
 import socket
 from collections.abc import Iterator
 
-from omnireduce.addresses import parse_address
+from omnireduce.support.addresses import parse_address
 
 from ..target import PATIENCE_S, Crowd, Target
 

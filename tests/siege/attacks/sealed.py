@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
-from omnireduce.addresses import parse_address
+from omnireduce.support.addresses import parse_address
 
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target, tls_context
 

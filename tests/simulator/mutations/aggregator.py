@@ -11,8 +11,8 @@ _SENDERS = "omnireduce.protocol.collective.shard"
 _SLOTS = "omnireduce.protocol.collective.shard"
 _COMBINE = "omnireduce.protocol.collective.merge"
 _LENGTHS = "omnireduce.protocol.collective.messages"
-_WIRE = "omnireduce.wire.blocks"
-_DESCRIPTOR = "omnireduce.descriptor"
+_WIRE = "omnireduce.core.wire.blocks"
+_DESCRIPTOR = "omnireduce.core.descriptor"
 
 MUTATIONS = (
     Mutation(

@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hosts add up float16",
-        "omnireduce.descriptor",
+        "omnireduce.core.descriptor",
         "a host's sum is infinite where the result is not",
         'self.element.name != "float16"',
         "True",

@@ -6,7 +6,7 @@ from .base import Mutation
 
 _JOINING = "omnireduce.protocol.joining.rank"
 _HANDSHAKE = "omnireduce.protocol.joining.authentication"
-_TEAMS = "omnireduce.teams"
+_TEAMS = "omnireduce.support.teams"
 
 MUTATIONS = (
     Mutation(

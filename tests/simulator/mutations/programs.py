@@ -100,7 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an operand may be the target",
-        "omnireduce.block_program",
+        "omnireduce.core.block_program",
         "a check is gone",
         "if len(set(used)) < len(used):",
         "if False:",
@@ -108,7 +108,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a column that is not there",
-        "omnireduce.block_program",
+        "omnireduce.core.block_program",
         "a rank reads and writes memory beside its state",
         "if max(used) >= FIRST_COLUMN + self.columns:",
         "if max(used) > FIRST_COLUMN + self.columns:",

@@ -1,0 +1,1 @@
+"""What all parts speak of: element types, blocks, descriptors, block programs, messages."""

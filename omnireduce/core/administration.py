@@ -1,0 +1,69 @@
+"""Requests of operators to a daemon: to drain, and to end jobs.
+
+An AdminRequest comes over the same connections as a StatusRequest, and has one answer, an AdminAnswer or a Refused. The
+shard that gets it acts at once. It passes an Order to the supervisor, so that all shards of the daemon act as one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from omnireduce.support.config.schema import LAUNCH_PATTERN, TEAM_PATTERN, URGENT
+
+Action = Literal["drain", "resume", "end"]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Job = Annotated[str, msgspec.Meta(pattern=LAUNCH_PATTERN)]
+_Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
+WHY_CHARACTERS = 200
+_Why = Annotated[str, msgspec.Meta(max_length=WHY_CHARACTERS)]
+
+
+class AdminRequest(msgspec.Struct, frozen=True, tag=True):
+    """Drain, take that back, or end the jobs called `job` of `team`, because of `why`. An empty `job` or `team` stands
+    for all."""
+
+    version: int
+    action: Action
+    job: _Job = ""
+    team: _Team = ""
+    why: _Why = ""
+
+    @property
+    def text(self) -> str:
+        """The request in words that follow "to"."""
+        if self.action != "end":
+            return {"drain": "drain the aggregator", "resume": "let it take jobs again"}[self.action]
+        of_team = f" of team '{self.team}'" if self.team else ""
+        return (f"end job '{self.job}'" if self.job else "end all jobs") + of_team
+
+
+class AdminAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The request was carried out. `jobs` were ended on this shard, or are still on it while it drains."""
+
+    jobs: _Count
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """An accepted request to a daemon. `by` says who sent it.
+
+    `team` is the only team whose jobs are meant; None: those of all teams. `stops`: the daemon drains because it stops,
+    and this is not taken back.
+    """
+
+    action: Action
+    by: str
+    job: str = ""
+    team: str | None = None
+    why: str = ""
+    stops: bool = False
+
+    def means(self, job: str, team: str) -> bool:
+        """Whether a job is to be ended. A job's channel for urgent tensors ends with it."""
+        return self.job in ("", job.removesuffix(URGENT)) and self.team in (None, team)
+
+    @property
+    def reason(self) -> str:
+        """The reason that ranks of an ended job read, in words that follow `by`."""
+        return "ended this job with `omnireduce end-job`" + (f": {self.why}" if self.why else "")

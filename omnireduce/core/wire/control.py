@@ -1,0 +1,311 @@
+"""Control messages, and the checks on decoding them. They are msgpack, tagged by type."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from omnireduce.core.administration import AdminAnswer, AdminRequest
+from omnireduce.core.status import LISTED, MOST, Status, StatusRequest
+from omnireduce.core.wire.safe_text import SHOWN, UNDECODABLE, shown
+from omnireduce.errors import ProtocolError
+from omnireduce.support.config.schema import TEAM_PATTERN
+from omnireduce.support.secret import NONCE_BYTES, PROOF_BYTES
+
+PROTOCOL_VERSION = 21
+TOKEN_BYTES = 16
+MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
+RELAY_CHARACTERS = 255  # of the address of a relay
+MOST_RELAYS = 8  # through which a worker may come: more are most likely a circle
+_U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_U64 = Annotated[int, msgspec.Meta(ge=0)]
+_I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what a hello says is bounded before it is looked at
+_Formation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Total = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Message = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+_Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+_Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
+_Relay = Annotated[str, msgspec.Meta(max_length=RELAY_CHARACTERS)]
+_RelayKey = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
+_Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MOST_RELAYS)]
+_Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+_Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+TEXT_CHARACTERS, REFUSED_CHARACTERS = 4096, 600
+# one peer's text goes to all others: it must fit their messages
+_Urgent = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+_State = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS)]
+_Why = Annotated[str, msgspec.Meta(max_length=REFUSED_CHARACTERS)]
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """The reason for the end of a collective or job: who caused it, and what happened.
+
+    `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; a worker may
+    still wait for other shards' results of the last collective. `mismatch`: ranks have begun different collectives, or
+    some have refused the one that others have begun.
+    """
+
+    culprit: _Text
+    reason: _Text
+    timeout: bool = False
+    orderly: bool = False
+    mismatch: bool = False
+
+
+Mtu = Literal[256, 512, 1024, 2048, 4096]  # bytes
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """One end of an RDMA connection: its GID and LID, queue pair, first sequence number, receive slots."""
+
+    gid: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f:.]{2,39}\Z")]
+    lid: _U16
+    queue: _U24
+    sequence: _U24
+    key: _U32
+    address: _U64
+    mtu: Mtu
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator, the first message if there is a secret: prove that you know the secret of my team, and I
+    shall prove that I do."""
+
+    version: int
+    nonce: _Nonce
+    team: _Team = ""
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: you prove it first."""
+
+    nonce: _Nonce
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator, and back: I know the secret."""
+
+    proof: _Proof
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator, first, or after the proofs: who I am, which job I want to join, how my slots look."""
+
+    version: int
+    job: str
+    rank: _I32
+    world_size: _I32
+    shard: _I32
+    shards: _I32
+    slots: _I32
+    slot_bytes: _I32
+    host: str
+    pid: _I32
+    stripe_blocks: _I32  # how blocks are dealt to shards: ranks that differ would never meet
+    timeout_s: float = 60.0  # the worker's limit for one collective; before that it must learn whom it waits for
+    verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
+    whole_bytes: _I32 = 0  # tensors of up to so many bytes may go to the first shard as a whole
+    tcp_message_bytes: _Message = 1 << 18  # the longest message that suits this worker if it stays with TCP
+    smallest: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
+    settle_s: float = 0.0  # how long an elastic job waits for more of them
+    urgent_bytes: _Urgent = 0  # tensors of up to so many bytes have a channel of their own, which is another job
+    state_bytes: _State = 0  # what block programs may keep on this shard
+    launch: str = ""  # what tells launches apart: ranks of different ones never meet; empty: nothing is known
+    formation: _Formation = 0  # in an elastic job, beyond its first shard: the number that the first one gave
+    survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new
+    ticket: _Ticket = b""  # what the first shard gave to the members of that formation
+    team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
+    memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
+    relays: _Relays = ()  # the addresses of the relays that have passed this on, the last one first
+    relay: _RelayKey = b""  # what tells the last one from others: it sends one sum for all who come through it
+    compiling: bool = False  # a worker will say this hello on another connection, once its kernels are compiled
+    parent_rank: _I32 = -1  # of a rank of a group: its rank in the job that the group belongs to; -1: this is no group
+    refuses: _Why = ""  # why this rank does not come to a group: those who wait for it, or come later, are refused
+
+
+class Pending(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why.
+    `compiling`: those of them whose kernels are known to compile. While there are some, this is sent once a second, and
+    nobody's time to join goes by."""
+
+    missing: Annotated[list[int], msgspec.Meta(max_length=LISTED)]
+    total_missing: int
+    note: _Text = ""
+    compiling: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
+
+
+class RankAssignment(msgspec.Struct, frozen=True):
+    """Rank `rank` of `world_size`. The worker tells `formation` to the other shards; `ticket` proves later that it was
+    in this formation."""
+
+    rank: _U32
+    world_size: _U32
+    formation: _Positive
+    ticket: _Ticket
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: all ranks are here; collectives may start.
+
+    `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
+    the worker's place in an elastic job. `whole_bytes`: the smallest one that a rank sent. `meeting`: where the ranks
+    of this worker's host meet. These are `neighbours`, ascending, on host number `host` of `hosts`. Without neighbours
+    each rank of the job sends its own blocks. `place`: in memory that local ranks share with an aggregator, this
+    worker's slots begin at slot `place` × slots. `relayed`: how many ranks of this generation have come through the
+    same relay as this one; 0 without a relay. `shards`: how many shards the aggregator has, this one among them; 0 if
+    it does not say so.
+    """
+
+    generation: _Positive
+    verbs: Endpoint | None = None
+    note: _Text = ""
+    seat: RankAssignment | None = None
+    meeting: _Token | None = None
+    neighbours: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MOST_NEIGHBOURS)] = ()
+    host: _U32 = 0
+    hosts: _U32 = 1
+    whole_bytes: _I32 = 0
+    place: _U32 = 0
+    relayed: _U32 = 0
+    shards: _U32 = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: you cannot join, and why; `temporary`: not now, but perhaps later."""
+
+    reason: _Text
+    temporary: bool = False
+
+
+ITSELF = "the aggregator"  # what one calls itself: it does not know by which address a worker reached it
+
+
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to workers: no result of the collective `what` has left for `seconds`, because of `who`."""
+
+    what: _Text
+    who: _Text
+    seconds: _Seconds
+
+    def heard_from(self, address: str) -> Waiting:
+        """The same; an aggregator that names itself gets its `address`."""
+        if not self.who.startswith(ITSELF):
+            return self
+        who = self.who.replace(ITSELF, f"aggregator {address}", 1)
+        return msgspec.structs.replace(self, who=who[:TEXT_CHARACTERS])  # it may go on in a Leave
+
+
+class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Worker to the first aggregator, in a job whose ranks exchange tensors in memory: their statistics so far.
+
+    The numbers are those of `Traffic`, for the collectives of the job; but `own_blocks` and the bytes are this rank's,
+    and `union_blocks` its part's. `late_s`: for how long the others waited in all for each rank of `late`. The
+    collective under way, `what`, has waited for `waited_s` for `total` ranks, some of them in `behind`.
+    """
+
+    collectives: _Total = 0
+    blocks: _Total = 0
+    own_blocks: _Total = 0
+    union_blocks: _Total = 0
+    sent_bytes: _Total = 0
+    received_bytes: _Total = 0
+    late: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
+    late_s: Annotated[list[_Seconds], msgspec.Meta(max_length=LISTED)] = []
+    what: _Text = ""
+    behind: Annotated[list[_U32], msgspec.Meta(max_length=LISTED)] = []
+    total: _U32 = 0
+    waited_s: _Seconds = 0.0
+
+    @property
+    def elsewhere(self) -> Report:
+        """The same for the shards after the first: they must not count the bytes again."""
+        return msgspec.structs.replace(self, sent_bytes=0, received_bytes=0)
+
+
+class Newcomers(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to workers: so many others wait to join this job when it is formed anew."""
+
+    count: _U32
+
+
+class Aborted(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to workers: the job is over."""
+
+    cause: Cause
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Worker to aggregator: I go, cleanly or (with a cause) because something failed."""
+
+    cause: Cause | None = None
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """Aggregator to worker: your Leave has been dealt with."""
+
+
+class _Opening(msgspec.Struct):
+    """The fields of a connection's first message that every version of the protocol has."""
+
+    type: str
+    version: int
+
+
+ControlMessage = (
+    Greeting
+    | Challenge
+    | Proof
+    | Hello
+    | Pending
+    | Welcome
+    | Refused
+    | Waiting
+    | Report
+    | Newcomers
+    | Aborted
+    | Leave
+    | Goodbye
+    | StatusRequest
+    | Status
+    | AdminRequest
+    | AdminAnswer
+)
+_control_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ControlMessage)
+_opening_decoder = msgspec.msgpack.Decoder(_Opening)
+
+
+def encode_control(message: ControlMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_control(body: bytes) -> ControlMessage:
+    """Decode and validate a control message. Raises ProtocolError."""
+    try:
+        message: ControlMessage = _control_decoder.decode(body)
+        return message
+    except UNDECODABLE as error:
+        raise ProtocolError(_what_is_wrong(body, error)) from None
+
+
+def other_version(theirs: int) -> str:
+    """The text for a peer that speaks another version of the protocol; empty for one that does not."""
+    if theirs == PROTOCOL_VERSION:
+        return ""
+    return f"protocol version {theirs}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
+
+
+def _what_is_wrong(body: bytes, error: Exception) -> str:
+    """Why a control message does not decode. The first message of another version may well look different."""
+    try:
+        trouble = other_version(_opening_decoder.decode(body).version)
+    except UNDECODABLE:
+        trouble = ""
+    return trouble or f"malformed control message: {shown(str(error)[:SHOWN])}"

@@ -1,0 +1,255 @@
+"""The command line of `omnireduce run`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from omnireduce.errors import ConfigError
+from omnireduce.launch.elastic import cooldown, elastic_options, ranks_of_elastic
+from omnireduce.launch.flags import horovod_options, read_yaml, variables_of
+from omnireduce.launch.hosts import Host, parse_hosts, read_hostfile
+from omnireduce.launch.plan import LaunchRequest
+from omnireduce.runtime.tracing.trace import DYNAMIC
+from omnireduce.support.cli import Command, NumberRange, config_options
+from omnireduce.support.config import load_config
+from omnireduce.support.files.paths import user_path, whole_path
+from omnireduce.support.logs import start_logs
+from omnireduce.support.version import __version__
+
+F = TypeVar("F", bound=Callable[..., Any])
+LAUNCHERS = ("local", "ssh", "mpirun", "srun", "torchrun")
+_WHO = ("launcher", "mpi", "gloo")  # say who starts ranks
+_PATHS = ("hostfile", "ssh_identity_file", "output_filename", "host_discovery_script", "timeline_filename")
+_TOP = {  # may stand at the top of a YAML file
+    *("np", "hosts", "hostfile", "aggregators", "launcher", "verbose", "output-filename", "start-timeout"),
+    *("network-interfaces", "ssh-port", "ssh-identity-file", "prefix-output-with-timestamp", "grace-period"),
+    *("min-np", "max-np", "slots-per-host", "host-discovery-script", "elastic-timeout", "reset-limit"),
+}
+
+
+def _launch_options(command: F) -> F:
+    options = [
+        click.option("-np", "--num-proc", "np", type=click.IntRange(1, 32000), help="Ranks in all."),
+        click.option("-H", "--hosts", "hosts", metavar="HOST:SLOTS,…", help="Hosts, and how many ranks each has."),
+        click.option("-hostfile", "--hostfile", metavar="FILE", help="The same from a file: lines HOST slots=N."),
+        click.option("--config-file", "yaml_path", metavar="FILE", help="YAML file with options of this command."),
+        click.option(
+            "--launcher", type=click.Choice(LAUNCHERS), help="Who starts ranks.  [default: local, ssh elsewhere]"
+        ),
+        click.option("--mpi", is_flag=True, help="The same as --launcher mpirun."),
+        click.option("--gloo", is_flag=True, help="What happens anyhow: this program starts the ranks."),
+        click.option("--mpi-args", default="", metavar="TEXT", help="More arguments for mpirun or srun."),
+        click.option(
+            "--aggregators", metavar="N|embedded",
+            help="Shards to start for this job, or let rank 0 start one.  [default: by hosts]",
+        ),
+        click.option("-x", "passed", multiple=True, metavar="NAME[=VALUE]", help="A variable for ranks. Repeatable."),
+        click.option("--ssh", default="ssh", show_default=True, metavar="COMMAND", help="How to reach other hosts."),
+        click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), help="Port of sshd on other hosts."),
+        click.option("-i", "--ssh-identity-file", metavar="FILE", help="Private key for ssh."),
+        click.option(
+            "--network-interfaces", "--network-interface", metavar="NAME", multiple=True,
+            help="Interface of this host at which others reach the aggregators. One only.",
+        ),
+        click.option(
+            "--start-timeout", type=NumberRange(0.1, 86400), default=30.0, show_default=True,
+            envvar="HOROVOD_START_TIMEOUT", help="Seconds for all hosts to answer.",
+        ),
+        click.option(
+            "--grace-period", type=NumberRange(0, 86400), default=10.0, show_default=True,
+            help="Seconds from SIGTERM to SIGKILL.",
+        ),
+        click.option("--output-filename", metavar="DIR", help="Write output also to DIR/rank.N/stdout and stderr."),
+        click.option(
+            "-prefix-timestamp", "--prefix-output-with-timestamp", is_flag=True, help="Put the time before each line."
+        ),
+        click.option("-cb", "--check-build", is_flag=True, help="Print what is available here, and stop."),
+        click.version_option(__version__, "-v", "--version", message="omnireduce %(version)s"),
+        click.option("--tcp", is_flag=True, help="Use TCP only: transport.kind=tcp."),
+        click.option("--verbose", is_flag=True, help="Say more of what happens."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(
+    cls=Command,
+    name="run",
+    short_help="Start the ranks of a job.",
+    context_settings={"allow_interspersed_args": False},
+    help="""
+    Start COMMAND as all ranks of a job, on this host or on several. Each line of their output has its rank before
+    it.
+
+    Where the first rank fails, or a signal comes, all end, and nothing is left. The exit status is that of the first
+    rank that failed, 128 + the signal that ended it, or 2 for what is wrong in the command line.
+
+    The flags of horovodrun are known. Those that mean nothing here say what does their work: docs/launching.md.
+
+    Example: omnireduce run -np 4 python train.py
+    """,
+)
+@config_options
+@_launch_options
+@elastic_options
+@horovod_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
+def run(command: tuple[str, ...], **asked: Any) -> None:
+    if asked["check_build"]:
+        from omnireduce.launch.hosts import report_available
+
+        click.echo(report_available(), nl=False)
+        return
+    _read_file(asked)
+    wanted = read_asked(command, asked)
+    start_logs(wanted.config.log)
+    from omnireduce.launch.launch import STARTED_BY_US, launch
+
+    if wanted.smallest:
+        from omnireduce.launch.elastic_job import launch_elastic
+
+        sys.exit(launch_elastic(wanted))
+    if wanted.launcher in STARTED_BY_US:
+        sys.exit(launch(wanted))
+    from omnireduce.launch.other_launchers import start_other
+
+    sys.exit(launch(wanted, start_other))
+
+
+def read_words(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
+    """The request of a command line with these words. `ranks`: how many, if it does not say. Raises
+    click.UsageError, and ConfigError."""
+    with run.make_context("run", list(words)) as context:
+        options = dict(context.params)
+        _read_file(options)
+        return read_asked(options.pop("command"), options, ranks)
+
+
+def _read_file(asked: dict[str, Any]) -> None:
+    """Put what the YAML file says in place of defaults. Raises ConfigError."""
+    path = asked.pop("yaml_path")
+    if path is None:
+        return
+    context = click.get_current_context()
+    types = {param.name: param.type for param in context.command.params}
+    for name, value in read_yaml(path, _TOP).items():
+        alike = _WHO if name in _WHO else (name,)
+        if any(context.get_parameter_source(param_name) not in (ParameterSource.DEFAULT, None) for param_name in alike):
+            continue
+        try:
+            asked[name] = types[name].convert(value, None, context)
+            if name in _PATHS and asked[name] != DYNAMIC:
+                asked[name] = str(whole_path(asked[name], user_path(path)))
+        except click.BadParameter as error:
+            raise ConfigError(f"--config-file {path}: {name}: {error.message}") from None
+
+
+def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0) -> LaunchRequest:
+    """What the command line asks for: see `read_words`. Raises ConfigError."""
+    hosts = _hosts(asked)
+    environ = os.environ | variables_of(asked) | _passed(asked["passed"])
+    smallest, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts) or ranks)
+    if not ranks:
+        raise ConfigError("-np: how many ranks? Expected a number, as in -np 4, or hosts, as in -H node1:4,node2:4")
+    overrides = [*asked["overrides"], *(["transport.kind=tcp"] if asked["tcp"] else [])]
+    if asked["verbose"]:
+        overrides.append("log.level=debug")
+    if smallest:
+        overrides += ["elastic.enabled=true", f"elastic.smallest={smallest}"]
+    config = load_config(asked["config_file"], overrides=overrides, environ=environ)
+    environ |= dict(_variable(override) for override in overrides)
+    if asked["config_file"] is not None:
+        environ["OMNIREDUCE_CONFIG"] = str(whole_path(asked["config_file"]))
+    return LaunchRequest(
+        words=command,
+        ranks=ranks,
+        config=config,
+        hosts=hosts,
+        launcher=_launcher(asked),
+        aggregators=asked["aggregators"],
+        environ=environ,
+        ssh=_ssh(asked),
+        interface=_interface(asked["network_interfaces"]),
+        start_timeout_s=asked["start_timeout"],
+        grace_s=asked["grace_period"],
+        output_folder=asked["output_filename"],
+        timestamps=asked["prefix_output_with_timestamp"],
+        verbose=asked["verbose"],
+        mpi_args=shlex.split(asked["mpi_args"]),
+        smallest=smallest,
+        discovery_script=_script(asked["host_discovery_script"] or ""),
+        slots_per_host=asked["slots_per_host"] or 1,
+        reset_limit=asked["reset_limit"],
+        elastic_timeout_s=asked["elastic_timeout"],
+        cooldown_s=cooldown(asked["blacklist_cooldown_range"]),
+    )
+
+
+def _hosts(asked: Mapping[str, Any]) -> list[Host]:
+    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if asked[name] is not None]
+    if len(given) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{flags}: expected one of them")
+    for name in given:
+        if not asked[name]:  # most likely an empty variable of a script; all ranks here would not be what was meant
+            raise ConfigError(f"--{name.replace('_', '-')}: got nothing; leave it out for ranks on this host alone")
+    if asked["hosts"]:
+        return parse_hosts(asked["hosts"])
+    return read_hostfile(asked["hostfile"]) if asked["hostfile"] else []
+
+
+def _interface(given: str | Sequence[str]) -> str:
+    """The one that was named: at it others reach the aggregators, so of several only one could count."""
+    names = ",".join([given] if isinstance(given, str) else given).split(",")
+    if len(names) > 1:
+        raise ConfigError(f"--network-interfaces {','.join(names)}: expected one, at which other hosts reach this one")
+    return names[0].strip()
+
+
+def _launcher(asked: Mapping[str, Any]) -> str:
+    wanted = {name for name in (asked["launcher"], "mpirun" if asked["mpi"] else None) if name}
+    if len(wanted) > 1 or (asked["gloo"] and wanted - {"local", "ssh"}):
+        raise ConfigError("--launcher, --mpi and --gloo say different things: expected one of them")
+    return wanted.pop() if wanted else ""
+
+
+def _ssh(asked: Mapping[str, Any]) -> str:
+    words = shlex.split(asked["ssh"])
+    if asked["ssh_port"]:
+        words += ["-p", str(asked["ssh_port"])]
+    if asked["ssh_identity_file"]:
+        key = whole_path(asked["ssh_identity_file"])
+        if not key.exists():
+            raise ConfigError(f"--ssh-identity-file {key}: no such file")
+        words += ["-i", str(key)]
+    return shlex.join(words)
+
+
+def _script(name: str) -> str:
+    """The script that prints hosts: a path or, if that is no file, the name of a program."""
+    path = user_path(name)
+    return str(whole_path(path)) if name and (os.sep in name or path.exists()) else name
+
+
+def _passed(given: Sequence[str]) -> dict[str, str]:
+    variables = {}
+    for setting in given:
+        name, equals, text = setting.partition("=")
+        if not name or (not equals and name not in os.environ):
+            raise ConfigError(f"-x {setting}: expected NAME=VALUE, or the name of a variable that is set")
+        variables[name] = text if equals else os.environ[name]
+    return variables
+
+
+def _variable(override: str) -> tuple[str, str]:
+    """The variable that says to ranks what `--set` says here."""
+    key, _, text = override.partition("=")
+    return f"OMNIREDUCE_{key.strip().upper().replace('.', '_')}", text

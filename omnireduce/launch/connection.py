@@ -1,0 +1,262 @@
+"""A supervisor as the launcher sees it: a child of this process, or behind `ssh`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from omnireduce.errors import ConfigError, TransportError
+from omnireduce.launch.hosts import is_here
+from omnireduce.support.interpreters import TREE, program_of
+
+MAGIC = b"\0omnireduce-supervisor-1\n"  # its end is not its beginning: so it is found behind a part of itself
+MOST_NOISE = 1 << 20  # bytes before MAGIC
+MOST_BYTES = 1 << 31  # of an order: a function that `run` sends may have data
+CHUNK = 1 << 16  # bytes of output in a message
+MOST_NEWS_BYTES = 2 * CHUNK
+STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
+RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable that tells a process which descriptor RESULT has
+SSH_CONNECTION = "SSH_CONNECTION"  # the variable that sshd sets
+EVERY = -1  # in place of the number of a process: all of them
+AGGREGATOR = -2  # the number of the job's own aggregators; ranks have 0 and more
+MOST_SAID = 1000  # characters of a reason
+_LENGTH = struct.Struct(">I")
+_Number = Annotated[int, Meta(ge=AGGREGATOR, le=2**31)]
+_Pid = Annotated[int, Meta(ge=1, le=2**31)]
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+_Reason = Annotated[str, Meta(max_length=MOST_SAID)]
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """Start a process under `number`. `environ` is all of its environment, or comes on top of the supervisor's own if
+    it `inherits` that. `given` is what it reads from standard input. `with_result`: RESULT is a stream, too; the
+    variable RESULT_FD has its descriptor."""
+
+    number: int
+    words: list[bytes]
+    environ: dict[bytes, bytes]
+    folder: bytes
+    inherits: bool = False
+    given: bytes = b""
+    with_result: bool = False
+
+
+class Signal(Struct, frozen=True, tag="signal"):
+    """Send a signal to the group of a process, or of EVERY one whose number is not negative."""
+
+    number: int
+    signal: int
+
+
+class Greeting(Struct, frozen=True, tag="greeting"):
+    """The first message: the supervisor runs. `port` was free on all addresses of its host just now. `ssh` is what sshd
+    says of its connection: the addresses of both ends, each with its port behind it."""
+
+    pid: _Pid
+    port: _Port
+    ssh: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Started(Struct, frozen=True, tag="started"):
+    """A process runs."""
+
+    number: _Number
+    pid: _Pid
+
+
+class RankFailed(Struct, frozen=True, tag="failed"):
+    """A process could not be started."""
+
+    number: _Number
+    reason: _Reason
+
+
+class Output(Struct, frozen=True, tag="output"):
+    """Output of a process."""
+
+    number: _Number
+    stream: Annotated[int, Meta(ge=STDOUT, le=RESULT)]
+    data: Annotated[bytes, Meta(max_length=CHUNK)]
+
+
+class Ended(Struct, frozen=True, tag="ended"):
+    """A process has ended; `status` is minus the signal that ended it. `was_asked`: the supervisor had sent it a signal
+    to end. `why`: what the system says about that, or nothing."""
+
+    number: _Number
+    status: Annotated[int, Meta(ge=-255, le=255)]
+    was_asked: bool = False
+    why: _Reason = ""
+
+
+Order = Start | Signal
+News = Greeting | Started | RankFailed | Output | Ended
+_encoder = msgspec.msgpack.Encoder()
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_news = msgspec.msgpack.Decoder(News).decode
+
+
+def frame(message: Order | News) -> bytes:
+    """A message behind its length."""
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """Takes bytes as they come, and gives the messages in them, each of at most so many bytes. With `magic` all before
+    MAGIC is left out."""
+
+    def __init__(self, most_bytes: int, *, magic: bool = False) -> None:
+        self._data, self._most_bytes, self._seeks = bytearray(), most_bytes, magic
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that are complete now. Raises ValueError for what cannot be one."""
+        self._data += data
+        if self._seeks and not self._find_magic():
+            return
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > self._most_bytes:
+                raise ValueError(f"a message of {length} bytes, expected at most {self._most_bytes}")
+            if len(self._data) < _LENGTH.size + length:
+                return
+            message = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
+            del self._data[: _LENGTH.size + length]
+            yield message
+
+    def _find_magic(self) -> bool:
+        at = self._data.find(MAGIC)
+        if at < 0:
+            if len(self._data) > MOST_NOISE:
+                raise ValueError("much output, but none of a supervisor")
+            return False
+        del self._data[: at + len(MAGIC)]
+        self._seeks = False
+        return True
+
+
+PROGRAM = program_of("omnireduce.launch.supervisor")
+SSH_OPTIONS = ("-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+_SAID = 20  # lines of standard error that an error repeats the last of
+_KILLED_S = 5.0  # for a supervisor to end that was killed: it may hang in the system
+
+
+def words_of_supervisor(host: str, ssh: str, grace_s: float, *, by_ssh: bool) -> list[str]:
+    """The command that starts the supervisor of a host. On another one Python and this package are at the same place as
+    here. Raises ConfigError where ssh is missing."""
+    words = [sys.executable, "-P", "-c", PROGRAM, f"{grace_s:g}", TREE]
+    if not by_ssh:
+        return words
+    program = shlex.split(ssh)
+    if not program or shutil.which(program[0]) is None:
+        raise ConfigError(f"ssh: {ssh!r} is not there, and -H names {host}: install openssh-client, or use mpirun")
+    remote = " ".join(map(shlex.quote, words))
+    return [*program, *SSH_OPTIONS, "--", host, f"exec {remote}"]
+
+
+def goes_by_ssh(host: str, launcher: str) -> bool:
+    """Whether a host's supervisor is started by ssh: those of other hosts, or of all where that was asked for."""
+    return launcher == "ssh" or not is_here(host)
+
+
+class Connection:
+    """The supervisor of `host`, a process of its own. Raises TransportError when it cannot be started."""
+
+    def __init__(self, host: str, words: Sequence[str], *, is_remote: bool) -> None:
+        self.host, self.is_remote = host, is_remote
+        self.port = 0  # where torch's ranks may meet, once the supervisor has said so
+        self.ssh = ""  # what sshd there says of the addresses of both ends, then
+        self.has_greeted = False
+        self.is_lost = self._is_closed = False
+        self.said: deque[str] = deque(maxlen=_SAID)  # by ssh, before the greeting
+        self._frames = Frames(MOST_NEWS_BYTES, magic=True)
+        # what is left of each order, and the number of the process that it starts, if nothing of it has gone yet
+        self._waiting = deque[tuple[int | None, memoryview]]()
+        try:
+            self.popen = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE if is_remote else None,
+                start_new_session=True, env={name: text for name, text in os.environ.items() if name != SSH_CONNECTION},
+            )  # fmt: skip
+        except OSError as error:
+            raise TransportError(f"{host}: {words[0]} cannot be started: {error.strerror}") from error
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self.orders, self.news = self.popen.stdin.fileno(), self.popen.stdout.fileno()
+        self.errors = self.popen.stderr.fileno() if self.popen.stderr is not None else None
+        os.set_blocking(self.orders, False)
+
+    def send(self, order: Order) -> None:
+        """Give an order. What the supervisor does not take now goes when `write_some` is called."""
+        if self._is_closed:
+            return
+        self._waiting.append((order.number if isinstance(order, Start) else None, memoryview(frame(order))))
+        self.write_some()
+
+    def withdraw(self) -> list[int]:
+        """Take back the orders to start processes that have not gone yet: the numbers of these processes."""
+        numbers = [number for number, _ in self._waiting if number is not None]
+        self._waiting = deque(order for order in self._waiting if order[0] is None)
+        return numbers
+
+    @property
+    def waits(self) -> bool:
+        """Whether orders are still here."""
+        return bool(self._waiting)
+
+    def write_some(self) -> None:
+        """Write what the supervisor takes now."""
+        try:
+            while self._waiting:
+                _, data = self._waiting[0]
+                rest = data[os.write(self.orders, data) :]
+                if rest:
+                    self._waiting[0] = None, rest
+                else:
+                    self._waiting.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone; the end of its news says so
+            self._waiting.clear()
+
+    def read_some(self) -> list[News] | None:
+        """The news that have come; None when there will be no more. Raises TransportError for what makes no sense."""
+        data = os.read(self.news, CHUNK)
+        if not data:
+            self.is_lost = True
+            return None
+        try:
+            return [decode_news(message) for message in self._frames.feed(data)]
+        except ValueError as error:
+            raise TransportError(f"{self.host}: its supervisor says nonsense: {error}") from error
+
+    def close(self) -> None:
+        """Give no more orders: the supervisor ends what it has started, and then itself."""
+        stdin = self.popen.stdin
+        assert stdin is not None
+        self._waiting.clear()
+        self._is_closed = True
+        if not stdin.closed:
+            with suppress(OSError):
+                stdin.close()
+
+    def kill(self) -> None:
+        """Forget the supervisor. What it has started ends with it."""
+        self.close()
+        if self.popen.poll() is None:
+            self.popen.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_KILLED_S)
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()

@@ -1,0 +1,78 @@
+"""The flags of elastic jobs, and their meaning together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from omnireduce.errors import ConfigError
+from omnireduce.support.cli import NumberRange
+
+F = TypeVar("F", bound=Callable[..., Any])
+_RANKS = click.IntRange(1, 32000)
+COOLDOWN_S = 60.0, 3600.0  # the first time that a host failed, and the longest
+_FLAGS = ("min_np", "max_np", "host_discovery_script")
+_ALONE = ("slots_per_host", "reset_limit")  # without one of the others they mean nothing
+
+
+def elastic_options(command: F) -> F:
+    """Add the flags. The command gets them in `**asked`."""
+    options = [
+        click.option("--min-np", "--min-num-proc", "min_np", type=_RANKS, help="Fewest ranks that go on."),
+        click.option("--max-np", "--max-num-proc", "max_np", type=_RANKS, help="Most ranks."),
+        click.option(
+            "--host-discovery-script", metavar="FILE", help="Prints the hosts that there are: a line HOST:SLOTS each."
+        ),
+        click.option(
+            "--slots-per-host", "--slots", "slots_per_host", type=_RANKS,
+            help="Of hosts for which the script prints no number.",
+        ),
+        click.option(
+            "--elastic-timeout", type=NumberRange(0.1, 1e6), default=600.0, show_default=True,
+            envvar="HOROVOD_ELASTIC_TIMEOUT", help="Seconds with fewer than --min-np ranks after which the job ends.",
+        ),
+        click.option("--reset-limit", type=click.IntRange(0), help="How often ranks may start again.  [default: any]"),
+        click.option(
+            "--blacklist-cooldown-range", nargs=2, type=NumberRange(0, 1e6), metavar="FIRST MOST",
+            help="Seconds for which a host where a rank failed gets none; twice as long each time.  [default: 60 3600]",
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def ranks_of_elastic(asked: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+    """The fewest ranks with which the job goes on, 0 for one that is not elastic, and how many there are to be; `ranks`
+    is what else is said about that, or 0. Raises ConfigError for numbers that do not fit together."""
+    if not any(asked[name] for name in _FLAGS):
+        for name in _ALONE:
+            if asked[name] is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag}: expected it with --min-np, --max-np or --host-discovery-script")
+        return 0, ranks
+    if asked["launcher"] in ("mpirun", "srun", "torchrun") or asked["mpi"]:
+        raise ConfigError("--min-np: an elastic job is started by this program: leave --launcher and --mpi out")
+    if asked["output_filename"]:
+        raise ConfigError("--output-filename: ranks of an elastic job come and go; redirect the output instead")
+    most = asked["max_np"] or asked["np"] or ranks or asked["min_np"] or 0
+    smallest = asked["min_np"] or asked["np"] or 1
+    if not most:
+        raise ConfigError("--host-discovery-script: how many ranks? Expected -np, --min-np or --max-np")
+    if not smallest <= (asked["np"] or most) <= most:
+        raise ConfigError(
+            f"--min-np {smallest}, -np {asked['np'] or most}, --max-np {most}: expected numbers that do not fall"
+        )
+    return smallest, most
+
+
+def cooldown(given: tuple[float, float] | None) -> tuple[float, float]:
+    """How long a host is left out that failed: seconds at first, and at most. Raises ConfigError."""
+    if not given:
+        return COOLDOWN_S
+    first, most = given
+    if first > most:
+        raise ConfigError(f"--blacklist-cooldown-range {first:g} {most:g}: expected the smaller number first")
+    return first, most

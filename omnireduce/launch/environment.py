@@ -1,0 +1,120 @@
+"""The environment variables of ranks.
+
+`OMNIRUN_…` is for the library (omnireduce/runtime/rank/environment.py), `RANK` and its like for torch, `HOROVOD_RANK`
+and its like for scripts that read these.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omnireduce.launch.connection import Connection
+from omnireduce.launch.hosts import Slot
+from omnireduce.support.config.schema import SECRET_VARIABLE
+from omnireduce.support.launchers import variables_of_launchers
+
+
+@dataclass
+class Rank:
+    """A process of the job, and where it runs."""
+
+    number: int
+    connection: Connection
+    status: int | None = None
+    pid: int = 0
+    was_asked: bool = False  # to end, by its supervisor
+    why: str = ""  # it ended, as the system says
+    result: bytearray = field(default_factory=bytearray)
+
+
+def how_it_ended(rank: Rank, status: int) -> str:
+    """The end of a rank that has failed, in words."""
+    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
+    if rank.was_asked:  # this program has not
+        how += ", after its host had told it to end"
+    return f"{how}: {rank.why}" if rank.why else how
+
+
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
+_OF_HOST = {  # what says where this login is; another host has its own
+    *(
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "PWD",
+        "OLDPWD",
+        "HOSTNAME",
+        "TMPDIR",
+        "DISPLAY",
+        "TERM",
+        "MAIL",
+        "SHLVL",
+        "_",
+    ),
+    *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_AGENT_PID", "DBUS_SESSION_BUS_ADDRESS"),
+}
+_OF_HOST_PREFIXES = ("XDG_", "SLURM_", "BASH_FUNC_", "LC_", "SUDO_")
+
+
+def draw_job() -> str:
+    """A name for a launch that no other launch has."""
+    return f"run-{secrets.token_hex(8)}"
+
+
+def draw_secret() -> str:
+    """A secret for the ranks and aggregators of one job."""
+    return secrets.token_hex(32)
+
+
+def environ_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the variables of other launchers. Python's output is not buffered, unless `environ` says
+    otherwise."""
+    gone = variables_of_launchers()
+    kept = {name: text for name, text in environ.items() if name not in gone and not name.startswith(_OF_MPI)}
+    return {"PYTHONUNBUFFERED": "1"} | kept
+
+
+def environ_of_other_host(environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of `environ` that applies to other hosts, too."""
+    return {
+        name: text for name, text in environ.items() if name not in _OF_HOST and not name.startswith(_OF_HOST_PREFIXES)
+    }
+
+
+def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[str, str]:
+    """The variables of one rank. `master` is where torch's ranks meet: host and port."""
+    numbers = {
+        "RANK": slot.rank,
+        "SIZE": size,
+        "LOCAL_RANK": slot.local_rank,
+        "LOCAL_SIZE": slot.local_size,
+        "CROSS_RANK": slot.cross_rank,
+        "CROSS_SIZE": slot.cross_size,
+    }
+    variables = {
+        f"{prefix}_{name}": str(number) for prefix in ("OMNIRUN", "HOROVOD") for name, number in numbers.items()
+    }
+    torch = {"RANK": slot.rank, "WORLD_SIZE": size, "LOCAL_RANK": slot.local_rank, "LOCAL_WORLD_SIZE": slot.local_size}
+    variables |= {name: str(number) for name, number in torch.items()}
+    return variables | {
+        "OMNIRUN_JOB": job,
+        "OMNIRUN_TOLD": "1",
+        "HOROVOD_HOSTNAME": slot.host,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+    }
+
+
+def of_service(addresses: tuple[str, ...], secret: str) -> dict[str, str]:
+    """The variables for the aggregators of a job, and for its own secret unless that is empty."""
+    variables = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
+    return variables | ({SECRET_VARIABLE: secret} if secret else {})
+
+
+def as_bytes(environ: Mapping[str, str]) -> dict[bytes, bytes]:
+    """The environment as the system has it: names and values need not be UTF-8."""
+    return {os.fsencode(name): os.fsencode(text) for name, text in environ.items()}

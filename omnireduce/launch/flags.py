@@ -1,0 +1,259 @@
+"""The flags of `horovodrun` that mean the same here, and those that mean nothing here, as tables.
+
+A flag that sets something sets Horovod's variable for the ranks. What that means to the library, one table says for all
+launchers: omnireduce/support/config/horovod.py.
+
+Source of the names: `horovodrun --help` of Horovod 0.28.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from omnireduce.errors import ConfigError, a_type
+from omnireduce.runtime.tracing.trace import DYNAMIC
+from omnireduce.support.cli import NumberRange
+from omnireduce.support.extras import install
+from omnireduce.support.files.paths import read_text, whole_path
+
+F = TypeVar("F", bound=Callable[..., Any])
+_NUMBER = NumberRange(0, 1e9)
+
+
+def _same(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _mebibytes(value: float) -> str:
+    return str(int(value * 2**20))
+
+
+def _switch(value: bool) -> str:
+    return str(int(value))
+
+
+def _whole_path(value: str) -> str:
+    return value if value == DYNAMIC else str(whole_path(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A flag that sets a variable of the ranks; `kind` None is a switch. `section` is its place in a YAML file.
+    `alias`: our own word for it. `opposite`: the flag that turns a switch off."""
+
+    flag: str
+    variable: str
+    kind: Any
+    write: Callable[[Any], str]
+    section: str
+    meaning: str
+    alias: str = ""
+    opposite: str = ""
+
+    @property
+    def name(self) -> str:
+        """The parameter of the command."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+MAPPED = (
+    Mapped(
+        "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _NUMBER, _mebibytes, "params.fusion_threshold_mb",
+        "Small tensors are put together up to so many MiB; 0: none.",
+    ),
+    Mapped(
+        "--cycle-time-ms", "HOROVOD_CYCLE_TIME", _NUMBER, _same, "params.cycle_time_ms",
+        "How long a tensor may wait for others to be put together with, ms.",
+    ),
+    Mapped(
+        "--timeline-filename", "HOROVOD_TIMELINE", click.STRING, _whole_path, "timeline.filename",
+        "Write a timeline to this file, for chrome://tracing and Perfetto.", alias="--timeline",
+    ),
+    Mapped(
+        "--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _switch, "timeline.mark_cycles",
+        "Mark in the timeline when ranks look for tensors to combine.",
+    ),
+    Mapped(
+        "--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", None, _switch, "",
+        "Neither warn nor end a job because a rank does not take part.", opposite="--stall-check",
+    ),
+    Mapped(
+        "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _same,
+        "stall_check.warning_time_seconds", "Warn when a rank has not taken part for so long.",
+    ),
+    Mapped(
+        "--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _NUMBER, _same,
+        "stall_check.shutdown_time_seconds", "End the job when a rank has not taken part for so long; 0: never.",
+    ),
+    Mapped(
+        "--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _NUMBER, _same,
+        "library_options.gloo_timeout_seconds", "How long ranks wait to join: cluster.join_timeout_s.",
+    ),
+    Mapped(
+        "--log-level", "HOROVOD_LOG_LEVEL",
+        click.Choice(["trace", "debug", "info", "warning", "error", "fatal"], case_sensitive=False), str,
+        "logging.level", "Least severity that the library logs: log.level.",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A flag that has no meaning here, and what does its work. `has_value`: a value follows it. `section`: its place in
+    a YAML file; a value of false there, or none, is no request."""
+
+    flags: str
+    has_value: bool
+    reason: str
+    section: str = ""
+
+
+_IN_MEMORY = "ranks of a host always sum in memory first; leave it out, or turn that off by transport.host_exchange=off"
+_CACHE = "there is no cache of responses; leave it out"
+_TUNE = "nothing is tuned during a training; run `omnireduce tune` first, and give its file to --config"
+_MPI = "MPI carries no data here; leave it out"
+_LOG = "each line of the log has its time; leave it out"
+REFUSED = (
+    Refused("--jsrun", False, "jsrun is not known here; use --launcher mpirun or --launcher srun in the allocation"),
+    Refused("--binding-args", True, "it belongs to jsrun; bind ranks with taskset, or --mpi-args '--bind-to core'"),
+    Refused("--disable-cache", False, "nothing of other hosts is cached; leave it out"),
+    Refused("--cache-capacity", True, _CACHE, "params.cache_capacity"),
+    Refused("--hierarchical-allreduce", False, _IN_MEMORY, "params.hierarchical_allreduce"),
+    Refused("--no-hierarchical-allreduce", False, _IN_MEMORY),
+    Refused("--hierarchical-allgather", False, _IN_MEMORY, "params.hierarchical_allgather"),
+    Refused("--no-hierarchical-allgather", False, _IN_MEMORY),
+    Refused("--torus-allreduce", False, "aggregators sum, not rings; leave it out", "params.torus_allreduce"),
+    Refused("--no-torus-allreduce", False, "aggregators sum, not rings; leave it out"),
+    Refused("--autotune", False, _TUNE, "autotune.enabled"),
+    Refused("--no-autotune", False, "nothing is tuned at run time; leave it out"),
+    Refused("--autotune-log-file", True, _TUNE, "autotune.log_file"),
+    Refused("--autotune-warmup-samples", True, _TUNE, "autotune.warmup_samples"),
+    Refused("--autotune-steps-per-sample", True, _TUNE, "autotune.steps_per_sample"),
+    Refused("--autotune-bayes-opt-max-samples", True, _TUNE, "autotune.bayes_opt_max_samples"),
+    Refused("--autotune-gaussian-process-noise", True, _TUNE, "autotune.gaussian_process_noise"),
+    Refused(
+        "--no-timeline-mark-cycles", False, "cycles are not marked unless --timeline-mark-cycles is given; leave it out"
+    ),
+    Refused("--mpi-threads-disable", False, _MPI, "library_options.mpi_threads_disable"),
+    Refused("--no-mpi-threads-disable", False, _MPI),
+    Refused("--num-nccl-streams", True, "NCCL is not used; leave it out", "library_options.num_nccl_streams"),
+    Refused(
+        "--thread-affinity", True, "bind ranks with taskset, or with --mpi-args '--bind-to core'",
+        "library_options.thread_affinity",
+    ),
+    Refused("--log-hide-timestamp", False, _LOG, "logging.hide_timestamp"),
+    Refused("--no-log-hide-timestamp", False, _LOG),
+    Refused("--log-with-timestamp", False, _LOG),
+    Refused("--log-without-timestamp", False, _LOG),
+)  # fmt: skip
+
+
+def horovod_options(command: F) -> F:
+    """Add the flags of both tables. The command gets those of `MAPPED` under their names, in `**asked`."""
+    for mapped in reversed(MAPPED):
+        kind = {"is_flag": True, "default": None} if mapped.kind is None else {"type": mapped.kind}
+        flag = f"{mapped.flag}/{mapped.opposite}" if mapped.opposite else mapped.flag
+        flags = (flag, mapped.alias) if mapped.alias else (flag,)
+        command = click.option(*flags, mapped.name, help=mapped.meaning, **kind)(command)
+    for refused in REFUSED:
+        option = click.option(
+            refused.flags, hidden=True, expose_value=False, callback=_refuse(refused), is_flag=not refused.has_value,
+            default=None,
+        )  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _refuse(refused: Refused) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def check(_: click.Context, __: click.Parameter, value: Any) -> None:
+        if value is not None and value is not False:
+            raise ConfigError(f"{refused.flags}: {refused.reason}")
+
+    return check
+
+
+def variables_of(asked: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that flags set for ranks."""
+    given = ((flag, asked.get(flag.name)) for flag in MAPPED)
+    return {flag.variable: flag.write(value) for flag, value in given if value is not None}
+
+
+_SECTIONS = ("params", "autotune", "timeline", "stall_check", "library_options", "logging")
+_MAPPED = {flag.section: flag.name for flag in MAPPED if flag.section}
+_REFUSED = {flag.section: flag for flag in REFUSED if flag.section}
+_REFUSED |= {"library_options.ccl_bgt_affinity": Refused("", True, "CCL is not used; leave it out")}
+_SWITCH, _CONTROLLER, _TIMES = "stall_check.enabled", "controller", "logging.with_timestamp"
+_CONTROLLERS = ("gloo", "mpi")
+
+
+def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
+    """The parameters of the command that the file gives. `own` are names that may stand at the top. Raises ConfigError,
+    which names the file and the key."""
+    source = f"--config-file {path}"
+    parameters: dict[str, Any] = {}
+    for key, value in _flat(_load(path, source), source).items():
+        if key in _REFUSED:
+            if value not in (None, False):
+                raise ConfigError(f"{source}: {key}: {_REFUSED[key].reason}")
+        elif key == _TIMES:
+            if value not in (None, True):
+                raise ConfigError(f"{source}: {key}: each line of the log has its time; leave it out")
+        elif key == _CONTROLLER:
+            parameters |= _controller(value, source)
+        elif key == _SWITCH:
+            parameters["no_stall_check"] = None if value is None else not value
+        elif key in _MAPPED:
+            parameters[_MAPPED[key]] = value
+        elif key in own:
+            parameters[key.replace("-", "_")] = value
+        else:
+            raise ConfigError(f"{source}: {key}: unknown key{_hint(key, own)}")
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def _controller(value: Any, source: str) -> dict[str, bool]:
+    """The flag that says the same."""
+    name = str(value).lower()
+    if value is not None and name not in _CONTROLLERS:
+        raise ConfigError(f"{source}: {_CONTROLLER}: got {value!r:.80}, expected one of {', '.join(_CONTROLLERS)}")
+    return {} if value is None else {name: True}
+
+
+def _load(path: str, source: str) -> Mapping[str, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{source}: needs PyYAML: {install('yaml', 'launch')}") from None
+    text = read_text(path, source, expected="a YAML file")
+    try:
+        tables = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{source}{where}: {getattr(error, 'problem', None) or 'is no YAML'}") from None
+    if tables is not None and not isinstance(tables, dict):
+        raise ConfigError(f"{source}: got {a_type(tables)}, expected keys such as `verbose: true`")
+    return tables or {}
+
+
+def _flat(tables: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """`section.key` and value of all sections, and what stands at the top."""
+    flat: dict[str, Any] = {}
+    for name, table in tables.items():
+        if name not in _SECTIONS:
+            flat[str(name)] = table
+        elif isinstance(table, dict):
+            flat |= {f"{name}.{key}": value for key, value in table.items()}
+        elif table is not None:
+            raise ConfigError(f"{source}: {name}: got {table!r:.80}, expected keys and values")
+    return flat
+
+
+def _hint(key: str, own: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, [*_MAPPED, *_REFUSED, *own, _SWITCH, _CONTROLLER, _TIMES], n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

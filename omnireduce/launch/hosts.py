@@ -1,0 +1,284 @@
+"""`omnireduce run --check-build`: what is available here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+from omnireduce.errors import ConfigError
+from omnireduce.support.addresses import Address, is_host, is_ipv6, is_own_address
+from omnireduce.support.files.paths import read_text, shown
+from omnireduce.support.version import __version__
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a rank. `local_rank` of `local_size` is its place on its host; `cross_rank` of `cross_size` its
+    place among the ranks of all hosts that have the same local rank."""
+
+    rank: int
+    host: str
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def place(hosts: Sequence[Host], ranks: int) -> list[Slot]:
+    """The place of each rank. Raises ConfigError where the hosts have too few slots."""
+    room = sum(host.slots for host in hosts)
+    if ranks > room:
+        names, more = ",".join(map(str, hosts)), Host(hosts[0].name, ranks)
+        raise ConfigError(
+            f"-np {ranks}: the hosts {names[:200]} have {room} slots: give more, as in -H {more}, or fewer ranks"
+        )
+    names_of_ranks = [host.name for host in hosts for _ in range(host.slots)][:ranks]
+    return place_on(names_of_ranks)
+
+
+def place_on(names: Sequence[str]) -> list[Slot]:
+    """The place of each rank, when `names` are the ranks' hosts."""
+    sizes, seen, slots = Counter(names), Counter[str](), []
+    order = list(dict.fromkeys(names))
+    for rank, name in enumerate(names):
+        local = seen[name]
+        across = [host for host in order if sizes[host] > local]
+        slots.append(Slot(rank, name, local, sizes[name], across.index(name), len(across)))
+        seen[name] += 1
+    return slots
+
+
+def is_here(name: str) -> bool:
+    """Whether a host is this one, as far as its name says."""
+    own = socket.gethostname()
+    return name in _LOCAL or name.lower() in (own.lower(), own.partition(".")[0].lower()) or is_own_address(name)
+
+
+MOST_SLOTS = 32_000  # of a host
+MOST_BYTES = 1 << 22  # of a file
+MOST_NAMES = 1 << 16  # in a list, a name as often as it is there
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_IPV6 = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?")
+_KEYS = {  # as Open MPI knows them
+    **dict.fromkeys(("slots", "cpus", "cpu", "count"), "slots"),
+    **dict.fromkeys(("max_slots", "max-slots", "slots_max", "slots-max"), "max_slots"),
+    **dict.fromkeys(("user", "username", "user_name", "user-name"), "user"),
+}
+_IN_A_LIST = "expected HOST:SLOTS, such as node1:4, node[01-16]:4 or [fd00::1]:4"
+_IN_A_LINE = "expected HOST slots=N, HOST:N or HOST, such as: node1 slots=4"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host, and how many ranks it may have. An IPv6 address stands in `name` without brackets, as ssh takes it."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        user, at, host = self.name.rpartition("@")
+        return f"{user}{at}{Address(host, self.slots)}"
+
+
+def parse_hosts(text: str, source: str = "-H") -> list[Host]:
+    """The hosts in `node1:4,node2:4`. One without a number has a slot each time that it is there. Raises ConfigError,
+    which names `source`."""
+    hosts = _Hosts()
+    for entry in _entries(text):
+        hosts.add(entry.strip(), source, _IN_A_LIST, lambda text: _hosts(text, 1))
+    return hosts.listed()
+
+
+def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
+    """The hosts of a text that has one, or a list of them, in each line. One without a number has so many `slots` each
+    time that it is there. Raises ConfigError, which names `source` and the line."""
+    hosts = _Hosts()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = " ".join(line.partition("#")[0].replace("=", " = ").split()).replace(" = ", "=")
+        if words:
+            hosts.add(words, f"{source}, line {number}", _IN_A_LINE, lambda text: _hosts_of_line(text, slots))
+    return hosts.listed()
+
+
+def read_hostfile(path: str | Path) -> list[Host]:
+    """The hosts of a file. Raises ConfigError, which names the line."""
+    source = f"--hostfile {shown(path)}"
+    hosts = parse_lines(read_text(path, source, expected="a list of hosts", most_bytes=MOST_BYTES), source)
+    if not hosts:
+        raise ConfigError(f"{source}: got no host, expected one on each line, such as: node1 slots=4")
+    return hosts
+
+
+def names_in(nodelist: str) -> list[str]:
+    """The hosts in a list of Slurm's, such as SLURM_JOB_NODELIST; none if it is not one."""
+    try:
+        return [host.name for host in parse_hosts(nodelist)]
+    except ConfigError:
+        return []
+
+
+class _WrongError(Exception):
+    """This is no host; the message says why, unless that is plain."""
+
+
+class _Hosts:
+    """Hosts in the order in which they came first, each with all its slots."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._names = 0
+
+    def add(self, text: str, source: str, expected: str, parse: Callable[[str], Iterable[Host]]) -> None:
+        """Add what `parse` finds in a text. Raises ConfigError."""
+        try:
+            for host in parse(text):
+                slots = self._slots[host.name] = self._slots.get(host.name, 0) + host.slots
+                self._names += 1
+                if slots > MOST_SLOTS:
+                    raise _WrongError(f"expected at most {MOST_SLOTS} slots on {host.name}")
+                if self._names > MOST_NAMES:
+                    raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
+        except _WrongError as error:
+            raise ConfigError(f"{source}: got {text[:80]!r}, {str(error) or expected}") from None
+
+    def listed(self) -> list[Host]:
+        return [Host(name, slots) for name, slots in self._slots.items()]
+
+
+def _entries(text: str) -> Iterator[str]:
+    """What stands between commas that are not in brackets."""
+    parts, depth = list[str](), 0
+    for part in text.split(","):
+        parts.append(part)
+        depth += part.count("[") - part.count("]")
+        if depth <= 0:
+            yield ",".join(parts)
+            parts, depth = [], 0
+    if parts:
+        yield ",".join(parts)
+
+
+def _hosts_of_line(line: str, slots: int) -> Iterator[Host]:
+    listed, *words = line.split()
+    given = dict[str, str]()
+    for word in words:
+        key, _, value = word.partition("=")
+        if _KEYS.get(key, key) in given or key not in _KEYS:
+            raise _WrongError
+        given[_KEYS[key]] = value
+    numbers = [_number(given[key]) for key in ("slots", "max_slots") if key in given]
+    if numbers != sorted(numbers):
+        raise _WrongError("expected max_slots to be no less than slots")
+    user = f"{given['user']}@" if "user" in given else ""
+    for entry in _entries(listed):
+        yield from _hosts(user + entry, numbers[0] if numbers else slots, is_said=bool(numbers))
+
+
+def _hosts(entry: str, slots: int, *, is_said: bool = False) -> Iterator[Host]:
+    """The hosts of an entry, each with the number behind it, or with so many `slots`, if these are not said already."""
+    user, at, host = entry.rpartition("@")
+    if at and not _USER.fullmatch(user):
+        raise _WrongError
+    names, number = _split(host)
+    if number is not None:
+        if is_said:
+            raise _WrongError
+        slots = _number(number)
+    for name in names:
+        yield Host(f"{user}{at}{name}", slots)
+
+
+def _split(entry: str) -> tuple[Iterable[str], str | None]:
+    """The names in an entry, and the number behind them, if there is one."""
+    if is_ipv6(entry):
+        return [entry], None
+    if match := _IPV6.fullmatch(entry):
+        if not is_ipv6(match[1]):
+            raise _WrongError
+        return [match[1]], match[2]
+    names, colon, number = entry.partition(":")
+    return _expanded(names), number if colon else None
+
+
+def _expanded(names: str) -> Iterator[str]:
+    """`node[1-2]` as node1 and node2. Of several brackets the last one counts up first."""
+    choices, many = list[list[str]](), 1
+    for at, piece in enumerate(_IN_BRACKETS.split(names)):
+        choices.append(_numbers(piece) if at % 2 else [piece])
+        many *= len(choices[-1])
+        if many > MOST_NAMES:
+            raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
+    for parts in product(*choices):
+        name = "".join(parts)
+        if not is_host(name):
+            raise _WrongError
+        yield name
+
+
+def _numbers(text: str) -> list[str]:
+    """`01-03,7` as 01, 02, 03 and 7."""
+    numbers = list[str]()
+    for part in text.split(","):
+        ends = _RANGE.fullmatch(part)
+        if ends is None:
+            raise _WrongError
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if last < first:
+            raise _WrongError(f"expected the smaller number first in {part}")
+        if last - first >= MOST_NAMES - len(numbers):
+            raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
+        numbers += [f"{number:0{len(ends[1])}}" for number in range(first, last + 1)]
+    return numbers
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_SLOTS:
+        raise _WrongError(f"expected 1 to {MOST_SLOTS} slots")
+    return int(text)
+
+
+_FRAMEWORKS = (("NumPy", "numpy"), ("PyTorch", "torch"), ("Keras", "keras"), ("Ray", "ray"))
+_LAUNCHERS = (("ssh", "ssh"), ("mpirun", "mpirun"), ("srun", "srun"), ("torchrun", "torchrun"))
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+def report_available() -> str:
+    """The text, in the form that users of horovodrun know."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    launchers = [
+        ("this program", True),
+        *((name, shutil.which(word, path=path) is not None) for name, word in _LAUNCHERS),
+    ]
+    devices = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    sections = (
+        ("Available Frameworks", [(name, _is_there(module)) for name, module in _FRAMEWORKS]),
+        ("Available Controllers", launchers),
+        (
+            "Available Tensor Operations",
+            [("shared memory", Path("/dev/shm").is_dir()), ("TCP", True), ("RDMA", _is_there("pyverbs") and devices)],
+        ),
+    )
+    text = f"omnireduce v{__version__}:\n"
+    for title, entries in sections:
+        text += f"\n{title}:\n" + "".join(f"    [{'X' if there else ' '}] {name}\n" for name, there in entries)
+    return text
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

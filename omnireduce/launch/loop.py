@@ -1,0 +1,167 @@
+"""Standard input of the launcher, which ranks do not get."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import logging
+import os
+import selectors
+import signal
+import socket
+import stat
+import termios
+import time
+from collections.abc import Callable, Sequence
+
+from omnireduce.launch.connection import CHUNK, Connection
+from omnireduce.launch.output import Descriptor
+from omnireduce.protocol.reminders import FIRST_S, Reminders
+from omnireduce.support.logs import tagged
+
+FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (*FATAL, signal.SIGUSR1, signal.SIGUSR2)
+Act = Callable[[], None]
+log = logging.getLogger("omnireduce")
+
+
+class Loop:
+    """Calls what has to be done when a descriptor is readable, a time has come, or a signal. `sinks` that may be full
+    and `connections` get what waits for them."""
+
+    def __init__(self, connections: Sequence[Connection], sinks: Sequence[Descriptor]) -> None:
+        self.connections, self.sinks = list(connections), sinks
+        self._readable: dict[int, Act] = {}
+        self._alarms: dict[str, tuple[float, Act]] = {}
+        self._give_back: Act = lambda: None
+        self._woken, self._wakes = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+        self.watch(self._woken.fileno(), self._read_signals)
+
+    def take_signal(self, number: int) -> None:
+        """A signal has come, or SIGPIPE: nobody reads a sink any more."""
+        raise NotImplementedError
+
+    def take_signals(self) -> None:
+        """From now on signals to this process are the loop's, until it is closed. Main thread only."""
+        wakeup = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        # As nohup wants it, an ignored SIGHUP stays ignored.
+        taken = [
+            signum for signum in FORWARDED if signal.getsignal(signum) != signal.SIG_IGN or signum != signal.SIGHUP
+        ]
+        before = {signum: signal.signal(signum, lambda *_: None) for signum in taken}
+
+        def give_back() -> None:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(wakeup)
+
+        self._give_back = give_back
+
+    def _read_signals(self) -> None:
+        for number in self._woken.recv(CHUNK):
+            if number in FORWARDED:
+                self.take_signal(number)
+
+    def watch(self, descriptor: int, act: Act) -> None:
+        """Call `act` when the descriptor is readable."""
+        self._readable[descriptor] = act
+
+    def forget(self, descriptor: int) -> None:
+        """Watch this descriptor no more."""
+        self._readable.pop(descriptor, None)
+
+    def is_watched(self, descriptor: int) -> bool:
+        """Whether something is called when the descriptor is readable."""
+        return descriptor in self._readable
+
+    def call_after(self, seconds: float, name: str, act: Act) -> None:
+        """Call `act` when so much time has passed, unless something is called under this name before that."""
+        at = time.monotonic() + seconds
+        self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda alarm: alarm[0])
+
+    def wait_for(
+        self, condition: Callable[[], bool], limit_s: float | None = None, whom: Callable[[], str] | None = None
+    ) -> bool:
+        """Take turns until the condition holds; whether it does before the limit. Without a limit, what `call_after`
+        and `take_signal` do must make it hold. After 1, 2, 4, ... seconds it says for `whom` it waits."""
+        now = time.monotonic()
+        deadline, reminders = None if limit_s is None else now + limit_s, Reminders(now)
+        while not condition():
+            now = time.monotonic()
+            left_s = None if deadline is None else deadline - now
+            if left_s is not None and left_s <= 0:
+                return False
+            if whom is not None:
+                left_s = min(left_s or FIRST_S, max(0.0, reminders.at - now))
+                if (waited_s := reminders.due(now)) and (names := whom()):
+                    log.warning("waiting for %s since %.0f s", names, waited_s, extra=tagged("waiting_for_hosts"))
+            self.turn(left_s)
+        return True
+
+    def turn(self, limit_s: float | None = 0.0) -> None:
+        """Do what can be done now; wait for it, up to the limit."""
+        times = [at - time.monotonic() for at, _ in self._alarms.values()] + ([] if limit_s is None else [limit_s])
+        for key, _ in self._select(max(0.0, min(times)) if times else None):
+            if isinstance(key.data, list):
+                for act in key.data:
+                    act()
+            elif key.fd in self._readable:
+                self._readable[key.fd]()
+        now = time.monotonic()
+        for name in [name for name, (at, _) in self._alarms.items() if at <= now]:
+            self._alarms.pop(name)[1]()
+        if any(sink.is_broken for sink in self.sinks):
+            self.take_signal(signal.SIGPIPE)
+
+    def _select(self, limit_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        writers: dict[int, list[Act]] = {}
+        for sink in self.sinks:
+            if sink.waits:
+                writers.setdefault(sink.descriptor, []).append(sink.write_some)
+        for connection in self.connections:
+            if connection.waits:
+                writers[connection.orders] = [connection.write_some]
+        readers = self._readable
+        if any(sink.is_full for sink in self.sinks):
+            readers = {self._woken.fileno(): self._read_signals}
+        with selectors.DefaultSelector() as selector:
+            for descriptor in readers:
+                selector.register(descriptor, selectors.EVENT_READ)
+            for descriptor, acts in writers.items():
+                selector.register(descriptor, selectors.EVENT_WRITE, acts)
+            return selector.select(limit_s)
+
+    def close(self) -> None:
+        """Give signals back."""
+        self._give_back()
+        self._woken.close()
+        self._wakes.close()
+
+
+def watch_input(loop: Loop, descriptor: int = 0) -> None:
+    """Say once that ranks read nothing from standard input, when there is something to read."""
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            if os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size:
+                _tell()
+            return
+    except OSError:  # it is closed
+        return
+
+    def look() -> None:
+        loop.forget(descriptor)
+        waiting = array.array("i", [0])
+        fcntl.ioctl(descriptor, termios.FIONREAD, waiting)
+        if waiting[0]:  # else it has ended
+            _tell()
+
+    if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor):
+        loop.watch(descriptor, look)
+
+
+def _tell() -> None:
+    what = "ranks read nothing from standard input: give the program a file or arguments instead"
+    log.warning("%s", what, extra=tagged("input_not_read"))

@@ -1,0 +1,219 @@
+"""Output of ranks as lines, each with the rank before it.
+
+Lines of different ranks never mix, because a line is written when it is complete. A line that is longer than LINE is
+cut into several, each with its prefix. A carriage return ends a line, too: each state of a progress bar is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import selectors
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Protocol
+
+from omnireduce.errors import ConfigError
+from omnireduce.launch.connection import STDERR, STDOUT
+from omnireduce.support.files.paths import user_path
+from omnireduce.support.logs import tagged
+
+LINE = 1 << 16  # bytes
+NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+_AT_ONCE = 4096  # PIPE_BUF: so much a pipe takes whole, when it takes something
+_ENDS = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a carriage return at the end may have its line feed in the next piece
+log = logging.getLogger("omnireduce")
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    def add(self, data: bytes) -> None:
+        """Take some lines."""
+
+
+class Lines:
+    """Cuts what comes into lines, without their ends."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The lines that are complete now, and pieces of one that is too long."""
+        self._rest += data
+        start = 0
+        for end in _ENDS.finditer(self._rest):
+            line = bytes(self._rest[start : end.start()])
+            if line or end[0] != b"\r":
+                yield from _pieces(line)
+            start = end.end()
+        del self._rest[:start]
+        while len(self._rest) > LINE:
+            yield bytes(self._rest[:LINE])
+            del self._rest[:LINE]
+
+    def rest(self) -> bytes:
+        """What is left without an end."""
+        rest = bytes(self._rest).rstrip(b"\r")
+        self._rest.clear()
+        return rest
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    yield line[:LINE]
+    for start in range(LINE, len(line), LINE):
+        yield line[start : start + LINE]
+
+
+class Losses:
+    """Says once that output is lost. A full disk does not end a job."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def tell(self, where: str, error: OSError) -> None:
+        """Something could not be written there."""
+        if not self._is_said:
+            self._is_said = True
+            what = f"{where}: {error.strerror}; what does not fit is lost, and the job goes on"
+            log.warning("%s", what, extra=tagged("output_lost"))
+
+
+class Prefixed:
+    """The lines of all processes of a job. `sinks`: one for each stream. With `folder` each rank's output also goes to
+    files there as it is: FOLDER/rank.N/stdout and stderr. Raises ConfigError where these cannot be made."""
+
+    def __init__(
+        self, sinks: dict[int, Sink], *, timestamps: bool = False, folder: str | None = None, ranks: int = 0
+    ) -> None:
+        self._sinks, self._timestamps = sinks, timestamps
+        self._lines: dict[tuple[str, int], Lines] = {}
+        self._files: dict[tuple[str, int], IO[bytes]] = {}
+        self._losses = Losses()
+        digits = len(str(max(0, ranks - 1)))
+        for rank in range(ranks if folder is not None else 0):
+            self._open(user_path(folder or ""), rank, digits)
+
+    def _open(self, folder: Path, rank: int, digits: int) -> None:
+        place = folder / f"rank.{rank:0{digits}}"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            for stream, name in NAMES.items():
+                self._files[str(rank), stream] = open(place / name, "wb", buffering=0)  # noqa: SIM115  see `close`
+        except OSError as error:
+            raise ConfigError(f"--output-filename: {place} cannot be written: {error.strerror}") from None
+
+    def feed(self, name: str, stream: int, data: bytes) -> None:
+        """Take what process `name` has written."""
+        if (name, stream) in self._files:
+            try:
+                self._files[name, stream].write(data)
+            except OSError as error:
+                self._losses.tell(f"--output-filename: {NAMES[stream]} of rank {name}", error)
+        prefix = self._prefix(name, stream)
+        lines = self._lines.setdefault((name, stream), Lines())
+        text = b"".join(prefix + line + b"\n" for line in lines.feed(data))
+        if text:
+            self._sinks[stream].add(text)
+
+    def finish(self, name: str) -> None:
+        """Write what process `name` has left without an end of line."""
+        for stream in NAMES:
+            rest = self._lines.pop((name, stream), Lines()).rest()
+            if rest:
+                self._sinks[stream].add(self._prefix(name, stream) + rest + b"\n")
+
+    def close(self) -> None:
+        """Write all that is left, and close the files."""
+        for name, _ in list(self._lines):
+            self.finish(name)
+        for file in self._files.values():
+            file.close()
+
+    def _prefix(self, name: str, stream: int) -> bytes:
+        when = time.ctime() if self._timestamps else ""
+        return f"{when}[{name}]<{NAMES[stream]}>:".encode()
+
+
+class Plain:
+    """Output as it comes, for launchers that have their own prefixes."""
+
+    def __init__(self, sinks: dict[int, Sink]) -> None:
+        self._sinks = sinks
+
+    def feed(self, _: str, stream: int, data: bytes) -> None:
+        """Take what a process has written."""
+        self._sinks[stream].add(data)
+
+    def finish(self, _: str) -> None:
+        """Nothing is left."""
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class Descriptor:
+    """A sink that waits for nobody: what the descriptor does not take stays here, and `is_full` says when it is much.
+
+    `is_broken`: nobody reads it any more.
+    """
+
+    def __init__(self, descriptor: int, most: int = 1 << 20) -> None:
+        self.descriptor, self._most, self._waiting = descriptor, most, bytearray()
+        self.is_broken = False
+        self.always_takes = not _can_wait_for(descriptor)
+        self._losses = Losses()
+
+    def add(self, data: bytes) -> None:
+        """Take some lines; what always takes gets them at once."""
+        if self.is_broken:
+            return
+        self._waiting += data
+        while self.always_takes and self._waiting:
+            self.write_some()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is still here."""
+        return bool(self._waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether those who write should wait."""
+        return len(self._waiting) > self._most
+
+    def write_some(self) -> None:
+        """Write a piece; call this when the descriptor takes something."""
+        try:
+            del self._waiting[: os.write(self.descriptor, self._waiting[:_AT_ONCE])]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._waiting.clear()
+            if self.always_takes:
+                self._losses.tell(NAMES.get(self.descriptor, "a sink"), error)
+            else:
+                self.is_broken = True
+
+
+def _can_wait_for(descriptor: int) -> bool:
+    """Whether a selector takes it: a pipe, a socket or a terminal, and no file or /dev/null, which always take."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            selector.register(descriptor, selectors.EVENT_WRITE)
+        except PermissionError:
+            return False
+    return True
+
+
+class Stream:
+    """A sink that writes to a text stream, as a notebook has it, at once."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def add(self, data: bytes) -> None:
+        """Take some lines."""
+        self._write(data.decode(errors="replace"))

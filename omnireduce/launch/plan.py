@@ -1,0 +1,222 @@
+"""The plan of a launch: its aggregators, their addresses, and the process of each rank. It is made up to the start."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from omnireduce.errors import ConfigError
+from omnireduce.launch.connection import AGGREGATOR, Connection, Start
+from omnireduce.launch.environment import (
+    as_bytes,
+    draw_job,
+    draw_secret,
+    environ_of_other_host,
+    environ_of_ranks,
+    of_rank,
+    of_service,
+)
+from omnireduce.launch.hosts import Host, Slot, is_here
+from omnireduce.launch.job import Job
+from omnireduce.support.addresses import (
+    ANYWHERE,
+    Address,
+    addresses_of_interface,
+    is_loopback,
+    is_numeric,
+    is_own_address,
+    look_up,
+    loopback,
+    parse_address,
+    reachable_address,
+)
+from omnireduce.support.config import Config
+from omnireduce.support.config.schema import SECRET_VARIABLE
+from omnireduce.support.files.paths import current_folder
+from omnireduce.support.interpreters import TREE, program_of
+
+EMBEDDED = "embedded"
+MOST_SHARDS = 64
+NOBODY = "", ""  # has said anything
+_AGGREGATOR = program_of("omnireduce.__main__", name="omnireduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What the user wants. `aggregators`: a number of shards, EMBEDDED, or None for what the configuration says or what
+    the hosts want. `environ` is that of the ranks, before each one's own variables."""
+
+    words: Sequence[str]
+    ranks: int
+    config: Config
+    hosts: Sequence[Host] = ()
+    launcher: str = ""
+    aggregators: str | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    ssh: str = "ssh"
+    interface: str = ""
+    start_timeout_s: float = 30.0
+    grace_s: float = 10.0
+    output_folder: str | None = None
+    timestamps: bool = False
+    prefixed: bool = True  # each line of output has its rank before it
+    verbose: bool = False
+    mpi_args: Sequence[str] = ()
+    given: bytes = b""  # to each rank's standard input, for a call of a function
+    smallest: int = 0  # elastic when it is more than 0
+    discovery_script: str = ""
+    slots_per_host: int = 1
+    reset_limit: int | None = None
+    elastic_timeout_s: float = 600.0
+    cooldown_s: tuple[float, float] = (60.0, 3600.0)
+
+
+def shards_to_start(asked: LaunchRequest, hosts: int) -> int:
+    """How many shards this job starts for itself; 0: rank 0 starts one, or the configuration names others, which the
+    flag overrides. Raises ConfigError for what does not fit together."""
+    configured, wanted = bool(asked.config.cluster.aggregators), asked.aggregators
+    if wanted is None:
+        return 0 if configured or (hosts == 1 and not asked.smallest) else 1
+    if wanted == EMBEDDED:
+        if hosts > 1 or asked.smallest:
+            why = f"the ranks are on {hosts} hosts" if hosts > 1 else "an elastic job wants one that outlives rank 0"
+            raise ConfigError(f"--aggregators embedded: {why}; give a number, or leave it out")
+        return 0
+    if not re.fullmatch("[0-9]{1,9}", wanted) or not 1 <= int(wanted) <= MOST_SHARDS:
+        raise ConfigError(f"--aggregators: got {wanted[:40]!r}, expected 1 to {MOST_SHARDS}, or embedded")
+    return int(wanted)
+
+
+def check_command(words: Sequence[str], environ: Mapping[str, str], *, is_away: bool = False) -> None:
+    """Raise ConfigError unless there is a command, and this host has it, or another host `is_away` that runs it."""
+    if not words:
+        raise ConfigError("no command: expected one behind the options, such as: omnireduce run -np 2 python train.py")
+    if not is_away and shutil.which(words[0], path=environ.get("PATH", os.defpath)) is None:
+        raise ConfigError(f"{words[0]}: command not found")
+
+
+def address_of_first(
+    names: Sequence[str],
+    *,
+    is_wide: bool = False,
+    interface: str = "",
+    connections: Sequence[Connection] = (),
+    by_name: bool = False,
+) -> str:
+    """The address at which other hosts, or later ones if it `is_wide`, reach the first of `names`. `connections`,
+    which have greeted, may know how they see each other. `by_name`: its certificate is for its name. Raises ConfigError
+    where nothing says it."""
+    first, *others = names
+    if interface:
+        return _address_of_interface(interface, first)
+    seen = {connection.host: _ends_of_ssh(connection) for connection in connections if connection.is_remote}
+    name = host_alone(first)
+    if not is_here(first):  # its name may mean 127.0.1.1 there, or nothing to the others
+        at = seen.get(first, NOBODY)[1]
+        return name if not at or is_loopback(at) or is_numeric(name) or (by_name and _is_known(name)) else at
+    away = [host for host in others if not is_here(host)]
+    if not away and not is_wide:
+        return loopback()
+    if is_own_address(name):
+        return name
+    ways = [way for way, _ in (seen.get(host, NOBODY) for host in away) if way]
+    address = next(filter(is_own_address, ways), "") or reachable_address([host_alone(host) for host in away])
+    if not address:
+        raise ConfigError("this host has no address at which another one could reach it; `ip address` lists its own")
+    return address
+
+
+def host_alone(name: str) -> str:
+    """A host as the user names it, without the user."""
+    return name.rpartition("@")[2]
+
+
+def _is_known(name: str) -> bool:
+    """Whether a host's name is more than an alias in the configuration of ssh."""
+    with suppress(OSError):
+        return bool(look_up(name))
+    return False
+
+
+def _ends_of_ssh(connection: Connection) -> tuple[str, str]:
+    """The addresses of this host and of the other one, as sshd there sees them."""
+    words = connection.ssh.split()
+    return (words[0], words[2]) if len(words) == 4 and all(map(is_numeric, words[:3:2])) else NOBODY
+
+
+def _address_of_interface(name: str, first: str) -> str:
+    if not is_here(first):
+        raise ConfigError(
+            f"--network-interfaces {name}: the first host is {first}, not this one; name it in -H by its address on "
+            "that network instead"
+        )
+    try:
+        addresses = addresses_of_interface(name)
+    except OSError as error:
+        raise ConfigError(f"--network-interfaces: {name}: {error.strerror}; `ip address` lists them") from None
+    if not addresses:
+        raise ConfigError(f"--network-interfaces: {name}: it has no address; `ip address` lists them")
+    return addresses[0]
+
+
+class Plan:
+    """The processes of one launch. `is_wide`: other hosts than those of `names` may come. `address`: where they
+    reach the first one."""
+
+    def __init__(self, asked: LaunchRequest, names: Sequence[str], *, is_wide: bool = False) -> None:
+        self.asked, self.job, self._names, self._is_wide = asked, draw_job(), names, is_wide
+        self.shards = shards_to_start(asked, len(names))
+        self.address = ""  # `serve` finds it
+        self._folder = os.fsencode(current_folder())
+        self.environ = environ_of_ranks(asked.environ or os.environ)
+        # where the job's own aggregators are, for ranks
+        self.service = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if asked.aggregators == EMBEDDED else {}
+
+    def serve(self, job: Job, connection: Connection) -> None:
+        """Once all hosts have greeted: start this job's own aggregators, if it has any, and wait until they are ready.
+        Raises ConfigError, and what `Job.await_aggregator` raises."""
+        self.address = self.address or address_of_first(
+            self._names, is_wide=self._is_wide, interface=self.asked.interface, connections=job.connections,
+            by_name=bool(self.asked.config.security.tls_ca),
+        )  # fmt: skip
+        if not self.shards:
+            return
+        known = self.asked.config.security.secret_file or SECRET_VARIABLE in self.environ
+        secret = "" if known else draw_secret()
+        environ = self.environ | ({SECRET_VARIABLE: secret} if secret else {})
+        if not self.asked.verbose:
+            environ = {"OMNIREDUCE_LOG_LEVEL": "warning"} | environ
+        is_wide = self._is_wide or len(self._names) > 1
+        listen = Address(ANYWHERE if is_wide else "localhost", 0)
+        words = ["-P", "-c", _AGGREGATOR, "aggregator", "--listen", str(listen), "--shards", str(self.shards), TREE]
+        job.start(AGGREGATOR, connection, self._order(AGGREGATOR, [sys.executable, *words], environ, connection))
+        ready = job.await_aggregator(self.shards)
+        host = self.address if is_wide else listen.host
+        self.service = of_service(tuple(str(Address(host, parse_address(address).port)) for address in ready), secret)
+
+    def rank(self, slot: Slot, size: int, connection: Connection, port: int) -> Start:
+        """The order to start a rank; `port` is where torch's ranks meet, on the first host."""
+        environ = self.environ | of_rank(slot, size, self.job, (self.address, port)) | self.service
+        return self._order(slot.rank, self.asked.words, environ, connection)
+
+    def command(self, words: Sequence[str], connection: Connection) -> Start:
+        """The order to start another launcher."""
+        environ = self.environ | {"OMNIRUN_TOLD": "1"} | self.service
+        return self._order(0, words, environ, connection)
+
+    def _order(self, number: int, words: Sequence[str], environ: Mapping[str, str], connection: Connection) -> Start:
+        remote = connection.is_remote
+        return Start(
+            number,
+            [os.fsencode(word) for word in words],
+            as_bytes(environ_of_other_host(environ) if remote else environ),
+            self._folder,
+            inherits=remote,
+            given=self.asked.given if number >= 0 else b"",
+            with_result=bool(self.asked.given) and number >= 0,
+        )

@@ -1,0 +1,330 @@
+"""The process on each host that starts ranks, and ends them when its standard input closes.
+
+It is one thread, so PR_SET_PDEATHSIG, which means the end of the thread that has forked, means its own end. Orphans of
+ranks become its children (PR_SET_CHILD_SUBREAPER): it ends them, too, when the job is over. A rank that has ended stays
+a zombie until then, so that no other process gets its number, which is that of its group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from omnireduce.launch.connection import (
+    CHUNK,
+    EVERY,
+    MAGIC,
+    MOST_BYTES,
+    MOST_SAID,
+    RESULT,
+    RESULT_FD,
+    SSH_CONNECTION,
+    STDERR,
+    STDOUT,
+    Ended,
+    Frames,
+    Greeting,
+    News,
+    Output,
+    RankFailed,
+    Start,
+    Started,
+    decode_order,
+    frame,
+)
+from omnireduce.support.addresses import ANYWHERE, listen
+from omnireduce.support.control_groups import OutOfMemory
+
+MOST_WAITING = 1 << 20  # bytes that the launcher has not taken; then processes wait
+ENDING = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+KILLED_S = 5.0  # for a process to end that was killed: it may hang in the system
+ORPHANS_S = 2.0  # for orphans to end by themselves, as the aggregator of rank 0 does
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+
+
+class _Process:
+    """A process under `number`, and the ends of its pipes that the supervisor reads."""
+
+    def __init__(self, order: Start) -> None:
+        self.number = order.number
+        self.is_over = self.was_asked = False
+        self._theirs: list[int] = []
+        self.streams: dict[int, int] = {}  # descriptor: stream
+        environ = {**os.environb, **order.environ} if order.inherits else dict(order.environ)
+        try:
+            out, err = self._pipe(STDOUT), self._pipe(STDERR)
+            kept = []
+            if order.with_result:
+                kept = [self._pipe(RESULT)]
+                environ[RESULT_FD.encode()] = str(kept[0]).encode()
+            self._popen = subprocess.Popen(
+                order.words, env=environ, cwd=order.folder, stdin=self._input(order.given), stdout=out, stderr=err,
+                pass_fds=kept, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        except BaseException:
+            for descriptor in self.streams:
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in self._theirs:
+                os.close(descriptor)
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def _pipe(self, stream: int) -> int:
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        self.streams[ours] = stream
+        self._theirs.append(theirs)
+        return theirs
+
+    def _input(self, given: bytes) -> int:
+        if not given:
+            return subprocess.DEVNULL
+        descriptor = os.memfd_create("omnireduce-input")
+        self._theirs.append(descriptor)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(given)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor
+
+    def status(self) -> int:
+        """The exit status. The process stays a zombie."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def send(self, number: int) -> None:
+        has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        self.was_asked |= number in ENDING and not has_ended
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def forget(self) -> None:
+        """End what is left of its group, and let its number go."""
+        self.send(signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(KILLED_S)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Supervisor:
+    """Reads orders from one descriptor and writes news to the other, until the first one closes."""
+
+    def __init__(self, orders: int, news: int, grace_s: float) -> None:
+        self._orders, self._news, self._grace_s = orders, news, grace_s
+        self._frames, self._waiting = Frames(MOST_BYTES), bytearray(MAGIC)
+        self._processes: dict[int, _Process] = {}
+        self._memory = OutOfMemory()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ, self._read_orders)
+        self._paused: list[int] = []
+        self._is_deaf = False  # nobody reads the news any more
+        self._writes = False
+        self._kill_at: float | None = None  # monotonic; set when no orders come any more
+        os.set_blocking(news, False)
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # what counts is the byte that arrives here
+        self._selector.register(self._woken, selectors.EVENT_READ, self._read_signals)
+
+    def serve(self) -> None:
+        """Do what orders say. In the end no process is left."""
+        self._tell(Greeting(os.getpid(), free_port(), os.environ.get(SSH_CONNECTION, "")[:256]))
+        while self._kill_at is None or any(not process.is_over for process in self._processes.values()):
+            for key, _ in self._selector.select(self._patience()):
+                if key.fd in self._selector.get_map():
+                    key.data(key.fd)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._send(EVERY, signal.SIGKILL, also_others=True)
+                self._kill_at = float("inf")
+        for process in self._processes.values():
+            process.forget()
+        end_orphans(ORPHANS_S)
+        for process in self._processes.values():
+            self._drain(process)
+        with suppress(OSError):
+            os.set_blocking(self._news, True)
+            self._write(self._news)
+
+    def stop(self) -> None:
+        """Take no more orders; end all processes."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._grace_s
+            self._selector.unregister(self._orders)
+            self._send(EVERY, signal.SIGTERM, also_others=True)
+
+    def _read_signals(self, _: int) -> None:
+        if signal.SIGTERM in self._woken.recv(CHUNK):
+            self.stop()
+
+    def _patience(self) -> float | None:
+        if self._kill_at in (None, float("inf")):
+            return None
+        assert self._kill_at is not None
+        return max(0.0, self._kill_at - time.monotonic())
+
+    def _read_orders(self, descriptor: int) -> None:
+        data = os.read(descriptor, CHUNK)
+        if not data:
+            self.stop()
+            return
+        for message in self._frames.feed(data):
+            order = decode_order(message)
+            if isinstance(order, Start):
+                self._start(order)
+            else:
+                self._send(order.number, order.signal)
+
+    def _start(self, order: Start) -> None:
+        before = self._processes.pop(order.number, None)
+        if before is not None:  # it is started again
+            before.forget()
+            self._drain(before)
+        try:
+            process = _Process(order)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            what = getattr(error, "filename", None) or order.words[0]
+            reason = f"{os.fsdecode(what)}: {getattr(error, 'strerror', None) or error}"
+            self._tell(RankFailed(order.number, reason.encode(errors="replace").decode()[:MOST_SAID]))
+            return
+        self._processes[order.number] = process
+        self._tell(Started(order.number, process.pid))
+        self._selector.register(process.pidfd, selectors.EVENT_READ, lambda _: self._finish(process))
+        for descriptor in process.streams:
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda fd: self._pass_on(process, fd))
+
+    def _send(self, number: int, what: int, *, also_others: bool = False) -> None:
+        for process in self._processes.values():
+            if process.number == number or (number == EVERY and (also_others or process.number >= 0)):
+                process.send(what)
+
+    def _pass_on(self, process: _Process, descriptor: int) -> int:
+        """Pass on a piece of what is in this pipe: so many bytes."""
+        try:
+            data = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return 0
+        if not data:
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+            os.close(descriptor)
+            del process.streams[descriptor]
+            return 0
+        self._tell(Output(process.number, process.streams[descriptor], data))
+        return len(data)
+
+    def _drain(self, process: _Process) -> None:
+        """Pass on what a process has left at its end: what a pipe holds. Its children may fill that for ever."""
+        for descriptor in list(process.streams):
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (many := self._pass_on(process, descriptor)):
+                left -= many
+
+    def _finish(self, process: _Process) -> None:
+        status, was_asked = process.status(), process.was_asked
+        process.is_over = True
+        self._selector.unregister(process.pidfd)
+        os.close(process.pidfd)
+        self._drain(process)
+        if status:
+            process.send(signal.SIGKILL)  # its children have lost it
+        self._tell(Ended(process.number, status, was_asked, self._memory.news() if status and not was_asked else ""))
+
+    def _tell(self, news: News) -> None:
+        if self._is_deaf:
+            return
+        self._waiting += frame(news)
+        self._write(self._news)
+        if not self._paused and len(self._waiting) > MOST_WAITING:
+            self._paused = [fd for process in self._processes.values() for fd in process.streams]
+            self._paused = [fd for fd in self._paused if fd in self._selector.get_map()]
+            for descriptor in self._paused:
+                self._selector.unregister(descriptor)
+
+    def _write(self, descriptor: int) -> None:
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(descriptor, self._waiting)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._is_deaf = True
+            self._waiting.clear()
+        if bool(self._waiting) != self._writes:
+            self._writes = not self._writes
+            if self._writes:
+                self._selector.register(descriptor, selectors.EVENT_WRITE, self._write)
+            else:
+                self._selector.unregister(descriptor)
+        if self._paused and len(self._waiting) < MOST_WAITING // 2:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        paused, self._paused = set(self._paused), []
+        for process in self._processes.values():
+            for descriptor in (paused & process.streams.keys()) - self._selector.get_map().keys():
+                self._selector.register(descriptor, selectors.EVENT_READ, lambda fd, of=process: self._pass_on(of, fd))
+
+
+def free_port() -> int:
+    """A port that nobody on this host listens at just now, at any address."""
+    with listen(ANYWHERE, 0, 1) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:  # not every kernel has this
+        return []
+
+
+def end_orphans(limit_s: float) -> None:
+    """Wait for the children that this process has got from others, and kill those that stay longer."""
+    deadline = time.monotonic() + limit_s
+    while children := _children():
+        with selectors.DefaultSelector() as selector:
+            pidfds = {os.pidfd_open(child): child for child in children}
+            for pidfd in pidfds:
+                selector.register(pidfd, selectors.EVENT_READ)
+            left_s = deadline - time.monotonic()
+            over = [key.fd for key, _ in selector.select(max(0.0, left_s) or None)] if left_s > 0 else []
+            for descriptor, pid in pidfds.items():
+                if left_s <= 0:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                if left_s <= 0 or descriptor in over:
+                    os.waitpid(pid, 0)
+                os.close(descriptor)
+
+
+def main() -> None:
+    """Serve the launcher at standard input and output. The argument is how many seconds ranks have after SIGTERM."""
+    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    orders, news = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever writes to standard output does not disturb the news
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        # The launcher says what to do; unlike SIG_IGN, ranks do not inherit this.
+        signal.signal(signum, lambda *_: None)
+    Supervisor(orders, news, float(sys.argv[1])).serve()
+
+
+if __name__ == "__main__":
+    main()

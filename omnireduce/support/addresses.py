@@ -1,0 +1,345 @@
+"""Network addresses: how users write them, name look-up, listening and connecting.
+
+HOST is a name, an IPv4 address or an IPv6 address. With a port behind it, an IPv6 address stands in brackets. A name
+may have several addresses: a client tries one after the other. "localhost" is never looked up, so it needs no entry in
+a hosts file. It stands for 127.0.0.1 and ::1. A host may have only one of these.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omnireduce.errors import ConfigError, show
+from omnireduce.support.blame import from_a_handler
+
+ANYWHERE = "::"  # to listen at every address of this host, of both families
+LOOPBACKS = ("127.0.0.1", "::1")
+LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
+MOST_TRIED = 16  # addresses of one name
+MOST_REMEMBERED = 1024  # names
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849): on the way to any other host
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
+_PORT = re.compile(r"[0-9]{1,5}\Z")
+_SCOPE = re.compile(r"[A-Za-z0-9_.~-]{1,15}\Z")  # an interface, whose name is no longer (RFC 6874), or its number
+_SIOCGIFADDR = 0x8915
+_FIRST_FREE_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+_answered: dict[str, str] = {}  # of names, the address that answered after another one had not
+_INET6 = Path("/proc/net/if_inet6")  # address, interface number, length of the prefix, scope, flags, name
+
+
+class Address(NamedTuple):
+    """A host and a port. As a text it is what `parse_address` takes."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Target(NamedTuple):
+    """One address of a host, as the system takes it."""
+
+    family: socket.AddressFamily
+    address: tuple[Any, ...]
+
+    @property
+    def host(self) -> str:
+        return host_of(self.address)
+
+
+# as users write them
+
+
+def parse_address(text: str) -> Address:
+    """Split `HOST:PORT` into host and port. An IPv6 address stands in brackets; the host that is returned has none.
+
+    Port 0 is allowed and means, where a program listens, that the system picks a port. Raises ConfigError if the text
+    is no such address.
+    """
+    host, _, port = text.rpartition(":")
+    has_brackets = host.startswith("[") and host.endswith("]")
+    if has_brackets:
+        host = host[1:-1]
+    if not _is_port(port) or not (is_ipv6(host) if has_brackets else is_host(host)):
+        raise ConfigError(
+            f'got {show(text)}, expected "HOST:PORT" with a port up to 65535, such as "10.0.0.1:7400", '
+            '"node1:7400" or "[fe80::1]:7400"'
+        )
+    return Address(host, int(port))
+
+
+def parse_listen(text: str) -> Address:
+    """As `parse_address`, for a program that listens. `:PORT` is every address of this host. Raises ConfigError."""
+    return parse_address(f"[{ANYWHERE}]{text}" if text.startswith(":") and _is_port(text[1:]) else text)
+
+
+def seen_from_here(address: Address) -> Address:
+    """Where this host itself reaches what listens at `address`."""
+    if not is_wildcard(address.host):
+        return address
+    return Address("localhost" if ":" in address.host else LOOPBACKS[0], address.port)
+
+
+def is_numeric(host: str) -> bool:
+    """Whether this is an address, not a name. An IPv6 address may have a scope behind `%`."""
+    return _ip(host) is not None
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address."""
+    return isinstance(_ip(host), ipaddress.IPv6Address)
+
+
+def is_host(host: str) -> bool:
+    """Whether this is a name as hosts may have it, or an IPv4 address."""
+    if re.fullmatch(r"[0-9.]+", host):  # digits and dots alone can only be an IPv4 address
+        return _ip(host) is not None
+    return _HOST_NAME.match(host) is not None
+
+
+def normal(address: Address) -> Address:
+    """The same for all ways to write an address."""
+    ip = _ip(address.host)
+    return Address(address.host.lower() if ip is None else str(ip), address.port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address of loopback, or a name that always means it. No name is looked up: that could give
+    each process another answer."""
+    name = host.rstrip(".").lower()
+    ip = _unmapped(name)
+    return name in LOCAL_NAMES or name.endswith(".localhost") if ip is None else ip.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` is every address of a host, of one family or both."""
+    ip = _unmapped(host)
+    return ip is not None and ip.is_unspecified
+
+
+def _is_port(text: str) -> bool:
+    return _PORT.match(text) is not None and int(text) <= 65535
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    _, percent, scope = host.partition("%")
+    if percent and not _SCOPE.match(scope):
+        return None
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address. An IPv4 address that is written as IPv6 (::ffff:10.0.0.1) becomes IPv4."""
+    ip = _ip(host)
+    return (isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped) or ip
+
+
+# as the system has them
+
+
+def host_of(address: Sequence[Any]) -> str:
+    """The host of a socket address, such as `getpeername` returns. An IPv4 address that is written as IPv6 becomes
+    IPv4. A link-local address keeps its interface."""
+    host, scope = str(address[0]), address[3] if len(address) == 4 else 0
+    if scope and "%" not in host:
+        with suppress(OSError):  # the interface is gone
+            scope = socket.if_indextoname(scope)
+        host = f"{host}%{scope}"
+    return str(_unmapped(host) or host)
+
+
+def look_up(host: str, port: int = 0) -> list[Target]:
+    """The addresses of a host, in the order in which to try them. Raises OSError where there are none.
+
+    Many hosts have 127.0.1.1, or nothing, for their own name. Others know them by another address, at which something
+    may listen: so for a name of this host all its addresses follow.
+    """
+    name = host.rstrip(".").lower()
+    if name == "localhost":
+        return _look_up(LOOPBACKS, port)
+    try:
+        targets = _look_up((host,), port)
+    except socket.gaierror:
+        if name != socket.gethostname().lower():
+            raise
+        targets = []
+    if not is_numeric(host) and all(is_loopback(target.host) for target in targets):
+        targets += _look_up((*LOOPBACKS, *own_addresses()), port)
+    return list(dict.fromkeys(targets))[:MOST_TRIED]
+
+
+def _look_up(hosts: Sequence[str], port: int) -> list[Target]:
+    try:
+        return [
+            Target(family, address)
+            for host in hosts
+            for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
+    except UnicodeError as error:  # a name that no host can have
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
+
+
+def is_own(target: Target) -> bool:
+    """Whether this is an address of this host, that is, of this network namespace."""
+    try:
+        with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.bind((target.address[0], 0, *target.address[2:]))
+    except OSError as error:
+        if from_a_handler(error):
+            raise
+        return False
+    return True
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` is an address of this host, not a name, at which others could reach it."""
+    return _ip(host) is not None and not is_loopback(host) and any(map(is_own, look_up(host)))
+
+
+def loopback() -> str:
+    """This host's address for itself: 127.0.0.1, or ::1 where there is no IPv4."""
+    own = [target.host for target in look_up("localhost") if is_own(target)]
+    return own[0] if own else LOOPBACKS[0]
+
+
+def where_to_listen(host: str, port: int = 0) -> Target:
+    """The first address of `host` that is this host's. ANYWHERE is all addresses of both families, or of IPv4 alone
+    where the system has no IPv6. Raises OSError."""
+    is_every = is_wildcard(host) and ":" in host
+    targets = look_up("0.0.0.0" if is_every and not socket.has_dualstack_ipv6() else host, port)
+    return next(filter(is_own, targets), targets[0])
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Listen by TCP where `where_to_listen` says (port 0: any free one), non-blocking. Raises OSError."""
+    target = where_to_listen(host, port)
+    both = target.family == socket.AF_INET6 and is_wildcard(target.host)
+    listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=both)
+    listener.setblocking(False)
+    return listener
+
+
+def why_cannot_listen(error: OSError, address: Address) -> str:
+    """What is wrong with listening at `address`, after `listen` has raised this error, and what to do."""
+    if isinstance(error, socket.gaierror):
+        return f"no host called {address.host} is known here; give the name or an address of this host"
+    if error.errno == errno.EADDRINUSE:
+        return "another program listens there, perhaps another aggregator; choose another port, or end that program"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{address.host} is no address of this host; :PORT stands for all that it has"
+    if error.errno in (errno.EACCES, errno.EPERM) and address.port < (first := _first_free_port()):
+        return f"ports below {first} are for root and for who has CAP_NET_BIND_SERVICE; choose a higher one"
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _first_free_port() -> int:
+    with suppress(OSError, ValueError):
+        return int(_FIRST_FREE_PORT.read_text())
+    return 1024
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect by TCP to the first address of `host` that answers; the one that did so last is the first to be tried.
+    Each of them gets an equal share of what is left of the time. Raises OSError, which says what was wrong at each."""
+    deadline, failed = time.monotonic() + timeout_s, list[tuple[Target, OSError]]()
+    targets = sorted(look_up(host, port), key=lambda target: target.host != _answered.get(host))
+    for number, target in enumerate(targets):
+        share_s = (deadline - time.monotonic()) / (len(targets) - number)
+        try:
+            connection = _connected(target, max(0.001, share_s))
+        except OSError as error:
+            if from_a_handler(error):
+                raise
+            failed.append((target, error))
+        else:
+            if failed and len(_answered) < MOST_REMEMBERED:
+                _answered[host] = target.host
+            return connection
+    if len(failed) == 1:
+        raise failed[0][1]
+    reasons = dict[str, list[str]]()
+    for target, why in failed:
+        reasons.setdefault(why.strerror or str(why), []).append(target.host)
+    raise OSError(failed[0][1].errno, "; ".join(f"{reason} ({', '.join(at)})" for reason, at in reasons.items()))
+
+
+def _connected(target: Target, timeout_s: float) -> socket.socket:
+    sock = socket.socket(target.family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(target.address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+# which one to tell to others
+
+
+def source_towards(host: str) -> str:
+    """The address of this host from which packets to `host` go, so that `host` can answer there; empty where there is
+    no way. It is one of loopback if `host` is this host. Nothing is sent."""
+    sources = []
+    try:
+        targets = look_up(host, 9)
+    except OSError as error:
+        if from_a_handler(error):
+            raise
+        return ""
+    for target in targets:
+        with suppress(OSError), socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target.address)
+            sources.append(host_of(probe.getsockname()))
+    return min(sources, key=_is_of_one_link, default="")
+
+
+def reachable_address(peers: Sequence[str] = ()) -> str:
+    """An address of this host at which other hosts reach it: where the way to the first of `peers` begins that is
+    another host, else the way to any host, else one of an interface; empty where there is none."""
+    sources = (source_towards(peer) for peer in (*peers, *ELSEWHERE))
+    reachable = (source for source in sources if source and not is_loopback(source))
+    return next(reachable, "") or next(iter(own_addresses()), "")
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this host at which others may reach it, the link-local ones last."""
+    hosts = [host for _, name in socket.if_nameindex() for host in addresses_of_interface(name)]
+    return sorted((host for host in hosts if not is_loopback(host)), key=_is_of_one_link)
+
+
+def addresses_of_interface(name: str) -> list[str]:
+    """The IPv4 address of an interface, and its IPv6 addresses, the link-local ones last. Raises OSError if there is no
+    such interface."""
+    if name not in (known for _, known in socket.if_nameindex()):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+    hosts = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+        hosts.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):  # a system without IPv6
+        lines = [line.split() for line in _INET6.read_text().splitlines()]
+        own = [ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[5] == name]
+        hosts += sorted((f"{ip}%{name}" if ip.is_link_local else str(ip) for ip in own), key=_is_of_one_link)
+    return hosts
+
+
+def _is_of_one_link(host: str) -> bool:
+    ip = _ip(host)
+    return ip is not None and ip.is_link_local

@@ -1,0 +1,25 @@
+"""The origin of an OSError: the system, which reports about a peer, or a signal handler, which does not."""
+
+from __future__ import annotations
+
+FILES = ("stream", "shm", "tcp", "tls", "host_meeting", "regions")
+OURS = {  # between us and the system
+    *("socket", "ssl", "selectors", "omnireduce.support.addresses"),
+    *(f"omnireduce.transport.{name}" for name in FILES),
+}
+
+
+def from_a_handler(error: OSError) -> bool:
+    """Whether `error`, which came out of a call of ours to the system, was raised by a signal handler.
+
+    A handler runs in the middle of such a call, and TimeoutError, ConnectionError and BlockingIOError are OSErrors. The
+    error numbers do not tell the two apart: a handler that writes to a broken pipe has one as well. But the traceback
+    of its error leads through code that is not ours.
+    """
+    assert error.__traceback__ is not None  # its first entry is the caller, who has caught it
+    at = error.__traceback__.tb_next
+    while at is not None:
+        if at.tb_frame.f_globals.get("__name__") not in OURS:
+            return True
+        at = at.tb_next
+    return False

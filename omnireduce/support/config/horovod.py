@@ -1,0 +1,139 @@
+"""The meaning of Horovod's environment variables here. The table applies to every program that loads a configuration,
+under any launcher.
+
+A row whose key the schema does not have has no effect. So a row may stand here before its key does.
+
+Source of the names: Horovod 0.28 documentation, "Tensor Fusion", "Timeline", "Autotune", "Stall Inspector".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from omnireduce.errors import ConfigError
+from omnireduce.support.launchers import LAUNCHERS
+
+PREFIX = "HOROVOD_"
+LEVELS = {"trace": "debug", "fatal": "error"}  # all others have the same name here
+# What launchers tell ranks, what the scripts of users read, and what `omnireduce run` reads.
+_OF_LAUNCHERS = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"}
+_OF_LAUNCHERS |= {"START_TIMEOUT", "ELASTIC_TIMEOUT"}
+SHORTEST_CYCLE_S = 0.0001  # of queue.cycle_s
+_said = False
+
+
+def _number(text: str) -> object:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _cycle(text: str) -> object:
+    """Horovod allows 0, and any small number: as short as can be."""
+    value = float(text) / 1000
+    return SHORTEST_CYCLE_S if 0 <= value < SHORTEST_CYCLE_S else value
+
+
+def _level(text: str) -> object:
+    return LEVELS.get(text.strip().lower(), text.strip().lower())
+
+
+def _text(text: str) -> object:
+    return text
+
+
+def _never(text: str) -> object:
+    """0, "never", if a switch is on. None, which leaves the key as it is, if it is off."""
+    return 0 if is_on(text) else None
+
+
+def is_on(text: str) -> bool:
+    """Whether the value of a switch is on: it is a number other than 0, or a word such as true."""
+    return text.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A variable, the key that it sets, and how its text becomes a value. `read` may give None: then the key stays."""
+
+    variable: str
+    key: str
+    read: Callable[[str], object]
+
+
+ROWS = (
+    Row("HOROVOD_FUSION_THRESHOLD", "queue.fusion_bytes", _number),
+    Row("HOROVOD_CYCLE_TIME", "queue.cycle_s", _cycle),
+    Row("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall.warn_s", _number),
+    Row("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall.abort_s", _number),
+    Row("HOROVOD_STALL_CHECK_DISABLE", "stall.warn_s", _never),  # after the rows above, which it overrules
+    Row("HOROVOD_STALL_CHECK_DISABLE", "stall.abort_s", _never),
+    Row("HOROVOD_TIMELINE", "trace.timeline", _text),
+    Row("HOROVOD_TIMELINE_MARK_CYCLES", "trace.timeline_cycles", is_on),
+    Row("HOROVOD_LOG_LEVEL", "log.level", _level),
+    Row("HOROVOD_GLOO_TIMEOUT_SECONDS", "cluster.join_timeout_s", _number),
+)
+_FIXED = "transports and orders of sums are chosen by [transport] and [protocol]"
+_IN_MEMORY = "ranks of a host always exchange in memory first; transport.host_exchange turns that off"
+MEANINGLESS = {  # variable: what does its work here
+    "HOROVOD_CACHE_CAPACITY": "there is no cache of responses to size",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": _IN_MEMORY,
+    "HOROVOD_HIERARCHICAL_ALLGATHER": _IN_MEMORY,
+    "HOROVOD_TORUS_ALLREDUCE": _FIXED,
+    "HOROVOD_CONTROLLER": "aggregators take the place of MPI and gloo",
+    "HOROVOD_CPU_OPERATIONS": "aggregators take the place of MPI, gloo and CCL",
+    "HOROVOD_GPU_OPERATIONS": "tensors of GPUs are not known here",
+    "HOROVOD_CCL_BGT_AFFINITY": "CCL is not used",
+    "HOROVOD_NUM_NCCL_STREAMS": "NCCL is not used",
+    "HOROVOD_THREAD_AFFINITY": "use taskset, or mpirun --bind-to",
+    "HOROVOD_MPI_THREADS_DISABLE": "MPI is not used for data",
+    "HOROVOD_AUTOTUNE": "run omnireduce tune first, and give its file to --config",
+    "HOROVOD_GLOO_IFACE": "give aggregators an address of that interface",
+    "HOROVOD_LOG_HIDE_TIME": "lines of the log have their time",
+    "HOROVOD_LOG_TIMESTAMP": "lines of the log have their time",
+}
+
+
+def settings_of(environ: Mapping[str, str], keys: Collection[str]) -> Iterator[tuple[str, str, object]]:
+    """Variable, key and value of what Horovod's variables set, for those of `keys`. Raises ConfigError for a value that
+    cannot be read."""
+    for row in ROWS:
+        if row.variable in environ and row.key in keys and environ[row.variable].strip():
+            try:
+                value = row.read(environ[row.variable])
+            except (ValueError, OverflowError):
+                got = environ[row.variable][:80]
+                raise ConfigError(f"{row.variable}: {row.key}: got {got!r}, expected a number") from None
+            if value is not None:
+                yield row.variable, row.key, value
+
+
+def meaningless(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    """Horovod's variables that have no effect here, each with the reason."""
+    active = {row.variable for row in ROWS if row.key in keys}
+    reasons = {}
+    for name in sorted(environ):
+        rest = name.removeprefix(PREFIX)
+        if rest == name or rest in _OF_LAUNCHERS or name in active:
+            continue
+        stem = "HOROVOD_AUTOTUNE" if rest.startswith("AUTOTUNE") else name
+        reasons[name] = MEANINGLESS.get(stem, "it is not known here")
+    return reasons
+
+
+def tell_meaningless(environ: Mapping[str, str], keys: Collection[str]) -> None:
+    """Warn once in a process, on rank 0, of the variables without effect."""
+    global _said
+    if (
+        _said
+        or any(environ.get(launcher.rank, "0") not in ("0", "") for launcher in LAUNCHERS)
+        or "OMNIRUN_TOLD" in environ
+    ):
+        return
+    ignored = meaningless(environ, keys)
+    if ignored:
+        _said = True
+        text = "; ".join(f"{name}: {why}" for name, why in ignored.items())
+        extra = {"event": "horovod_ignored", "fields": {"variables": list(ignored)}}
+        logging.getLogger("omnireduce").warning("these variables have no effect here: %s", text, extra=extra)

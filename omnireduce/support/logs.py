@@ -1,0 +1,227 @@
+"""Log lines: one for each event, as `key=value` text or as JSON, with the job and the rank that it is about.
+
+The library logs by `logging` under "omnireduce"; the program decides where the lines go. A record has a text. The other
+things that it tells travel in `extra`:
+
+    log.warning("rank %d left", rank, extra=tagged("rank_left", job=job, rank=rank))
+
+`start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So the
+lines that peers can cause have limits: so many lines a second of each event, and so many bytes a minute.
+
+`show_debug_lines` is for the library in a program of somebody else: who has asked for debug lines sees them, however
+that program logs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from omnireduce.support.config.schema import Log
+
+# events that no peer can cause: they have no limits
+OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up", "failed"}
+OWN |= {"reloaded", "reload_failed"}
+A_SECOND = 20  # lines of each other event
+A_MINUTE, OF_ONE = 400_000, 60_000  # bytes of the lines of these events together, and of each of them
+TOGETHER = 900_000  # bytes a minute of all processes of a daemon
+LINE = 4096  # bytes that a line may take
+LEAST = 4 * LINE  # bytes a minute of a process, however many there are
+_PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
+
+
+def tagged(name: str, **fields: object) -> dict[str, object]:
+    """The `extra` of a log call: what happened, and its fields. Those that are None are left out."""
+    return {"event": name, "fields": fields}
+
+
+class BoundLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger that adds `fields` to every record, such as the job and rank that the record is about."""
+
+    def __init__(self, logger: logging.Logger, **fields: object) -> None:
+        super().__init__(logger)
+        self._fields = fields
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        given = kwargs.get("extra") or {}
+        kwargs["extra"] = {**given, "fields": {**self._fields, **given.get("fields", {})}}
+        return msg, kwargs
+
+
+def start_logs(settings: Log, processes: int = 1, **fields: object) -> None:
+    """Write the log lines of this process to standard error from now on, each with `fields`. It is one of so many
+    `processes` of a program, which share the limit of bytes."""
+    handler = LimitedHandler(sys.stderr, processes)
+    handler.setFormatter(_formatter(settings, fields))
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+
+
+def show_debug_lines(settings: Log, **fields: object) -> None:
+    """If `log.level` is debug, write all lines of the library to standard error from now on, each with `fields`. A line
+    that the program's own logging takes goes there alone."""
+    if settings.level != "debug":
+        return
+    ours = logging.getLogger("omnireduce")
+    for old in [old for old in ours.handlers if isinstance(old, _Fallback)]:
+        ours.removeHandler(old)
+    handler = _Fallback(sys.stderr)
+    handler.setFormatter(_formatter(settings, fields))
+    ours.addHandler(handler)
+    ours.setLevel(logging.DEBUG)
+    ours.disabled = False  # `logging.config` disables each logger that exists before it
+
+
+def _formatter(settings: Log, fields: Mapping[str, object]) -> logging.Formatter:
+    return (JsonLines if settings.format == "json" else TextLines)(fields)
+
+
+def logs_are_json() -> bool:
+    """Whether `start_logs` was told to write JSON."""
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+def tell_left_out() -> None:
+    """Write how many lines were left out before this second, if any were. Programs call this now and then."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LimitedHandler):
+            handler.tell_left_out(time.time())
+
+
+class LimitedHandler(logging.StreamHandler[TextIO]):
+    """Writes lines within the limits above. A line of its own says how many were left out.
+
+    That line comes before the next line of a later second, whatever that one is about, or when `tell_left_out` is
+    called; but when this minute's bytes are used up, not before the next minute.
+    """
+
+    def __init__(self, stream: TextIO, processes: int = 1) -> None:
+        super().__init__(stream)
+        self._most = min(A_MINUTE, max(LEAST, TOGETHER // processes))
+        self._most_of_one = min(OF_ONE, max(2 * LINE, self._most // 4))
+        self._second = self._minute = 0
+        self._lines = Counter[str]()  # of each event in this second
+        self._bytes = Counter[str]()  # of each event in this minute
+        self._left_out = Counter[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, or count it."""
+        self._pass_time(record.created)
+        event = getattr(record, "event", "message")
+        if event not in OWN and not self._has_room(event):
+            self._left_out[event] += 1
+            return
+        try:
+            line = self.format(record) + self.terminator
+        except Exception:
+            self.handleError(record)
+            return
+        if event not in OWN:
+            self._lines[event] += 1
+            self._bytes[event] += len(line.encode(errors="replace"))
+        self._write(line, record)
+
+    def _has_room(self, event: str) -> bool:
+        """Whether there is room for one more line, however long it is."""
+        in_minute = self._bytes[event] + LINE <= self._most_of_one and self._bytes.total() + LINE <= self._most
+        return in_minute and self._lines[event] < A_SECOND
+
+    def tell_left_out(self, now: float) -> None:
+        """Say what was left out before the second of `now`."""
+        if self._left_out:
+            with self.lock or nullcontext():
+                self._pass_time(now)
+
+    def _pass_time(self, now: float) -> None:
+        if int(now) == self._second:
+            return
+        self._second = int(now)
+        self._lines.clear()
+        if int(now) // 60 != self._minute:
+            self._minute = int(now) // 60
+            self._bytes.clear()
+        if self._left_out and self._bytes.total() + LINE <= self._most:
+            counts = dict(self._left_out.most_common())
+            self._left_out.clear()
+            text = f"{sum(counts.values())} lines were too many for the log"
+            record = logging.makeLogRecord({"name": __name__, "msg": text, "created": now, "levelno": logging.WARNING})
+            record.__dict__ |= {"levelname": "WARNING", **tagged("left_out", events=counts)}
+            line = self.format(record) + self.terminator
+            self._bytes["left_out"] += len(line.encode(errors="replace"))
+            self._write(line, record)
+
+    def _write(self, line: str, record: logging.LogRecord) -> None:
+        try:
+            self.stream.write(line)
+            self.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _Fallback(LimitedHandler):
+    """Writes the lines that no handler of the root logger takes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
+            super().emit(record)
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, fields: Mapping[str, object], write: Callable[[dict[str, object]], str]) -> None:
+        super().__init__()
+        self._fields, self._write = fields, write
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", "message"),
+            "pid": record.process,
+            **self._fields,
+            **getattr(record, "fields", {}),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        fields = {key: value for key, value in line.items() if value is not None}
+        written = self._write(fields)
+        room = LINE // 2
+        while len(written.encode(errors="replace")) >= LINE:  # the end of the line counts, too
+            fields = {key: _cut(value, room) for key, value in fields.items()}
+            written, room = self._write(fields), room // 2
+        return written
+
+
+class JsonLines(_Lines):
+    """Each record as one JSON object on one line."""
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        super().__init__(fields, lambda line: json.dumps(line, default=str))
+
+
+class TextLines(_Lines):
+    """Each record as `key=value` pairs on one line; a value that is no plain word stands in quotes."""
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        super().__init__(fields, lambda line: " ".join(f"{key}={_text(value)}" for key, value in line.items()))
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if _PLAIN.match(text) else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _cut(value: object, most: int) -> object:
+    """Return a number as it is. Of any other value return a text that has no more than `most` characters of it; the
+    middle is left out."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if len(text) <= most or isinstance(value, int | float):
+        return value
+    return f"{text[: most // 2]} [...] {text[len(text) - most // 2 :]}"

@@ -1,0 +1,165 @@
+"""The shared secrets of a cluster: where they come from, and the proofs that they make.
+
+They are not part of the configuration, so a program that shows its configuration cannot show them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from omnireduce.errors import ConfigError, UsageError
+from omnireduce.support.config.schema import SECRET_VARIABLE, TEAM_CHARACTERS, Security
+from omnireduce.support.files.paths import MARK, user_path, without_waiting
+
+MIN_BYTES, MAX_BYTES = 16, 4096
+MOST_LINES = 4  # of one file; each line is a secret
+NONCE_BYTES = PROOF_BYTES = 32
+_BLOCK_BYTES = 64  # of SHA-256: HMAC hashes a key that is longer
+_PURPOSE = b"omnireduce handshake 2"
+_EXPECTED = (
+    "expected 0600, or 0440 of root and of a group that this process is in; run chmod 600, and make a new one if "
+    "somebody may have read it"
+)
+_USER, _ITS_GROUP, _GROUP = 2, 4, 8  # tags of entries in an access list
+_HOW = "for example by: (umask 077; openssl rand -hex 32 > FILE)"
+
+Role = Literal["worker", "aggregator"]
+
+
+class Secret:
+    """Bytes that only members of `team` know. It makes and checks proofs. No text of it shows the bytes.
+
+    Two secrets with the same bytes are equal, even if their teams differ.
+    """
+
+    __slots__ = ("_key", "team")
+
+    def __init__(self, key: bytes, team: str = "") -> None:
+        # HMAC would hash a long key anyhow. It is hashed here, once, so that every proof takes the same time.
+        self._key = key if len(key) <= _BLOCK_BYTES else hashlib.sha256(key).digest()
+        self.team = team
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._key, other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def proof(self, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bytes:
+        """The proof of a `role` that knows the secret, for these two nonces: HMAC-SHA256."""
+        team = self.team.encode().ljust(TEAM_CHARACTERS, b"\0") if self.team else b""
+        said = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce + team))
+        return hmac.digest(self._key, said, "sha256")
+
+    def proves(self, proof: bytes, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bool:
+        """Whether `proof` is the right one for `role`. A wrong proof takes as long as the right one."""
+        return hmac.compare_digest(proof, self.proof(role, worker_nonce, aggregator_nonce))
+
+
+def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> Secret | None:
+    """The secret that a worker proves: the first line of `security.secret_file` or of the environment's variable; None
+    when there is neither.
+
+    Raises ConfigError for a file that cannot be read or that others may read (see `read_private`), for a line that is
+    too short or too long to be a secret, for too many lines, when both places give a secret, and when a team has none.
+    """
+    secrets = load_secrets(security, environ, security.team)
+    if security.team and not secrets:
+        raise ConfigError(
+            f"security.team: got {security.team} and no secret: give security.secret_file or the variable "
+            f"{SECRET_VARIABLE}, with the secret of this team"
+        )
+    return secrets[0] if secrets else None
+
+
+def load_secrets(security: Security, environ: Mapping[str, str] = os.environ, team: str = "") -> list[Secret]:
+    """All lines of `security.secret_file` or of the variable, the newest secret first. Raises ConfigError."""
+    text = environ.get(SECRET_VARIABLE)
+    if text is not None and security.secret_file:
+        raise ConfigError(f"{SECRET_VARIABLE}: got a secret from it and one from security.secret_file, expected one")
+    if text is not None:
+        return [Secret(line, team) for line in _lines(os.fsencode(text), SECRET_VARIABLE, "secret")]
+    return read_secrets(security.secret_file, "security.secret_file", team) if security.secret_file else []
+
+
+def read_secrets(name: str | Path, key: str, team: str = "") -> list[Secret]:
+    """The secrets of a team in a file, one a line. Raises ConfigError, which names `key` or the file."""
+    return [Secret(line, team) for line in read_lines(name, key, "secret")]
+
+
+def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
+    """The lines of a private file, 1 to MOST_LINES, without the white space around each. An error calls such a line a
+    `what`. Raises ConfigError, which names `key` or the file."""
+    return _lines(read_private(name, key, most_bytes=MOST_LINES * (MAX_BYTES + 2)), str(name), what)
+
+
+def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_secret: bool = True) -> bytes:
+    """The first `most_bytes` bytes of a private file, and one more byte if the file is longer.
+
+    A file is private if only its owner may read it, or if root lets a group of this process read it. What is no secret
+    may be read by all, but only its owner may write to it. Raises ConfigError, which names `key`.
+    """
+    try:
+        with open(user_path(name), "rb", opener=without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{key}: {name} is no regular file")
+            mode = f"{key}: {name}: mode {stat.S_IMODE(status.st_mode):04o}"
+            if not is_secret and status.st_mode & 0o022:
+                raise ConfigError(f"{mode} lets others than its owner change it, expected 0644 or less; run chmod 644")
+            if is_secret and status.st_mode & 0o077:
+                _check_readers(file.fileno(), status, mode)
+            return file.read(most_bytes + 1)
+    except (OSError, UsageError) as error:
+        raise ConfigError(f"{key}: {name} cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _check_readers(file: int, found: os.stat_result, what: str) -> None:
+    """Accept a file of root's that a group of this process may read: Kubernetes mounts a secret so. Accept one that an
+    access list lets only this process's user read: systemd hands one on so. Raises ConfigError for all others."""
+    if found.st_mode & 0o037:
+        raise ConfigError(f"{what} lets others than its owner at it, {_EXPECTED}")
+    if found.st_uid != 0:  # the group of a user's file may well be that of all users
+        raise ConfigError(f"{what} lets a group read it, but it belongs to user {found.st_uid}, {_EXPECTED}")
+    users, groups = _listed_readers(file, found.st_gid)
+    if strangers := groups - {os.getegid(), *os.getgroups()}:
+        raise ConfigError(
+            f"{what} lets group {min(strangers)} read it, to which this process does not belong, {_EXPECTED}"
+        )
+    if strangers := users - {0, os.geteuid()}:
+        raise ConfigError(f"{what} has an access list that lets user {min(strangers)} read it, {_EXPECTED}")
+
+
+def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
+    """The users and groups, beside the owner, that may read a file whose mode has the read bit of the group.
+
+    Where there is an access list, this bit is only the most that the list may allow: see acl(5).
+    """
+    try:
+        entries = struct.iter_unpack("<HHI", os.getxattr(file, "system.posix_acl_access")[4:])  # after its version
+    except OSError:
+        return set(), {group}
+    readers = [(tag, group if tag == _ITS_GROUP else number) for tag, allowed, number in entries if allowed]
+    users = {number for tag, number in readers if tag == _USER}
+    return users, {number for tag, number in readers if tag in (_ITS_GROUP, _GROUP)}
+
+
+def _lines(data: bytes, source: str, what: str) -> list[bytes]:
+    lines = [line.strip() for line in data.removeprefix(MARK).splitlines() if line.strip()] or [b""]
+    if len(lines) > MOST_LINES:
+        raise ConfigError(f"{source}: got {len(lines)} lines or more, expected 1 to {MOST_LINES}, each a {what}")
+    for line in lines:
+        if not MIN_BYTES <= len(line) <= MAX_BYTES:
+            got = f"a {what} of {len(line)} bytes" + (" on one of its lines" if len(lines) > 1 else "")
+            raise ConfigError(f"{source}: got {got}, expected {MIN_BYTES} to {MAX_BYTES}, made {_HOW}")
+    return lines
