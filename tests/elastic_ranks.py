@@ -12,15 +12,15 @@ class Ranks:
     """Processes of one elastic job: a Python program."""
 
     def __init__(
-        self, daemon: Daemon, stack: ExitStack, size: int, smallest: int, *command: str, **environ: str
+        self, daemon: Daemon, stack: ExitStack, size: int, min_ranks: int, *command: str, **environ: str
     ) -> None:
         self._stack, self._command = stack, command
         self._environ = {
             "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses),
             "OMNIREDUCE_CLUSTER_JOB": unique_job("elastic"),
             "OMNIREDUCE_ELASTIC_ENABLED": "true",
-            "OMNIREDUCE_ELASTIC_SMALLEST": str(smallest),
-            "OMNIREDUCE_ELASTIC_SETTLE_S": "0.5",
+            "OMNIREDUCE_ELASTIC_MIN_RANKS": str(min_ranks),
+            "OMNIREDUCE_ELASTIC_LAST_CALL_S": "0.5",
             "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": str(4 * WAIT_S),
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",

@@ -36,7 +36,7 @@ WAIT_S = 30.0 * (1 + SLOWNESS)  # longer than anything here takes on a busy mach
 BUSY = re.compile(
     r"event=(waiting|waiting_for_ranks|compiling) |\bwaiting for .* since \d|compiling kernels|^bench: case "
 )
-SETTLE = f"elastic.settle_s={0.5 * SLOWNESS:g}"  # ranks that re-form come within this time, also on a busy machine
+SETTLE = f"elastic.last_call_s={0.5 * SLOWNESS:g}"  # ranks that re-form come within this time, also on a busy machine
 READY_S = 2 * WAIT_S  # the first start on a machine compiles the kernels
 WHOLE_BYTES = 0  # `protocol.whole_bytes` in tests
 CLOSED = "closed"

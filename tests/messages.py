@@ -38,7 +38,7 @@ WORKER_NONCE, AGGREGATOR_NONCE = b"w" * 32, b"a" * 32
 ENDPOINT = Endpoint("fe80:0000:0000:0000:0000:0000:0000:0001", 0, 17, 99, 7, 2**40, 4096)
 HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, SLOTS, SLOT_BYTES, "host", 7, 64)
 REFUSES = msgspec.structs.replace(HELLO, job="job+group.1", parent_rank=0, refuses="because")
-ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, smallest=1, survived=3, ticket=bytes(32))
+ELASTIC = msgspec.structs.replace(HELLO, rank=5, world_size=3, min_ranks=1, survived=3, ticket=bytes(32))
 GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE)
 TEAM_GREETING = Greeting(PROTOCOL_VERSION, WORKER_NONCE, TEAM_SECRET.team)
 CAUSE = Cause("rank 1 (host h, pid 7)", "died", timeout=True)

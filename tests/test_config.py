@@ -300,14 +300,14 @@ def test_one_job_may_have_no_more_memory_than_all() -> None:
 
 
 def test_a_job_settles_before_the_time_to_join_is_over() -> None:
-    late = "elastic.settle_s=60", "cluster.join_timeout_s=60"
-    assert load_config(overrides=late).elastic.settle_s == 60  # what is not elastic does not settle
+    late = "elastic.last_call_s=60", "cluster.join_timeout_s=60"
+    assert load_config(overrides=late).elastic.last_call_s == 60  # what is not elastic does not settle
     text = message(None, "elastic.enabled=true", *late)
-    expected = "more than 60 because that is elastic.settle_s"
+    expected = "more than 60 because that is elastic.last_call_s"
     assert text == f"--set: cluster.join_timeout_s: got 60.0, expected {expected}"
     text = message(None, *late, "elastic.enabled=true")
-    assert text.endswith("expected false because elastic.settle_s is 60, not less than cluster.join_timeout_s")
-    text = message(None, "elastic.enabled=true", "cluster.join_timeout_s=3", "elastic.settle_s=3")
+    assert text.endswith("expected false because elastic.last_call_s is 60, not less than cluster.join_timeout_s")
+    text = message(None, "elastic.enabled=true", "cluster.join_timeout_s=3", "elastic.last_call_s=3")
     assert text.endswith("expected less than 3 because that is cluster.join_timeout_s")
 
 

@@ -101,8 +101,8 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
     First all ranks get the same state. When a rank fails, the job is formed anew and `train` is called again from the
     last commit; when workers wait to join, from where it is. The job needs `elastic.enabled`.
 
-    Raises what `train` and `Communicator.reform` raise, among that RefusedError when fewer than `elastic.smallest` have
-    come after `cluster.join_timeout_s`.
+    Raises what `train` and `Communicator.reform` raise, among that RefusedError when fewer than `elastic.min_ranks`
+    have come after `cluster.join_timeout_s`.
     """
 
     @functools.wraps(train)

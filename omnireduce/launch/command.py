@@ -113,7 +113,7 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
     start_logs(wanted.config.log)
     from omnireduce.launch.launch import STARTED_BY_US, launch
 
-    if wanted.smallest:
+    if wanted.min_ranks:
         from omnireduce.launch.elastic_job import launch_elastic
 
         sys.exit(launch_elastic(wanted))
@@ -156,14 +156,14 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0)
     """What the command line asks for: see `read_words`. Raises ConfigError."""
     hosts = _hosts(asked)
     environ = os.environ | variables_of(asked) | _passed(asked["passed"])
-    smallest, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts) or ranks)
+    min_ranks, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts) or ranks)
     if not ranks:
         raise ConfigError("-np: how many ranks? Expected a number, as in -np 4, or hosts, as in -H node1:4,node2:4")
     overrides = [*asked["overrides"], *(["transport.kind=tcp"] if asked["tcp"] else [])]
     if asked["verbose"]:
         overrides.append("log.level=debug")
-    if smallest:
-        overrides += ["elastic.enabled=true", f"elastic.smallest={smallest}"]
+    if min_ranks:
+        overrides += ["elastic.enabled=true", f"elastic.min_ranks={min_ranks}"]
     config = load_config(asked["config_file"], overrides=overrides, environ=environ)
     environ |= dict(_variable(override) for override in overrides)
     if asked["config_file"] is not None:
@@ -184,7 +184,7 @@ def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0)
         timestamps=asked["prefix_output_with_timestamp"],
         verbose=asked["verbose"],
         mpi_args=shlex.split(asked["mpi_args"]),
-        smallest=smallest,
+        min_ranks=min_ranks,
         discovery_script=_script(asked["host_discovery_script"] or ""),
         slots_per_host=asked["slots_per_host"] or 1,
         reset_limit=asked["reset_limit"],

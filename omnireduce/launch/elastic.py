@@ -58,14 +58,14 @@ def ranks_of_elastic(asked: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     if asked["output_filename"]:
         raise ConfigError("--output-filename: ranks of an elastic job come and go; redirect the output instead")
     most = asked["max_np"] or asked["np"] or ranks or asked["min_np"] or 0
-    smallest = asked["min_np"] or asked["np"] or 1
+    min_ranks = asked["min_np"] or asked["np"] or 1
     if not most:
         raise ConfigError("--host-discovery-script: how many ranks? Expected -np, --min-np or --max-np")
-    if not smallest <= (asked["np"] or most) <= most:
+    if not min_ranks <= (asked["np"] or most) <= most:
         raise ConfigError(
-            f"--min-np {smallest}, -np {asked['np'] or most}, --max-np {most}: expected numbers that do not fall"
+            f"--min-np {min_ranks}, -np {asked['np'] or most}, --max-np {most}: expected numbers that do not fall"
         )
-    return smallest, most
+    return min_ranks, most
 
 
 def cooldown(given: tuple[float, float] | None) -> tuple[float, float]:

@@ -193,8 +193,8 @@ class ElasticJob(Job):
         if self.signal:
             raise InterruptedLaunchError
         self.size = min(asked.ranks, self._room())
-        if self.size < asked.smallest:
-            raise ConfigError(f"--min-np {asked.smallest}: the hosts have {self._room()} slots: give more")
+        if self.size < asked.min_ranks:
+            raise ConfigError(f"--min-np {asked.min_ranks}: the hosts have {self._room()} slots: give more")
         slots = place(list(self.hosts.values()), self.size)
         names = list(dict.fromkeys(slot.host for slot in slots))
         self._plan = Plan(asked, names, is_wide=self._discovery is not None)
@@ -209,15 +209,15 @@ class ElasticJob(Job):
 
     def _await_room(self, discovery: Discovery) -> None:
         deadline, reminders = time.monotonic() + self._asked.elastic_timeout_s, Reminders(time.monotonic())
-        while not (self.signal or self._room() >= self._asked.smallest):
+        while not (self.signal or self._room() >= self._asked.min_ranks):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return
             discovery.look(self)
             if waited_s := reminders.due(time.monotonic()):
-                what = f"waiting for --min-np {self._asked.smallest} slots since {waited_s:.0f} s"
+                what = f"waiting for --min-np {self._asked.min_ranks} slots since {waited_s:.0f} s"
                 log.warning("%s: there are %d", what, self._room(), extra=tagged("waiting_for_hosts"))
-            self.wait_for(lambda: bool(self.signal) or self._room() >= self._asked.smallest, min(TURN_S, left_s))
+            self.wait_for(lambda: bool(self.signal) or self._room() >= self._asked.min_ranks, min(TURN_S, left_s))
 
     def run(self) -> int:
         """Wait for the end of the job; the exit status."""
@@ -364,7 +364,7 @@ class ElasticJob(Job):
     def _count(self, now: float) -> None:
         """End the job when nobody is left who knows its state, or when there were too few for too long."""
         alive = self._alive()
-        if alive >= self._asked.smallest:
+        if alive >= self._asked.min_ranks:
             self._too_few_since = None
             return
         if self._too_few_since is None:
@@ -372,10 +372,10 @@ class ElasticJob(Job):
         limit_s = self._asked.elastic_timeout_s
         if alive and now - self._too_few_since < limit_s:
             if waited_s := self._reminders.due(now):
-                what = f"waiting for hosts with room for --min-np {self._asked.smallest} ranks since {waited_s:.0f} s"
+                what = f"waiting for hosts with room for --min-np {self._asked.min_ranks} ranks since {waited_s:.0f} s"
                 log.warning("%s: there are %d ranks", what, alive, extra=tagged("waiting_for_hosts", ranks=alive))
             return
-        why = "no rank is left" if not alive else f"fewer than --min-np {self._asked.smallest} ranks for {limit_s:g} s"
+        why = "no rank is left" if not alive else f"fewer than --min-np {self._asked.min_ranks} ranks for {limit_s:g} s"
         log.error("%s; the job ends", why, extra=tagged("too_few_ranks", ranks=alive))
         self._missing.clear()
         self.end_ranks()

@@ -59,7 +59,7 @@ def read_keywords(given: Mapping[str, Any]) -> LaunchRequest:
         raise UsageError(error.format_message()) from None
     if asked.launcher not in STARTED_BY_US:
         raise UsageError(f"launcher {asked.launcher}: omnireduce.run starts ranks itself; expected local or ssh")
-    if asked.smallest:
+    if asked.min_ranks:
         raise UsageError("min_np: ranks of a function do not come and go; start a program by omnireduce run --min-np")
     return asked
 

@@ -68,7 +68,7 @@ class LaunchRequest:
     verbose: bool = False
     mpi_args: Sequence[str] = ()
     given: bytes = b""  # to each rank's standard input, for a call of a function
-    smallest: int = 0  # elastic when it is more than 0
+    min_ranks: int = 0  # elastic when it is more than 0
     discovery_script: str = ""
     slots_per_host: int = 1
     reset_limit: int | None = None
@@ -81,9 +81,9 @@ def shards_to_start(asked: LaunchRequest, hosts: int) -> int:
     flag overrides. Raises ConfigError for what does not fit together."""
     configured, wanted = bool(asked.config.cluster.aggregators), asked.aggregators
     if wanted is None:
-        return 0 if configured or (hosts == 1 and not asked.smallest) else 1
+        return 0 if configured or (hosts == 1 and not asked.min_ranks) else 1
     if wanted == EMBEDDED:
-        if hosts > 1 or asked.smallest:
+        if hosts > 1 or asked.min_ranks:
             why = f"the ranks are on {hosts} hosts" if hosts > 1 else "an elastic job wants one that outlives rank 0"
             raise ConfigError(f"--aggregators embedded: {why}; give a number, or leave it out")
         return 0

@@ -244,7 +244,7 @@ def test_an_elastic_job_that_was_ended_is_not_formed_anew(daemon: Daemon) -> Non
     """If it is before the first shard hears of it, the new formation is ended, too. If its ranks have left the first
     shard, and are not back, when that one hears of it, they are refused."""
     job = unique_job("ended")
-    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.settle_s=0.1")
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.last_call_s=0.1")
     with Communicator(config, rank=0, size=1, job=job) as comm:
         comm.allreduce(np.ones(9))
         assert tell(daemon, "end", shard=1, job=job) == 1
@@ -263,7 +263,7 @@ def test_an_elastic_job_goes_on_after_the_daemon_was_replaced() -> None:
     """Neither a drain nor its end costs it anything: it waits for the next daemon."""
     address = free_address()
     with Daemon(1, "aggregator.drain_s=0.1", listen=address) as daemon:
-        config = configured([address], "elastic.enabled=true", "elastic.settle_s=0.1")
+        config = configured([address], "elastic.enabled=true", "elastic.last_call_s=0.1")
         with Communicator(config, rank=0, size=1, job=unique_job("elastic")) as comm:
             assert tell(daemon, "drain") == 1
             comm.allreduce(np.ones(9))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from local_cluster import Daemon, Process, eventually, unique_job
 
-SMALL = ("train.steps=60", "train.max_files=40", "train.vocabulary=500", "train.dim=16", "elastic.settle_s=0.5")
+SMALL = ("train.steps=60", "train.max_files=40", "train.vocabulary=500", "train.dim=16", "elastic.last_call_s=0.5")
 REPORT = re.compile(r"train: step (\d+) of 60, held-out loss (\d+\.\d+)")
 
 

@@ -76,7 +76,7 @@ def test_torchrun_without_an_id(daemon: Daemon) -> None:
         (("cluster.job=named",), None, RefusedError),
         (("cluster.launch=x",), None, RefusedError),
         (("cluster.launch=",), None, RefusedError),  # no other launch can be there
-        (("elastic.enabled=true", "elastic.settle_s=0.1"), None, ConfigError),
+        (("elastic.enabled=true", "elastic.last_call_s=0.1"), None, ConfigError),
     ],
 )
 def test_workers_that_nothing_tells_from_those_of_another_launch_are_refused(

@@ -296,7 +296,7 @@ def test_an_upstream_that_is_no_address_is_refused(upstream: str) -> None:
 
 
 def test_an_elastic_job_goes_on_behind_relays() -> None:
-    elastic = ("elastic.enabled=true", "elastic.smallest=2", "elastic.settle_s=0.3", *SOLO)
+    elastic = ("elastic.enabled=true", "elastic.min_ranks=2", "elastic.last_call_s=0.3", *SOLO)
     with two_relays() as (_, left, right):
         configs = [configured(each.addresses, *elastic) for each in (left, left, right)]
 

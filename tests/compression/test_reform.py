@@ -20,7 +20,12 @@ SIZE, RANKS, FAILS = 5000, 3, 1
 
 @pytest.fixture(params=WAYS)
 def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
-    settings = ("elastic.enabled=true", "elastic.smallest=2", "elastic.settle_s=0.3", "security.allow_no_secret=true")
+    settings = (
+        "elastic.enabled=true",
+        "elastic.min_ranks=2",
+        "elastic.last_call_s=0.3",
+        "security.allow_no_secret=true",
+    )
     return configured(daemon.addresses, *settings, *over(request.param))
 
 

@@ -168,11 +168,11 @@ def hello_is_proper(hello: Hello) -> bool:
         and (len(hello.relay) > 0) == (len(hello.relays) > 0)
         and 1 <= hello.world_size <= MAX_RANKS
         and hello.rank >= 0
-        and (hello.rank < hello.world_size or hello.smallest > 0)
-        and 0 <= hello.smallest <= hello.world_size
-        and 0 <= hello.settle_s <= 3600
+        and (hello.rank < hello.world_size or hello.min_ranks > 0)
+        and 0 <= hello.min_ranks <= hello.world_size
+        and 0 <= hello.last_call_s <= 3600
         and hello.formation >= 0
-        and (hello.smallest == 0 or hello.shard == 0)
+        and (hello.min_ranks == 0 or hello.shard == 0)
         and (hello.formation == 0 or hello.shard > 0)
         and 0 <= hello.shard < hello.shards <= 4096
         and 2 <= hello.slots <= 64

@@ -245,7 +245,7 @@ def test_a_value_of_a_yaml_file_is_checked(tmp_path: Path) -> None:
     [
         (1, {}, 0),
         (2, {}, 1),
-        (1, {"smallest": 1}, 1),
+        (1, {"min_ranks": 1}, 1),
         (1, {"aggregators": "3"}, 3),
         (1, {"aggregators": "embedded"}, 0),
         (2, {"configured": True}, 0),

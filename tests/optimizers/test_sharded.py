@@ -248,7 +248,7 @@ def test_a_job_that_was_formed_anew_goes_on_from_the_last_commit(daemon: Daemon)
         optimizer.close()
         return expected, own
 
-    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.smallest=3", "elastic.settle_s=0.1")
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.min_ranks=3", "elastic.last_call_s=0.1")
     for expected, own in run_job(config, 3, run):
         assert same(expected, own)
 
@@ -274,7 +274,7 @@ def test_optimizers_without_names_live_side_by_side(daemon: Daemon) -> None:
             each.close()
         return weights
 
-    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.smallest=2", "elastic.settle_s=0.1")
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.min_ranks=2", "elastic.last_call_s=0.1")
     for weights in run_job(config, 2, run):
         assert [set(each.tolist()) for each in weights] == [{-3.0}, {-6.0}, {-7.0}]
 
@@ -303,7 +303,7 @@ def test_a_training_outlives_a_shard(stack: ExitStack) -> None:
         optimizer.close()
         return comm.generation, weights
 
-    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.smallest=2", "elastic.settle_s=0.1")
+    config = configured(daemon.addresses, "elastic.enabled=true", "elastic.min_ranks=2", "elastic.last_call_s=0.1")
     weight = momentum = 0.0
     for _ in range(8):
         momentum = momentum / 2 + 1

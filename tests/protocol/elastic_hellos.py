@@ -16,11 +16,11 @@ OF_TWO_PAIRS = 2 * (2 + 1) * 4 * 65536  # bytes of slots of two jobs of two rank
 WHY = "had not left when the others had waited long enough to form the job anew"
 
 
-def hello(rank: int, *, smallest: int = 1, largest: int = 3, survived: int = 0, **changes: Any) -> Hello:
+def hello(rank: int, *, min_ranks: int = 1, max_ranks: int = 3, survived: int = 0, **changes: Any) -> Hello:
     """With `survived`, the ticket of that formation."""
-    fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": largest}
+    fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": max_ranks}
     fields |= {"shard": 0, "shards": 1, "slots": 4, "slot_bytes": 65536, "host": "h", "pid": 100 + rank}
-    fields |= {"stripe_blocks": 64, "smallest": smallest, "settle_s": SETTLE_S, "survived": survived}
+    fields |= {"stripe_blocks": 64, "min_ranks": min_ranks, "last_call_s": SETTLE_S, "survived": survived}
     said = Hello(**(fields | changes))
     return replace(said, ticket=ticket(b"", said, survived)) if survived and "ticket" not in changes else said
 
@@ -45,6 +45,6 @@ def places(admit: Admit) -> list[tuple[object, int, int]]:
 
 
 def running(membership: Membership, *ranks: int) -> Admit:
-    (admit,) = come(membership, *ranks, largest=len(ranks))
+    (admit,) = come(membership, *ranks, max_ranks=len(ranks))
     assert isinstance(admit, Admit)
     return admit

@@ -52,7 +52,7 @@ def test_a_team_takes_no_more_than_its_terms_allow() -> None:
 def test_a_job_is_of_one_team(team: str, survivor: bool) -> None:
     """Whoever has another secret is told nothing about who is there, disturbs nobody and is not spoken of to them."""
     membership = Membership(LIMITS)
-    elastic = {"smallest": 1, "settle_s": 5.0} if survivor else {}
+    elastic = {"min_ranks": 1, "last_call_s": 5.0} if survivor else {}
     survives = {"survived": 7} if survivor else {}
     membership_of = {"job": "shared", **elastic}
     list(membership.hello(1, hello(0, team="one", **membership_of), 0.0))

@@ -54,7 +54,7 @@ def test_who_comes_or_goes_starts_the_wait_anew() -> None:
 
 def test_fewer_than_the_smallest_are_refused_in_the_end() -> None:
     membership = Membership(LIMITS)
-    come(membership, 0, smallest=2, survivor=True)
+    come(membership, 0, min_ranks=2, survivor=True)
     assert list(membership.expire(29.0)) == []
     (answer,) = membership.expire(30.0)
     assert isinstance(answer, Answer)
@@ -121,12 +121,12 @@ def test_newcomers_that_come_and_go_make_no_news_for_the_others() -> None:
 def test_a_job_without_a_free_place_hears_of_nobody_and_keeps_its_workers() -> None:
     membership = Membership(LIMITS)
     old = running(membership, 1, 2)
-    come(membership, 0, 5, largest=2)
+    come(membership, 0, 5, max_ranks=2)
     assert {type(each) for each in membership.expire(1.0)} == {Answer}
-    assert "2 workers wait to join job 'job' already" in come(membership, 6, largest=2)[0].message.reason
+    assert "2 workers wait to join job 'job' already" in come(membership, 6, max_ranks=2)[0].message.reason
     membership.finished(old.generation, 2.0)
-    assert isinstance(come(membership, 2, largest=2, survivor=True, now=2.0)[0], Answer)
-    (admit,) = come(membership, 1, largest=2, survivor=True, now=4.0)
+    assert isinstance(come(membership, 2, max_ranks=2, survivor=True, now=2.0)[0], Answer)
+    (admit,) = come(membership, 1, max_ranks=2, survivor=True, now=4.0)
     assert places(admit) == [(1, 0, 2), (2, 1, 2)]
 
 
@@ -158,15 +158,15 @@ def test_who_stays_in_the_old_generation_is_not_waited_for() -> None:
     assert places(admit) == [(0, 0, 2), (1, 1, 2)]
 
 
-def shrunk(membership: Membership, largest: int) -> tuple[Admit, list[Any]]:
-    """All of eight ranks that run want to go on with `largest`, now; their job, and the other effects."""
+def shrunk(membership: Membership, max_ranks: int) -> tuple[Admit, list[Any]]:
+    """All of eight ranks that run want to go on with `max_ranks`, now; their job, and the other effects."""
     old, effects = running(membership, *range(8)), list[MembershipEffect]()
     for rank in range(8):
-        effects += come(membership, rank, survivor=True, largest=largest)
+        effects += come(membership, rank, survivor=True, max_ranks=max_ranks)
     membership.finished(old.generation, 0.0)
     effects += membership.expire(SETTLE_S)
     (admit,) = (each for each in effects if isinstance(each, Admit))
-    assert places(admit) == [(rank, rank, largest) for rank in range(largest)]
+    assert places(admit) == [(rank, rank, max_ranks) for rank in range(max_ranks)]
     return admit, [each for each in effects if each is not admit]
 
 
@@ -176,7 +176,7 @@ def test_survivors_who_find_no_place_are_newcomers_to_the_others() -> None:
     new, _ = shrunk(membership, 4)
     assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
     for rank in range(4):
-        come(membership, rank + 10, survivor=True, largest=4, now=1000.0)
+        come(membership, rank + 10, survivor=True, max_ranks=4, now=1000.0)
     membership.finished(new.generation, 1000.0)
     (admit,) = (each for each in membership.expire(1000.0 + SETTLE_S) if isinstance(each, Admit))
     assert admit.keys == [10, 11, 12, 13]  # of those who wait, the members go first
@@ -189,24 +189,24 @@ def test_survivors_who_find_no_place_to_wait_may_come_again() -> None:
     assert refused.keys() == {6, 7}
     assert "6 workers wait to join job 'job' already" in refused[7].reason
     assert all(each.temporary for each in refused.values())
-    (answer,) = come(membership, 7, survived=1, largest=3, now=6.0)
+    (answer,) = come(membership, 7, survived=1, max_ranks=3, now=6.0)
     assert answer.message.temporary  # like those who wait, until it has no time left
-    (answer,) = come(membership, 8, largest=3, now=6.0)
+    (answer,) = come(membership, 8, max_ranks=3, now=6.0)
     assert not answer.message.temporary
 
 
-@pytest.mark.parametrize("wrong", [{"smallest": 2}, {"largest": 4}, {"settle_s": 9.0}, {"rank": 0}])
+@pytest.mark.parametrize("wrong", [{"min_ranks": 2}, {"max_ranks": 4}, {"last_call_s": 9.0}, {"rank": 0}])
 def test_a_newcomer_that_disagrees_with_a_survivor_is_the_one_to_go(wrong: dict[str, Any]) -> None:
     membership = Membership(LIMITS)
     old = running(membership, 0, 1)
     rank = wrong.pop("rank", 7)
-    list(membership.hello("newcomer", hello(rank, **({"largest": 2} | wrong)), 1.0))
+    list(membership.hello("newcomer", hello(rank, **({"max_ranks": 2} | wrong)), 1.0))
     membership.finished(old.generation, 2.0)
-    refused, waits = come(membership, 0, now=2.0, largest=2, survivor=True)
+    refused, waits = come(membership, 0, now=2.0, max_ranks=2, survivor=True)
     assert refused.key == "newcomer"
     assert isinstance(refused.message, Refused)
     assert waits == Answer(0, Pending([1], 1))
-    (admit,) = come(membership, 1, now=2.0, largest=2, survivor=True)
+    (admit,) = come(membership, 1, now=2.0, max_ranks=2, survivor=True)
     assert places(admit) == [(0, 0, 2), (1, 1, 2)]
 
 
@@ -219,7 +219,7 @@ def test_a_newcomer_with_other_slots_is_refused_at_once() -> None:
 def test_an_elastic_job_has_no_more_room_than_others() -> None:
     """But for its last generation, which leaves."""
     membership = Membership(Limits(1, 40, 1 << 26, 30.0, max_ranks=1))
-    there = {"shard": 1, "shards": 2, "smallest": 0, "largest": 1}
+    there = {"shard": 1, "shards": 2, "min_ranks": 0, "max_ranks": 1}
     answers = [next(membership.hello(number, hello(0, formation=number, **there), 0.0)) for number in range(1, 9)]
     assert isinstance(answers[0], Admit)
     assert answers[1] == Answer(2, Pending([], 0))  # it waits for the memory of the first
@@ -235,7 +235,7 @@ def test_an_elastic_job_has_no_more_room_than_others() -> None:
 
 def test_a_job_whose_memory_is_not_given_back_is_refused_in_the_end() -> None:
     membership = Membership(Limits(1, 40, 1 << 26, 30.0, max_ranks=1))
-    there = {"shard": 1, "shards": 2, "smallest": 0, "largest": 1}
+    there = {"shard": 1, "shards": 2, "min_ranks": 0, "max_ranks": 1}
     come(membership, 0, formation=1, **there)
     next(membership.hello("next", hello(0, formation=2, **there), 0.0))
     (answer,) = membership.expire(30.0)
@@ -264,9 +264,9 @@ def test_a_formation_starts_as_soon_as_there_is_room(max_jobs: int, events: list
     waiting, running, over = list[object](), list[int](), list[int]()
     for what, job, number in events:
         if what == "h":
-            there = {"shard": 1, "shards": 2, "smallest": 0, "formation": 1 + number % 3, "job": job}
+            there = {"shard": 1, "shards": 2, "min_ranks": 0, "formation": 1 + number % 3, "job": job}
             waiting.append(object())
-            said = hello(0, largest=1 + number % 2, **there)
+            said = hello(0, max_ranks=1 + number % 2, **there)
             running += admitted(membership.hello(waiting[-1], said, 0.0), waiting)
         elif what == "g" and waiting:
             membership.gone(waiting.pop(number % len(waiting)), 0.0)
@@ -293,7 +293,7 @@ def test_a_random_life(data: st.DataObject) -> None:
         effects: list[MembershipEffect] = []
         if what == "comes":
             rank = data.draw(st.integers(0, 5))
-            message = hello(rank, smallest=2, survived=last(membership) if rank in survivors else 0)
+            message = hello(rank, min_ranks=2, survived=last(membership) if rank in survivors else 0)
             waiting[key] = message
             effects = list(membership.hello(key, message, now))
         elif what == "goes" and waiting:

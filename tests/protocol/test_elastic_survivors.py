@@ -21,7 +21,7 @@ def test_who_was_not_in_the_job_ends_nothing(survived: int, ticket_says: bytes) 
     """It waits as a newcomer does, and the job is well."""
     membership = Membership(LIMITS, key=b"of this daemon")
     old = running(membership, 0, 1)
-    (answer,) = membership.hello("stranger", hello(2, largest=2, survived=survived, ticket=ticket_says), 1.0)
+    (answer,) = membership.hello("stranger", hello(2, max_ranks=2, survived=survived, ticket=ticket_says), 1.0)
     assert answer == Answer("stranger", Pending([0, 1], 2))
     assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
     assert membership._running.keys() == {old.generation}
@@ -41,9 +41,9 @@ def test_who_was_left_behind_earlier_is_a_newcomer_to_those_who_went_on() -> Non
 @pytest.mark.parametrize("other", [{"team": "other"}, {"job": "other"}, {"launch": "other"}])
 def test_a_ticket_is_for_one_team_job_and_launch(other: dict[str, Any]) -> None:
     membership = Membership(LIMITS)
-    (there,) = come(membership, 0, 1, largest=2, **other)
+    (there,) = come(membership, 0, 1, max_ranks=2, **other)
     assert isinstance(there, Admit)
-    mine = hello(2, largest=2, survived=there.hellos[0].formation)
+    mine = hello(2, max_ranks=2, survived=there.hellos[0].formation)
     (answer,) = membership.hello("foreign", replace(mine, **other), 1.0)
     assert isinstance(answer.message, Pending)
     assert not any(isinstance(each, Replace) for each in membership.expire(1000.0))
@@ -74,10 +74,10 @@ def test_a_shard_that_takes_the_place_of_another_knows_its_survivors() -> None:
 def test_who_only_claims_to_survive_keeps_nobody_waiting() -> None:
     """And is no more than a newcomer once a survivor is here."""
     membership = Membership(LIMITS)
-    claims: dict[str, Any] = {"ticket": b"", "survived": 7, "largest": 9}
+    claims: dict[str, Any] = {"ticket": b"", "survived": 7, "max_ranks": 9}
     list(membership.hello("claims", hello(2, **claims), 0.0))
-    come(membership, 0, now=0.5, survivor=True, largest=9)
-    come(membership, 1, now=1.0, survivor=True, largest=9)
+    come(membership, 0, now=0.5, survivor=True, max_ranks=9)
+    come(membership, 1, now=1.0, survivor=True, max_ranks=9)
     for number in range(5):
         list(membership.hello(("false", number), hello(10 + number, **claims), 1.5 + number))
         membership.gone(("false", number), 1.6 + number)
@@ -99,7 +99,7 @@ def test_claims_and_tickets_do_not_pass_the_size_of_a_job() -> None:
         assert len(membership._pending_jobs) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"version": 99}, {"world_size": 41}, {"slots": 1}, {"settle_s": 31.0}])
+@pytest.mark.parametrize("wrong", [{"version": 99}, {"world_size": 41}, {"slots": 1}, {"last_call_s": 31.0}])
 def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> None:
     membership = Membership(LIMITS)
     come(membership, 0, 1)
@@ -113,31 +113,31 @@ def test_a_survivor_that_disagrees_with_another_one_puts_nobody_out() -> None:
     membership = Membership(LIMITS)
     come(membership, 0, survivor=True)
     come(membership, 1)
-    (answer,) = membership.hello("unfit", hello(1, survived=1, settle_s=9.0), 0.0)
+    (answer,) = membership.hello("unfit", hello(1, survived=1, last_call_s=9.0), 0.0)
     assert answer.key == "unfit"
-    assert "settle_s 9.0 differs from 5.0 of rank 0" in answer.message.reason
+    assert "last_call_s 9.0 differs from 5.0 of rank 0" in answer.message.reason
     assert not answer.message.temporary
 
 
 def test_a_survivor_for_whom_there_is_no_room_puts_nobody_out() -> None:
     membership, terms = Membership(LIMITS), Terms(max_ranks=5)
     come(membership, 1)
-    (answer,) = membership.hello("unfit", hello(1, survived=1, largest=6), 0.0, terms)
+    (answer,) = membership.hello("unfit", hello(1, survived=1, max_ranks=6), 0.0, terms)
     assert answer.key == "unfit"
     assert answer.message.temporary
-    refused, waits = membership.hello("fits", hello(1, survived=1, largest=5), 0.0, terms)  # in the newcomer's room
+    refused, waits = membership.hello("fits", hello(1, survived=1, max_ranks=5), 0.0, terms)  # in the newcomer's room
     assert (refused.key, waits) == (1, Answer("fits", Pending([0, 2, 3, 4], 4)))
 
 
 def test_who_makes_way_for_a_survivor_and_says_that_it_was_in_the_job_may_come_again() -> None:
     membership = Membership(LIMITS, key=b"new")
-    list(membership.hello("claims", hello(0, survived=7, largest=4), 0.0))
+    list(membership.hello("claims", hello(0, survived=7, max_ranks=4), 0.0))
     survivor = hello(0, survived=1)
     survivor = replace(survivor, ticket=ticket(b"new", survivor, 1))
     refused, waits = membership.hello("survivor", survivor, 0.0)
     assert (refused.key, waits.key) == ("claims", "survivor")
     assert refused.message.temporary
-    (again,) = membership.hello("claims", hello(1, survived=7, largest=4), 1.0)
+    (again,) = membership.hello("claims", hello(1, survived=7, max_ranks=4), 1.0)
     assert "world_size 4 differs from 3" in again.message.reason
     assert not again.message.temporary  # now it is known to be none
 
@@ -147,38 +147,38 @@ def test_no_number_of_a_hello_makes_work(elastic: bool) -> None:
     """Each is bounded before anything is made of it: this would take minutes, or all memory, else."""
     membership = Membership(LIMITS)
     come(membership, 0, 1)
-    largest = (1 << 31) - 1
-    said = hello(1, largest=largest, survived=1 if elastic else 0, smallest=int(elastic))
+    max_ranks = (1 << 31) - 1
+    said = hello(1, max_ranks=max_ranks, survived=1 if elastic else 0, min_ranks=int(elastic))
     (answer,) = membership.hello("huge", said, 0.0)
     assert "aggregator.max_world_size is 40" in answer.message.reason
 
 
 def test_other_shards_gather_by_formation() -> None:
     membership = Membership(LIMITS)
-    there = {"shard": 1, "shards": 2, "smallest": 0}
-    (first,) = come(membership, 0, 1, largest=2, formation=7, **there)
-    come(membership, 0, largest=3, formation=8, **there)  # its first shard gave up this formation
-    (second,) = come(membership, 0, 1, largest=2, formation=9, **there)
+    there = {"shard": 1, "shards": 2, "min_ranks": 0}
+    (first,) = come(membership, 0, 1, max_ranks=2, formation=7, **there)
+    come(membership, 0, max_ranks=3, formation=8, **there)  # its first shard gave up this formation
+    (second,) = come(membership, 0, 1, max_ranks=2, formation=9, **there)
     assert places(first) == places(second) == [(0, 0, 2), (1, 1, 2)]
-    assert "already in job" in come(membership, 1, largest=2, formation=9, **there)[0].message.reason
+    assert "already in job" in come(membership, 1, max_ranks=2, formation=9, **there)[0].message.reason
 
 
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ({"smallest": 0}, {}, "smallest 1 differs from 0 of rank 0 (host h, pid 100) in job 'job'"),
-        ({}, {"smallest": 0}, "give every worker the same elastic.enabled and elastic.smallest"),
-        ({}, {"smallest": 2}, "smallest 2 differs from 1"),
-        ({}, {"largest": 4}, "world_size 4 differs from 3"),
-        ({}, {"settle_s": 6.0}, "give every worker the same elastic.settle_s"),
-        ({}, {"smallest": 4}, "an elastic job of 4 to 3 workers"),
-        ({}, {"settle_s": -1.0}, "a job that settles after -1 s"),
-        ({}, {"settle_s": float("nan")}, "a job that settles after nan s"),
+        ({"min_ranks": 0}, {}, "min_ranks 1 differs from 0 of rank 0 (host h, pid 100) in job 'job'"),
+        ({}, {"min_ranks": 0}, "give every worker the same elastic.enabled and elastic.min_ranks"),
+        ({}, {"min_ranks": 2}, "min_ranks 2 differs from 1"),
+        ({}, {"max_ranks": 4}, "world_size 4 differs from 3"),
+        ({}, {"last_call_s": 6.0}, "give every worker the same elastic.last_call_s"),
+        ({}, {"min_ranks": 4}, "an elastic job of 4 to 3 workers"),
+        ({}, {"last_call_s": -1.0}, "a job that settles after -1 s"),
+        ({}, {"last_call_s": float("nan")}, "a job that settles after nan s"),
         ({}, {"formation": 3}, "formation 3 on shard 0"),
-        ({}, {"formation": 3, "smallest": 0}, "formation 3 on shard 0"),
-        ({}, {"formation": -3, "smallest": 0, "shard": 1, "shards": 2}, "formation -3 on shard 1"),
+        ({}, {"formation": 3, "min_ranks": 0}, "formation 3 on shard 0"),
+        ({}, {"formation": -3, "min_ranks": 0, "shard": 1, "shards": 2}, "formation -3 on shard 1"),
         ({}, {"formation": 0, "shard": 1, "shards": 2}, "an elastic hello on shard 1"),
-        ({}, {"settle_s": 30.0}, "elastic.settle_s is 30 s, expected less than aggregator.join_timeout_s, 30 s"),
+        ({}, {"last_call_s": 30.0}, "elastic.last_call_s is 30 s, expected less than aggregator.join_timeout_s, 30 s"),
     ],
 )
 def test_workers_that_disagree_are_refused(first: dict[str, Any], second: dict[str, Any], words: str) -> None:
@@ -192,7 +192,7 @@ def test_workers_that_disagree_are_refused(first: dict[str, Any], second: dict[s
 def test_a_plain_worker_cannot_join_an_elastic_job_that_runs() -> None:
     membership = Membership(LIMITS)
     running(membership, 0, 1)
-    (answer,) = come(membership, 2, smallest=0)
+    (answer,) = come(membership, 2, min_ranks=0)
     assert "is elastic: give every worker the same elastic.enabled" in answer.message.reason
 
 
@@ -204,7 +204,7 @@ def test_survivors_take_the_room_of_their_last_generation() -> None:
     assert isinstance(come(membership, 0, job="other")[0].message, Refused)
 
 
-OF_A_FORMATION: dict[str, Any] = {"shard": 1, "shards": 2, "smallest": 0}
+OF_A_FORMATION: dict[str, Any] = {"shard": 1, "shards": 2, "min_ranks": 0}
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, t
     """It takes the room of its last generation, and waits for that while the rest is promised to others."""
     membership = Membership(limits)
 
-    def comes(rank: int, largest: int, **changes: Any) -> Any:
-        said = hello(rank, largest=largest, shard=1, shards=2, smallest=0, **changes)
+    def comes(rank: int, max_ranks: int, **changes: Any) -> Any:
+        said = hello(rank, max_ranks=max_ranks, shard=1, shards=2, min_ranks=0, **changes)
         (effect,) = membership.hello(object(), said, 0.0, terms)
         return effect
 

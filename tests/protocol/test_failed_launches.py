@@ -28,7 +28,7 @@ def refusals(effects: list[Any]) -> dict[Any, Refused]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"slots": 5}, {"stripe_blocks": 32}, {"shards": 2}, {"smallest": 1}, {"version": PROTOCOL_VERSION + 1}],
+    [{"slots": 5}, {"stripe_blocks": 32}, {"shards": 2}, {"min_ranks": 1}, {"version": PROTOCOL_VERSION + 1}],
 )
 def test_all_who_wait_are_refused_at_once_with_the_reason(changes: dict[str, Any]) -> None:
     membership = gathered(0, 2)
@@ -145,7 +145,7 @@ def test_a_refusal_that_passes_ends_no_gathering() -> None:
     assert len(membership.pending_jobs(0.0)) == 1
 
 
-@pytest.mark.parametrize("changes", [{"smallest": 1}, {"shard": 1, "shards": 2, "formation": 7}])
+@pytest.mark.parametrize("changes", [{"min_ranks": 1}, {"shard": 1, "shards": 2, "formation": 7}])
 def test_an_elastic_job_waits_for_others(changes: dict[str, Any]) -> None:
     membership = gathered(0, **changes)
     assert list(refusals(join(membership, 1, world_size=4, launch=LAUNCH, slots=5, **changes))) == [("job", 1)]

@@ -11,7 +11,7 @@ from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.intake import DRAINING, MAX_ENDED, SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 
-FIXED = {"smallest": 0, "settle_s": 0.0}
+FIXED = {"min_ranks": 0, "last_call_s": 0.0}
 WHY = "the operator ended this job"
 
 
@@ -28,34 +28,34 @@ def refusal(effects: list[Any]) -> tuple[str, bool]:
 
 def test_a_job_that_gathers_may_begin_and_a_new_one_may_not() -> None:
     membership = Membership(LIMITS)
-    come(membership, 0, largest=2, **FIXED)
+    come(membership, 0, max_ranks=2, **FIXED)
     drained(membership)
-    assert refusal(come(membership, 1, largest=2, job="new", **FIXED)) == (DRAINING, True)
-    (admit,) = come(membership, 1, largest=2, **FIXED)
+    assert refusal(come(membership, 1, max_ranks=2, job="new", **FIXED)) == (DRAINING, True)
+    (admit,) = come(membership, 1, max_ranks=2, **FIXED)
     assert isinstance(admit, Admit)
-    assert refusal(come(membership, 0, largest=2, **FIXED)) == (DRAINING, True)  # a second start of it is a new job
+    assert refusal(come(membership, 0, max_ranks=2, **FIXED)) == (DRAINING, True)  # a second start of it is a new job
 
 
 def test_an_elastic_job_may_be_formed_anew_and_taken_up_again() -> None:
     membership = Membership(LIMITS)
     first = running(membership, 0, 1)
     drained(membership)
-    assert isinstance(come(membership, 5, largest=2)[0].message, Pending)  # it was started again
+    assert isinstance(come(membership, 5, max_ranks=2)[0].message, Pending)  # it was started again
     membership.gone(5, 0.0)
     membership.finished(first.generation, 0.0)
     membership.released(first.generation)
-    come(membership, 0, largest=2, survivor=True)
-    (again,) = come(membership, 1, largest=2, survivor=True)
+    come(membership, 0, max_ranks=2, survivor=True)
+    (again,) = come(membership, 1, max_ranks=2, survivor=True)
     assert isinstance(again, Admit)
-    assert refusal(come(membership, 2, largest=1, job="other")) == (DRAINING, True)
+    assert refusal(come(membership, 2, max_ranks=1, job="other")) == (DRAINING, True)
 
 
 def test_a_formation_of_a_job_that_began_while_it_drained_is_known() -> None:
-    membership, there = Membership(LIMITS), {"shard": 1, "shards": 2, "smallest": 0, "largest": 2}
+    membership, there = Membership(LIMITS), {"shard": 1, "shards": 2, "min_ranks": 0, "max_ranks": 2}
     come(membership, 0, formation=7, **there)
     drained(membership)
     assert isinstance(come(membership, 1, formation=7, **there)[0], Admit)
-    assert isinstance(come(membership, 2, formation=8, **(there | {"largest": 3}))[0].message, Pending)
+    assert isinstance(come(membership, 2, formation=8, **(there | {"max_ranks": 3}))[0].message, Pending)
     assert refusal(come(membership, 1, formation=8, job="new", **there)) == (DRAINING, True)
 
 
@@ -73,15 +73,15 @@ def test_a_job_that_was_ended_does_not_come_back() -> None:
     """Not its survivors, nor those of its launch who are started again; who waits for it is refused at once."""
     membership = Membership(LIMITS)
     old = running(membership, 0, 1)
-    come(membership, 7, largest=2)
+    come(membership, 7, max_ranks=2)
     answers = list(membership.end(lambda spec: spec.job == "job", WHY, 5.0))
     assert answers == [Answer(7, Refused(WHY))]
     membership.finished(old.generation, 5.0)
-    assert refusal(come(membership, 0, largest=2, survivor=True, now=6.0)) == (WHY, False)
-    assert isinstance(come(membership, 1, largest=2, now=6.0)[0].message, Pending)  # by hand: perhaps another start
+    assert refusal(come(membership, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
+    assert isinstance(come(membership, 1, max_ranks=2, now=6.0)[0].message, Pending)  # by hand: perhaps another start
     membership.gone(1, 6.0)
     late = 5.0 + LIMITS.join_timeout_s
-    assert isinstance(come(membership, 0, largest=2, survivor=True, now=late)[0].message, Pending)
+    assert isinstance(come(membership, 0, max_ranks=2, survivor=True, now=late)[0].message, Pending)
 
 
 def test_survivors_that_have_left_before_the_shard_hears_of_the_end_are_refused() -> None:
@@ -90,21 +90,21 @@ def test_survivors_that_have_left_before_the_shard_hears_of_the_end_are_refused(
     old = running(membership, 0, 1)
     membership.finished(old.generation, 4.0)
     assert list(membership.end(lambda spec: spec.job == "job", WHY, 5.0)) == []
-    assert refusal(come(membership, 0, largest=2, survivor=True, now=6.0)) == (WHY, False)
+    assert refusal(come(membership, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
     new = running(membership, 2, 3)
     membership.finished(new.generation, 6.0)
-    survivor = hello(2, largest=2, survived=new.hellos[0].formation, ticket=new.hellos[0].ticket)
+    survivor = hello(2, max_ranks=2, survived=new.hellos[0].formation, ticket=new.hellos[0].ticket)
     (answer,) = membership.hello(2, survivor, 7.0)
     assert isinstance(answer.message, Pending)
 
 
 def test_of_a_launch_nobody_comes_back() -> None:
     membership = Membership(LIMITS)
-    come(membership, 0, launch="one", largest=2, **FIXED)
+    come(membership, 0, launch="one", max_ranks=2, **FIXED)
     list(membership.end(lambda spec: True, WHY, 0.0))
-    assert refusal(come(membership, 1, launch="one", largest=2, **FIXED)) == (WHY, False)
-    assert isinstance(come(membership, 1, launch="two", largest=2, **FIXED)[0].message, Pending)
-    assert isinstance(come(membership, 0, launch="one", largest=2, job="other", **FIXED)[0].message, Pending)
+    assert refusal(come(membership, 1, launch="one", max_ranks=2, **FIXED)) == (WHY, False)
+    assert isinstance(come(membership, 1, launch="two", max_ranks=2, **FIXED)[0].message, Pending)
+    assert isinstance(come(membership, 0, launch="one", max_ranks=2, job="other", **FIXED)[0].message, Pending)
 
 
 def test_only_those_that_are_meant_end() -> None:

@@ -41,7 +41,7 @@ LIMIT_S = 30.0
 SECRET = Secret(b"0123456789abcdef")
 NONCE, THEIRS = b"w" * 32, b"a" * 32
 HELLO = Hello(PROTOCOL_VERSION, "job", 1, 2, 0, 2, 3, 65536, "host", 7, 64)
-ELASTIC = replace(HELLO, world_size=3, smallest=1, settle_s=1.0)
+ELASTIC = replace(HELLO, world_size=3, min_ranks=1, last_call_s=1.0)
 SURVIVOR = replace(ELASTIC, survived=4, ticket=b"t" * 32)
 SEAT = RankAssignment(0, 2, 9, b"n" * 32)
 
@@ -319,7 +319,7 @@ def test_a_seat_is_taken_to_the_other_aggregators() -> None:
     joining = seated()
     (said,) = joining.connected(1, NONCE, 10.0)
     assert hello_in(said) == replace(
-        SURVIVOR, shard=1, rank=0, world_size=2, formation=9, smallest=0, settle_s=0.0, survived=0, ticket=b""
+        SURVIVOR, shard=1, rank=0, world_size=2, formation=9, min_ranks=0, last_call_s=0.0, survived=0, ticket=b""
     )
     (joined,) = told(joining, 1, Welcome(8))
     assert (joined.rank, joined.size, joined.generation, joined.seat) == (0, 2, 3, SEAT)

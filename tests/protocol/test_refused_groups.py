@@ -70,7 +70,7 @@ def test_who_waits_and_who_comes_later_hears_it_and_the_next_attempt_is_sound(la
         pytest.param({"rank": 2}, id="two ranks"),
         pytest.param({"parent_rank": -1}, id="no rank of a job"),
         pytest.param({"refuses": "\n"}, id="what cannot be shown"),
-        pytest.param({"smallest": 1}, id="an elastic group"),
+        pytest.param({"min_ranks": 1}, id="an elastic group"),
         pytest.param({"shard": 1, "shards": 2}, id="another shard"),
         pytest.param({"version": 3}, id="another version"),
     ],

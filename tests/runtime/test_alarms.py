@@ -60,7 +60,7 @@ def test_a_handler_that_raises_ends_the_job_and_nothing_else(daemon: Daemon, kin
 
 def test_a_handler_shuts_down_while_its_thread_forms_the_job_anew(daemon: Daemon) -> None:
     """The old engine is closed by then, and the new one not there yet."""
-    elastic = ("elastic.enabled=true", "elastic.settle_s=20", "cluster.join_timeout_s=60")
+    elastic = ("elastic.enabled=true", "elastic.last_call_s=20", "cluster.join_timeout_s=60")
     comm = Communicator(configured(daemon.addresses, *elastic), rank=0, size=1, job=unique_job())
     handled: list[bool] = []
 
@@ -73,26 +73,26 @@ def test_a_handler_shuts_down_while_its_thread_forms_the_job_anew(daemon: Daemon
         old = comm._engine
         Ranks(1, lambda _: eventually(lambda: old.is_closed) and os.kill(os.getpid(), signal.SIGALRM))
         with pytest.raises(ClosedError, match="shut down while it joined"):
-            comm.reform(largest=2)
+            comm.reform(max_ranks=2)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert handled == [True]
     with pytest.raises(ClosedError):
         comm.allreduce(np.ones(3))
-    comm.reform(smallest=1, largest=1)  # it may still change its mind
+    comm.reform(min_ranks=1, max_ranks=1)  # it may still change its mind
     assert comm.allreduce(np.ones(3)).tolist() == [1.0] * 3
     comm.shutdown()
 
 
 def test_another_thread_shuts_down_what_forms_the_job_anew(daemon: Daemon) -> None:
-    elastic = ("elastic.enabled=true", "elastic.settle_s=20", "cluster.join_timeout_s=60")
+    elastic = ("elastic.enabled=true", "elastic.last_call_s=20", "cluster.join_timeout_s=60")
     comm = Communicator(configured(daemon.addresses, *elastic), rank=0, size=1, job=unique_job())
     over = threading.Event()
 
     def work(rank: int) -> None:
         if rank == 0:
             with pytest.raises(ClosedError, match="shut down while it joined"):
-                comm.reform(largest=2)
+                comm.reform(max_ranks=2)
             over.set()
         while rank and not over.wait(0.05):
             comm.shutdown()

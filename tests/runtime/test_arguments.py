@@ -158,13 +158,13 @@ def test_unsuitable_arguments_are_refused_with_the_reason(local: Config) -> None
     assert READ_ONLY.tolist() == [1] * 64
 
 
-@pytest.mark.parametrize(("smallest", "largest"), [(0, 1), (2, 1), (1, 2**32), (2**70, 2**71)])
-def test_sizes_of_a_job_that_is_formed_anew(local: Config, smallest: int, largest: int) -> None:
+@pytest.mark.parametrize(("min_ranks", "max_ranks"), [(0, 1), (2, 1), (1, 2**32), (2**70, 2**71)])
+def test_sizes_of_a_job_that_is_formed_anew(local: Config, min_ranks: int, max_ranks: int) -> None:
     with (
         Communicator(local, rank=0, size=1, job=unique_job()) as comm,
-        pytest.raises(UsageError, match=f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest"),
+        pytest.raises(UsageError, match=f"from {min_ranks} to {max_ranks} workers: expected 1 <= min_ranks <= "),
     ):
-        comm.reform(smallest=smallest, largest=largest)
+        comm.reform(min_ranks=min_ranks, max_ranks=max_ranks)
 
 
 def test_every_refusal_is_a_value_error(local: Config) -> None:

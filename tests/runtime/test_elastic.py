@@ -142,7 +142,7 @@ def test_a_worker_that_is_started_again_joins_the_others(elastic: Config) -> Non
 
 
 def test_too_few_survivors_say_so_and_may_try_again(daemon: Daemon) -> None:
-    config = configured(daemon.addresses, *ELASTIC, "elastic.settle_s=0.3", "cluster.join_timeout_s=0.5")
+    config = configured(daemon.addresses, *ELASTIC, "elastic.last_call_s=0.3", "cluster.join_timeout_s=0.5")
 
     together = Together(2)
 
@@ -153,10 +153,10 @@ def test_too_few_survivors_say_so_and_may_try_again(daemon: Daemon) -> None:
             return None
         until_aborted(comm)
         with pytest.raises(RefusedError, match=r"waiting for rank 1 of job .* after cluster.join_timeout_s = 0.5"):
-            comm.reform(smallest=2)
+            comm.reform(min_ranks=2)
         with pytest.raises(AbortedError, match="gone"):
             total(comm)
-        comm.reform(smallest=1)
+        comm.reform(min_ranks=1)
         return total(comm)
 
     assert start(config, 2, work).results() == [1.0, None]
@@ -165,10 +165,10 @@ def test_too_few_survivors_say_so_and_may_try_again(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"smallest": 0}, "from 0 to 1 workers"),
-        ({"smallest": 3, "largest": 2}, "from 3 to 2 workers"),
-        ({"smallest": 1.5}, "smallest is 1.5, a float"),
-        ({"largest": True}, "largest is True, a bool"),
+        ({"min_ranks": 0}, "from 0 to 1 workers"),
+        ({"min_ranks": 3, "max_ranks": 2}, "from 3 to 2 workers"),
+        ({"min_ranks": 1.5}, "min_ranks is 1.5, a float"),
+        ({"max_ranks": True}, "max_ranks is True, a bool"),
     ],
 )
 def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words: str) -> None:
@@ -192,8 +192,8 @@ def test_a_call_that_was_made_for_one_generation_is_not_started_in_the_next(daem
 
 
 def test_a_job_cannot_be_smaller_than_its_smallest(daemon: Daemon) -> None:
-    config = configured(daemon.addresses, *ELASTIC, "elastic.smallest=3")
-    with pytest.raises(UsageError, match=r"elastic\.smallest is 3, expected at most the size, 2"):
+    config = configured(daemon.addresses, *ELASTIC, "elastic.min_ranks=3")
+    with pytest.raises(UsageError, match=r"elastic\.min_ranks is 3, expected at most the size, 2"):
         Communicator(config, rank=0, size=2)
 
 
@@ -206,7 +206,7 @@ def test_a_job_that_began_as_a_fixed_one_can_be_formed_anew(daemon: Daemon) -> N
             with Communicator(config, rank=rank, size=2, job=job) as comm:
                 total(comm)
                 formed.wait(60)
-                comm.reform(smallest=1, largest=3)
+                comm.reform(min_ranks=1, max_ranks=3)
                 return comm.size, total(comm)
         formed.wait(60)
         elastic = configured(daemon.addresses, *ELASTIC)
@@ -394,7 +394,7 @@ def test_survivors_wait_for_an_aggregator_that_shuts_down_and_comes_back() -> No
 
 def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemon) -> None:
     """Who finds no place waits as a newcomer does, until its time to join is over. The members have left it behind."""
-    config = configured(daemon.addresses, *ELASTIC, "elastic.settle_s=0.3", "cluster.join_timeout_s=1.5")
+    config = configured(daemon.addresses, *ELASTIC, "elastic.last_call_s=0.3", "cluster.join_timeout_s=1.5")
     together, formed, given_up = Together(4), threading.Event(), threading.Semaphore(0)
 
     def others_wait() -> bool:
@@ -406,7 +406,7 @@ def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemo
         together.total(comm)
         assert comm.rank < 3 or eventually(others_wait)
         try:
-            comm.reform(largest=2)
+            comm.reform(max_ranks=2)
         except RefusedError as error:
             given_up.release()
             return str(error)

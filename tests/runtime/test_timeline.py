@@ -266,7 +266,7 @@ def test_a_job_that_is_formed_anew_goes_on_with_both(daemon: Daemon, tmp_path: P
 
     def run(comm: Communicator) -> None:
         comm.allreduce(np.ones(10), name="before")
-        comm.reform(smallest=2)
+        comm.reform(min_ranks=2)
         comm.allreduce(np.ones(10), name="after")
 
     run_job(configured(daemon.addresses, *overrides), 2, run)

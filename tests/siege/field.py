@@ -122,7 +122,7 @@ class Field:
                 yield found
 
     def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:
-        elastic = ("elastic.enabled=true", "elastic.settle_s=1") if self._kind.elastic else ()
+        elastic = ("elastic.enabled=true", "elastic.last_call_s=1") if self._kind.elastic else ()
         members = []
         for rank, transport in enumerate(TRANSPORTS):
             settings = (*over(transport), *overrides, *elastic)

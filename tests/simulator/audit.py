@@ -82,7 +82,7 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
     if (stranger, connection.leaving) != (connection in unidentified, leaves):
         yield f"the time limit of {peer}"
     is_whole = job is not None and job._above is None
-    if job is not None and is_whole and hello and not hello.smallest and hello.world_size != len(job.links):
+    if job is not None and is_whole and hello and not hello.min_ranks and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"
     if job is not None:
         yield from _audit_end(job.machine.ended)

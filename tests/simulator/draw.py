@@ -89,8 +89,8 @@ def _draw_refusals(rng: random.Random, job: JobPlan) -> JobPlan:
 
 def _draw_elastic(rng: random.Random, job: JobPlan) -> JobPlan:
     """One job in four is elastic."""
-    smallest, settle_s = rng.randint(1, job.ranks), rng.choice([0.2, 2.0])
-    return replace(job, smallest=smallest, settle_s=settle_s) if rng.random() < 0.25 else job
+    min_ranks, last_call_s = rng.randint(1, job.ranks), rng.choice([0.2, 2.0])
+    return replace(job, min_ranks=min_ranks, last_call_s=last_call_s) if rng.random() < 0.25 else job
 
 
 def fault_at(plan: Plan, kind: str, event: int) -> Plan:

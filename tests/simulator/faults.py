@@ -138,7 +138,7 @@ def _end_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
 def _expect_end_of_job(cluster: Cluster, fault: Fault, worker: Worker, notice_s: float) -> None:
     if worker.running:
         cluster.expect_end(worker.peers, notice_s + _unheard_s(cluster, worker), fault)
-        if fault.kind in OF_ONE and worker.job.smallest == 1:  # else those who are done already may be missing
+        if fault.kind in OF_ONE and worker.job.min_ranks == 1:  # else those who are done already may be missing
             cluster.expect_going_on(worker.peers, fault)
 
 

@@ -101,7 +101,7 @@ class JobPlan:
     """`window` collectives are under way at once; between two, a rank thinks for up to `think_s`, and in the middle of
     its work for `pause_s` more, as all ranks do.
 
-    Ranks of an elastic job (`smallest` > 0) form it anew after a fault, as often as they would join again.
+    Ranks of an elastic job (`min_ranks` > 0) form it anew after a fault, as often as they would join again.
 
     A rank that fails joins again until it has joined `attempts` times; one that is done joins again for the next of
     `rounds`, at once, whatever the others do.
@@ -116,8 +116,8 @@ class JobPlan:
     attempts: int = 1
     rounds: int = 1
     pause_s: float = 0.0
-    smallest: int = 0
-    settle_s: float = 0.0
+    min_ranks: int = 0
+    last_call_s: float = 0.0
     launch: str = ""
     state_bytes: int = 0  # what programs may keep on a shard; then no ranks share memory
     hosts: int = 0  # on which its ranks are, in turn, and exchange tensors in memory; 0: no two of them share one

@@ -70,15 +70,15 @@ class ForeignSurvivor(_Visitor):
 
     def __init__(self, cluster: Cluster, job: JobPlan, number: int) -> None:
         super().__init__(cluster.world, "foreign survivor", lambda: 1e-4)
-        self.leave_by = self.world.now() + 3 * job.settle_s + 1.0
+        self.leave_by = self.world.now() + 3 * job.last_call_s + 1.0
         self.link = cluster.connect(self, cluster.shards[0].address)
         if self.link is None:
             return
         protocol = cluster.protocol
         hello = Hello(
             PROTOCOL_VERSION, job.name, 40 + number, job.ranks, 0, protocol.shards, protocol.slots, protocol.slot_bytes,
-            "foreign", 1, protocol.stripe_blocks, protocol.timeout_s, smallest=max(1, job.smallest),
-            settle_s=job.settle_s, survived=GUESSES[number], ticket=TICKETS[number],
+            "foreign", 1, protocol.stripe_blocks, protocol.timeout_s, min_ranks=max(1, job.min_ranks),
+            last_call_s=job.last_call_s, survived=GUESSES[number], ticket=TICKETS[number],
         )  # fmt: skip
         self.link.send_control(encode_control(hello))
         self.wake_at(self.leave_by)

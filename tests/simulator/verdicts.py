@@ -248,7 +248,7 @@ class Verdicts:
         unheard = worker.was_stalled or (bool(culprits) and (self._goodbyes_are_slow or self._a_moment_was_skipped))
         if isinstance(worker.error, AbortedError) and unheard and worker.error.reason == "connection closed":
             return True  # the shard did not wait until it could tell it why
-        causes = self._elastic_causes(worker) if worker.job.smallest else self._causes
+        causes = self._elastic_causes(worker) if worker.job.min_ranks else self._causes
         if isinstance(worker.error, AbortedError) and self._passed_on(worker.error, causes):
             return True
         if not reasons.plausible(worker.error, causes):
@@ -268,7 +268,7 @@ class Verdicts:
         if reasons.DIFFERENT in error.reason:  # a false number looks like a skipped collective: two are named
             named = set(re.findall(r"\d+", error.culprit))
             numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
-            if named & numbers or (worker.job.smallest and " as number " in error.reason):
+            if named & numbers or (worker.job.min_ranks and " as number " in error.reason):
                 return True
         if reasons.NOT_LEFT in error.reason:
             return True  # it names all who are still there, by numbers that change when the job is formed anew
@@ -334,7 +334,7 @@ class Verdicts:
 
     def _seated_s(self, worker: Worker) -> float:
         """How long a rank of an elastic job has for what comes after the first aggregator."""
-        return max(SEATED_S, 2 * worker.job.settle_s)
+        return max(SEATED_S, 2 * worker.job.last_call_s)
 
     @property
     def _had_no_time_left(self) -> bool:
@@ -372,7 +372,7 @@ class Verdicts:
     def expect_failure(self, workers: Sequence[Worker], fault: Fault) -> None:
         """These workers must end with an error, if nothing but `fault` makes any end."""
         if self._cluster.causes - reasons.BY_ITSELF == {fault.kind}:
-            self._must_fail += [(worker, fault) for worker in workers if not worker.job.smallest]
+            self._must_fail += [(worker, fault) for worker in workers if not worker.job.min_ranks]
 
     def expect_going_on(self, workers: Sequence[Worker], fault: Fault) -> None:
         """These workers form their job anew and do all their work, if nothing but `fault` happens."""

@@ -100,7 +100,7 @@ class Worker(Process):
         self.joined = False
         self.found = ""  # what was wrong inside
         self.killed = self.left_early = False
-        self.reforms_left = job.attempts if job.smallest else 0
+        self.reforms_left = job.attempts if job.min_ranks else 0
         self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
         self.completed = 0  # collectives
         self.said_hello_at = 0.0  # for the last time
@@ -126,7 +126,7 @@ class Worker(Process):
     def culprit(self) -> str:
         """What an error that blames this worker contains."""
         name = worker_name(self.place[0], f"host{self.rank}", self.pid)
-        return name.partition(" (")[2] if self.job.smallest else name  # ranks change when a job is formed anew
+        return name.partition(" (")[2] if self.job.min_ranks else name  # ranks change when a job is formed anew
 
     @property
     def sums(self) -> Tree:
@@ -194,7 +194,7 @@ class Worker(Process):
             PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, 0, protocol.shards,
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
             protocol.timeout_s, whole_bytes=protocol.whole_bytes, tcp_message_bytes=protocol.message_bytes,
-            smallest=self.job.smallest, settle_s=self.job.settle_s, launch=self.job.launch,
+            min_ranks=self.job.min_ranks, last_call_s=self.job.last_call_s, launch=self.job.launch,
             memory=self._memory_key, state_bytes=self.job.state_bytes,
         )  # fmt: skip
         if seat is not None:

@@ -13,7 +13,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.support.config.schema import TEAM_PATTERN
 from omnireduce.support.secret import NONCE_BYTES, PROOF_BYTES
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 TOKEN_BYTES = 16
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 RELAY_CHARACTERS = 255  # of the address of a relay
@@ -114,8 +114,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
     whole_bytes: _I32 = 0  # tensors of up to so many bytes may go to the first shard as a whole
     tcp_message_bytes: _Message = 1 << 18  # the longest message that suits this worker if it stays with TCP
-    smallest: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
-    settle_s: float = 0.0  # how long an elastic job waits for more of them
+    min_ranks: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
+    last_call_s: float = 0.0  # how long an elastic job waits for more of them
     urgent_bytes: _Urgent = 0  # tensors of up to so many bytes have a channel of their own, which is another job
     state_bytes: _State = 0  # what block programs may keep on this shard
     launch: str = ""  # what tells launches apart: ranks of different ones never meet; empty: nothing is known

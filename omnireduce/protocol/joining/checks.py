@@ -20,8 +20,8 @@ MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
 _SAME_LIST = "list cluster.aggregators in the same order on every worker"
 ADVICE = {  # for ranks that disagree, by the field of their hello
-    "smallest": "give every worker the same elastic.enabled and elastic.smallest",
-    "settle_s": "give every worker the same elastic.settle_s",
+    "min_ranks": "give every worker the same elastic.enabled and elastic.min_ranks",
+    "last_call_s": "give every worker the same elastic.last_call_s",
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
     "shards": _SAME_LIST,
     "shard": _SAME_LIST,
@@ -74,7 +74,7 @@ def taken(other: Hello) -> str:
 
 def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
     """A key that the generations of one elastic job have in common. On the first shard they have no formation yet."""
-    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0
+    return hello.team, hello.job, hello.launch, hello.min_ranks > 0, hello.formation > 0
 
 
 def memory_bytes(hello: Hello) -> int:
@@ -97,7 +97,7 @@ def malformed(hello: Hello) -> str:
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
     if not "".join(hello.relays).isprintable() or "" in hello.relays or bool(hello.relays) != bool(hello.relay):
         return f"relays {str(hello.relays)[:SHOWN]}; expected addresses of characters that can be printed, and a key"
-    may_be_beyond = hello.smallest or hello.refuses  # of one that refuses it is the rank in the parent
+    may_be_beyond = hello.min_ranks or hello.refuses  # of one that refuses it is the rank in the parent
     if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not may_be_beyond):
         return f"rank {hello.rank} of {hello.world_size} does not exist"
     if not 2 <= hello.slots <= MAX_SLOTS:
@@ -115,7 +115,7 @@ def malformed(hello: Hello) -> str:
 def _malformed_refusal(hello: Hello) -> str:
     if not hello.refuses.isprintable():
         return f"a refusal because of {hello.refuses[:SHOWN]!r}; expected characters that can be printed"
-    is_first = hello.shard == hello.formation == hello.smallest == 0
+    is_first = hello.shard == hello.formation == hello.min_ranks == 0
     if hello.refuses and (hello.parent_rank != hello.rank or hello.compiling or not is_first):
         return "a refusal of what is no group; expected one on shard 0, with the rank in the parent"
     return ""
@@ -134,16 +134,16 @@ def _malformed_shards(hello: Hello) -> str:
 
 
 def _malformed_elastic(hello: Hello) -> str:
-    if not 0 <= hello.smallest <= hello.world_size:
-        return f"an elastic job of {hello.smallest} to {hello.world_size} workers"
-    if hello.survived and not hello.smallest:
+    if not 0 <= hello.min_ranks <= hello.world_size:
+        return f"an elastic job of {hello.min_ranks} to {hello.world_size} workers"
+    if hello.survived and not hello.min_ranks:
         return f"a survivor of formation {hello.survived} in a job that is not elastic"
-    if hello.smallest and hello.shard:
+    if hello.min_ranks and hello.shard:
         return f"an elastic hello on shard {hello.shard}; expected one on shard 0"
     if hello.formation < 0 or (hello.formation and not hello.shard):
         return (
             f"formation {hello.formation} on shard {hello.shard}; expected one above 0 on the others, none on shard 0"
         )
-    if not 0 <= hello.settle_s <= MAX_SETTLE_S:
-        return f"a job that settles after {hello.settle_s:g} s; expected 0 to {MAX_SETTLE_S}"
+    if not 0 <= hello.last_call_s <= MAX_SETTLE_S:
+        return f"a job that settles after {hello.last_call_s:g} s; expected 0 to {MAX_SETTLE_S}"
     return ""

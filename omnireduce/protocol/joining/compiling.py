@@ -56,7 +56,7 @@ class Compilers:
         """Why nobody is to wait for the worker of `hello`; empty if the others are to wait. `here`: those that wait
         already."""
         wrong = ""
-        if here is not None and here.place == JobKey.of(hello) and not hello.smallest:
+        if here is not None and here.place == JobKey.of(hello) and not hello.min_ranks:
             wrong = taken(hello) if hello.rank in here.waiting_ranks else difference(here.spec, hello)
         team = self._of_team[hello.team]
         if not wrong and len(self._all) >= self._limits.max_ranks:

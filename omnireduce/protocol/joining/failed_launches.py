@@ -103,7 +103,7 @@ def fails_launch(pending_job: PendingJob, hello: Hello, wrong: str, over: str) -
     """
     spec = pending_job.spec
     is_missing = hello.rank < spec.world_size and hello.rank not in pending_job.waiting_ranks
-    is_elastic = spec.smallest or spec.formation  # a formation is part of an elastic job
+    is_elastic = spec.min_ranks or spec.formation  # a formation is part of an elastic job
     is_group = min(hello.parent_rank, spec.parent_rank) >= 0
     if is_elastic or not (hello.launch or is_group) or not is_missing:
         return False

@@ -80,7 +80,7 @@ class Intake:
         """Why a worker may not come, and whether it may later; empty when it may. `gathers`: others wait for it."""
         if self.state == "closed":
             return SHUTTING_DOWN, True
-        is_elastic = hello.smallest > 0 or hello.formation > 0
+        is_elastic = hello.min_ranks > 0 or hello.formation > 0
         if self.state == "draining" and not gathers and not (is_elastic and kin(hello) in self._here):
             return DRAINING, True
         for order in self._orders:

@@ -48,9 +48,9 @@ class Limits:
 
     def over(self, hello: Hello) -> str:
         """Which limit the job of `hello` breaks by itself; empty when none."""
-        if hello.smallest and hello.settle_s >= self.join_timeout_s:
+        if hello.min_ranks and hello.last_call_s >= self.join_timeout_s:
             limit = f"aggregator.join_timeout_s, {self.join_timeout_s:g} s"
-            return f"elastic.settle_s is {hello.settle_s:g} s, expected less than {limit}"
+            return f"elastic.last_call_s is {hello.last_call_s:g} s, expected less than {limit}"
         if hello.world_size > self.max_world_size:
             return f"world size {hello.world_size}; aggregator.max_world_size is {self.max_world_size}: raise it"
         need = memory_bytes(hello)

@@ -163,9 +163,9 @@ class RunningJob(NamedTuple):
 
     def objection(self, hello: Hello, claim: Claim) -> str:
         """What is wrong with a hello to this job while it runs."""
-        if not hello.smallest:
-            if self.spec.smallest:
-                return f"job '{hello.job}' runs, and is elastic: {ADVICE['smallest']}"
+        if not hello.min_ranks:
+            if self.spec.min_ranks:
+                return f"job '{hello.job}' runs, and is elastic: {ADVICE['min_ranks']}"
             return taken(self.ranks[hello.rank]) if hello.rank in self.ranks else ""
         return "" if claim else difference(self.spec, hello, SHAPE)
 
@@ -243,7 +243,7 @@ class Room:
 
     def replaced_by(self, hello: Hello, going: PendingJob | None = None) -> int | None:
         """The generation whose room an elastic job takes: its last, unless a pending job other than `going` does."""
-        if not hello.smallest and not hello.formation:
+        if not hello.min_ranks and not hello.formation:
             return None
         mine = [number for number, spec in self._held.items() if kin(spec) == kin(hello)]
         last = max(mine, default=None)
@@ -451,7 +451,7 @@ class Membership:
 
     def _open(self, meeting: FormationKey, hello: Hello, now: float, terms: Terms) -> None:
         """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
-        generation = self._generation_of(meeting) if hello.smallest else None
+        generation = self._generation_of(meeting) if hello.min_ranks else None
         last = frozenset[int]()
         if generation is not None:
             self._announced.somebody_waits(generation)
@@ -549,7 +549,7 @@ class Membership:
             running = self._running[generation]
             room = (
                 running.spec.world_size - len(running.asked)
-                if running.spec.smallest
+                if running.spec.min_ranks
                 else len(pending_job.waiting_ranks)
             )
             workers = min(len(pending_job.waiting_ranks), room)
@@ -626,7 +626,7 @@ class Membership:
             return taken(pending_job.waiting_ranks[hello.rank].hello), False
         is_survivor, count = claim is Claim.SURVIVOR, len(pending_job.waiting_ranks) - len(going)
         spec = hello if is_survivor and not pending_job.is_led else pending_job.spec
-        if hello.smallest and count >= spec.world_size * (2 if is_survivor else 1):  # with newcomers that they replace
+        if hello.min_ranks and count >= spec.world_size * (2 if is_survivor else 1):  # with newcomers that they replace
             wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
             return wrong, hello.survived > 0  # those who wait have no more right to a place
         return difference(spec, hello), False

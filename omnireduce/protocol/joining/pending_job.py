@@ -75,11 +75,11 @@ class PendingJob:
 
     A job that is not elastic starts when all its ranks are here.
 
-    An elastic job (`spec.smallest` > 0) is held back while its last generation still runs: nobody leaves a job that is
+    An elastic job (`spec.min_ranks` > 0) is held back while its last generation still runs: nobody leaves a job that is
     well. It starts at once when `spec.world_size` workers are here, with all of `expected` among them: these are the
-    ranks that the workers of the last generation gave. When no survivor has come or gone for `spec.settle_s`, it starts
-    without waiting for `expected`, and also with fewer workers, at least `spec.smallest`, if one of them survived, or
-    says so.
+    ranks that the workers of the last generation gave. When no survivor has come or gone for `spec.last_call_s`, it
+    starts without waiting for `expected`, and also with fewer workers, at least `spec.min_ranks`, if one of them
+    survived, or says so.
 
     The job may take the room of generation `replaces`, once that has given it back. `terms` are those of the job's
     team.
@@ -161,9 +161,9 @@ class PendingJob:
 
     def settles_at(self) -> float | None:
         """When the workers here have waited long enough for others, or for the last generation; None: never."""
-        enough = self.held or len(self.waiting_ranks) >= self.spec.smallest
+        enough = self.held or len(self.waiting_ranks) >= self.spec.min_ranks
         ready = (self.has_survivors and enough) or (self.is_full and not self.held)
-        return self.changed_at + self.spec.settle_s if self.spec.smallest and ready else None
+        return self.changed_at + self.spec.last_call_s if self.spec.min_ranks and ready else None
 
     def has_settled(self, now: float) -> bool:
         settles_at = self.settles_at()

@@ -289,7 +289,7 @@ class Joining:
 
     @property
     def _is_elastic(self) -> bool:
-        return self._hello.smallest > 0
+        return self._hello.min_ranks > 0
 
     def _is_final(self, error: OmniReduceError) -> bool:
         """Whether another attempt could not do better."""
@@ -311,7 +311,7 @@ class Joining:
         if seat is not None:
             hello = replace(
                 hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,
-                smallest=0, settle_s=0.0, survived=0, ticket=b"",
+                min_ranks=0, last_call_s=0.0, survived=0, ticket=b"",
             )  # fmt: skip
         yield Tell(shard, hello)
         if shard + 1 < self._shards:
@@ -365,7 +365,7 @@ class Joining:
             if self._hello.survived:
                 self._hello = replace(self._hello, survived=seat.formation, ticket=seat.ticket)
             self._seated_at = now
-            self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.settle_s))
+            self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.last_call_s))
         if self._shards < len(self._addresses):
             self._shards, self._reminders = len(self._addresses), Reminders(now)
             yield Connect(1, self._by)

@@ -151,7 +151,7 @@ def _urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
     )
     return replace(
         hello, job=hello.job[: MOST_CHARACTERS - len(URGENT)] + URGENT, launch=launch, slot_bytes=slot_bytes,
-        rank=joined.rank, world_size=joined.size, smallest=0, settle_s=0.0, formation=0, survived=0, ticket=b"",
+        rank=joined.rank, world_size=joined.size, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"",
         state_bytes=0,
     )  # fmt: skip
 

@@ -555,12 +555,12 @@ class Communicator(FusedCollectives):
         name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
-        if config.elastic.enabled and config.elastic.smallest > size:
-            raise UsageError(f"elastic.smallest is {config.elastic.smallest}, expected at most the size, {size}")
+        if config.elastic.enabled and config.elastic.min_ranks > size:
+            raise UsageError(f"elastic.min_ranks is {config.elastic.min_ranks}, expected at most the size, {size}")
         check_trace(config.trace)
         check_codec_of(config.protocol)
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
-        self._job, self._largest = name, size
+        self._job, self._max_ranks = name, size
         self._profiler = Profiler(config.trace, name, self._log)
         self._pools = Pool(), Pool()  # of each channel
         self._groups = set[Communicator]()  # that this one has created, until they are shut down
@@ -596,30 +596,32 @@ class Communicator(FusedCollectives):
         self._hello = self._make_hello()
 
     def _make_hello(self) -> Hello:
-        config, rank, size = self.config, self.rank, self._largest
+        config, rank, size = self.config, self.rank, self._max_ranks
         hello = hello_of(config, self._job, identity_of(config, rank, size), rank, size)
         if config.elastic.enabled:
-            hello = replace(hello, smallest=config.elastic.smallest, settle_s=config.elastic.settle_s)
+            hello = replace(hello, min_ranks=config.elastic.min_ranks, last_call_s=config.elastic.last_call_s)
         return replace(hello, parent_rank=self._rank_in_parent)
 
-    def reform(self, *, smallest: int | None = None, largest: int | None = None) -> None:
+    def reform(self, *, min_ranks: int | None = None, max_ranks: int | None = None) -> None:
         """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
 
         For after an AbortedError, or when `newcomers` is not 0. Afterwards `rank`, `size`, `generation` and
         `statistics` are new. A process may have another rank, but the order of ranks stays that in which they were
-        launched. The job starts again with `largest` workers (None: as many as were launched). It also starts with
-        `smallest` or more (None: `elastic.smallest`) when no other has come for `elastic.settle_s`. All workers give
-        the same numbers.
+        launched. The job starts again with `max_ranks` workers (None: as many as were launched). It also starts with
+        `min_ranks` or more (None: `elastic.min_ranks`) when no other has come for `elastic.last_call_s`. All workers
+        give the same numbers.
 
         Returns when this worker is in such a job. Raises what construction raises. Raises RefusedError when fewer than
-        `smallest` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may then be
+        `min_ranks` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may then be
         called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
         interrupts a collective; ClosedError when a signal handler or another thread calls `shutdown` meanwhile.
         """
-        smallest = self.config.elastic.smallest if smallest is None else whole(smallest, "smallest")
-        largest = max(self._largest, smallest) if largest is None else whole(largest, "largest")
-        if not 1 <= smallest <= largest <= MOST_RANKS:
-            raise UsageError(f"from {smallest} to {largest} workers: expected 1 <= smallest <= largest <= {MOST_RANKS}")
+        min_ranks = self.config.elastic.min_ranks if min_ranks is None else whole(min_ranks, "min_ranks")
+        max_ranks = max(self._max_ranks, min_ranks) if max_ranks is None else whole(max_ranks, "max_ranks")
+        if not 1 <= min_ranks <= max_ranks <= MOST_RANKS:
+            raise UsageError(
+                f"from {min_ranks} to {max_ranks} workers: expected 1 <= min_ranks <= max_ranks <= {MOST_RANKS}"
+            )
         if any(channel.engine.inside for channel in self._channels):
             raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
         if self._gave_up and self._embedded is not None:
@@ -627,7 +629,9 @@ class Communicator(FusedCollectives):
         self._gave_up = False
         self._end_groups()
         self._hang_up()
-        hello = replace(self._hello, world_size=largest, smallest=smallest, settle_s=self.config.elastic.settle_s)
+        hello = replace(
+            self._hello, world_size=max_ranks, min_ranks=min_ranks, last_call_s=self.config.elastic.last_call_s
+        )
         if self._seat is not None:
             hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
         self._form(hello)

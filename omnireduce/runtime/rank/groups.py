@@ -83,7 +83,7 @@ def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None
     rank must not overtake this one. Raises nothing if it cannot be reached: then the job is about to end.
     """
     hello = replace(
-        hello, refuses=why, smallest=0, settle_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",
+        hello, refuses=why, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",
     )  # fmt: skip
     with suppress(OmniReduceError, OSError):
         secret = load_secret(config.security) if secret is None else secret

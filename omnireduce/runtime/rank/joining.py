@@ -143,7 +143,7 @@ def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, over: 
     """Let the aggregators know, until it is `over`, that the worker of `hello` compiles. `secret`: in place of the
     configured one. Aggregators that cannot be reached may start later. Raises ConfigError."""
     secret = load_secret(config.security) if secret is None else secret
-    first = 1 if hello.smallest else None  # the first aggregator of an elastic job gives the ranks, also to the others
+    first = 1 if hello.min_ranks else None  # the first aggregator of an elastic job gives the ranks, also to the others
     wanted = {shard: 0.0 for shard, _ in enumerate(config.cluster.aggregators[:first])}  # when to try
     links = dict[int, StreamLink]()
     with ExitStack() as stack:

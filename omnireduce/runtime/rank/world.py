@@ -314,9 +314,9 @@ def refuse(error: Exception) -> None:
     running().refuse(error)
 
 
-def reform(*, smallest: int | None = None, largest: int | None = None) -> None:
+def reform(*, min_ranks: int | None = None, max_ranks: int | None = None) -> None:
     """See `Communicator.reform`."""
-    running().reform(smallest=smallest, largest=largest)
+    running().reform(min_ranks=min_ranks, max_ranks=max_ranks)
 
 
 def start_timeline(path: str | Path, mark_cycles: bool = False) -> None:

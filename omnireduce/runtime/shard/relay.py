@@ -176,7 +176,7 @@ class Relaying:
         """These jobs and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
         generation."""
         mine = [number for number, spec in jobs.items() if kin(spec) == kin(hello)]
-        last = max(mine, default=0) if hello.smallest or hello.formation else 0
+        last = max(mine, default=0) if hello.min_ranks or hello.formation else 0
         gather = [
             next(iter(ranks.values())).hello for at, ranks in self._pending_jobs.items() if at != FormationKey.of(hello)
         ]

@@ -191,12 +191,13 @@ def conflicts(config: Config) -> Iterator[dict[str, str]]:
             "aggregator.max_job_bytes": f"at most {daemon.max_bytes} because that is aggregator.max_bytes",
             "aggregator.max_bytes": f"at least {daemon.max_job_bytes} because that is aggregator.max_job_bytes",
         }
-    settle_s, join_s = config.elastic.settle_s, config.cluster.join_timeout_s
-    if config.elastic.enabled and settle_s >= join_s:  # the job would never have settled when the time is over
+    last_call_s, join_s = config.elastic.last_call_s, config.cluster.join_timeout_s
+    if config.elastic.enabled and last_call_s >= join_s:  # the job would never have settled when the time is over
         yield {
-            "elastic.settle_s": f"less than {join_s:g} because that is cluster.join_timeout_s",
-            "cluster.join_timeout_s": f"more than {settle_s:g} because that is elastic.settle_s",
-            "elastic.enabled": f"false because elastic.settle_s is {settle_s:g}, not less than cluster.join_timeout_s",
+            "elastic.last_call_s": f"less than {join_s:g} because that is cluster.join_timeout_s",
+            "cluster.join_timeout_s": f"more than {last_call_s:g} because that is elastic.last_call_s",
+            "elastic.enabled": f"false because elastic.last_call_s is {last_call_s:g}, not less than "
+            "cluster.join_timeout_s",
         }
     port = parse_listen(daemon.listen).port
     if port and port + daemon.shards - 1 > 65535:

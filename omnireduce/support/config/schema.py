@@ -415,8 +415,8 @@ class Elastic(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enabled: Annotated[
         bool, meta("survivors may form the job anew, and workers that are started again may join it; on every worker")
     ] = False
-    smallest: Annotated[int, meta("fewest workers that go on", "workers", ge=1, le=2**20)] = 1
-    settle_s: Annotated[
+    min_ranks: Annotated[int, meta("fewest workers that go on", "workers", ge=1, le=2**20)] = 1
+    last_call_s: Annotated[
         float,
         meta(
             "how long survivors wait for others since the last one came; more than a step of training",

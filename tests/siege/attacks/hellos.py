@@ -46,8 +46,8 @@ def huge_worlds(target: Target, draw: random.Random) -> Iterator[str]:
         with Peer(target) as first:
             first.hello(job, 0, 2, **SMALL)
             first.answer()
-            yield _say(target, job, 1, size, number % 2 == 0, **SURVIVED, smallest=1)
-        yield _say(target, target.gathering, 1, size, number % 2 == 0, **SURVIVED, smallest=1)
+            yield _say(target, job, 1, size, number % 2 == 0, **SURVIVED, min_ranks=1)
+        yield _say(target, target.gathering, 1, size, number % 2 == 0, **SURVIVED, min_ranks=1)
 
 
 def extreme_hellos(target: Target, draw: random.Random) -> Iterator[str]:
@@ -89,7 +89,7 @@ def evict_running(target: Target, draw: random.Random) -> Iterator[str]:
     """A survivor's hello, from somebody who never was there, to an elastic job that runs."""
     while True:
         rank, size, local = draw.choice((0, 1, 2, 77)), draw.choice((1, 2, 3)), draw.random() < 0.5
-        elastic = {"smallest": 1, "settle_s": 0.0, **SURVIVED}
+        elastic = {"min_ranks": 1, "last_call_s": 0.0, **SURVIVED}
         yield _say(target, target.job, rank, size, local, **elastic)
 
 

@@ -153,7 +153,7 @@ MUTATIONS = (
         "a survivor that came in time waits until it has no time left",
         "key=lambda rank: (-self.waiting_ranks[rank].claim, rank))\n",
         "key=lambda rank: (-self.waiting_ranks[rank].claim, rank))\n"
-        "        order = order[: len(order) - (len(order) > self.spec.smallest > 0)]\n",
+        "        order = order[: len(order) - (len(order) > self.spec.min_ranks > 0)]\n",
         fault="crash",
     ),
     Mutation(
@@ -252,8 +252,8 @@ MUTATIONS = (
         "any job makes room for a formation",
         _CHECKS,
         "an elastic job goes beyond the limits in the room of somebody else's",
-        "    return hello.team, hello.job, hello.launch, hello.smallest > 0, hello.formation > 0\n",
-        '    return "", hello.job, hello.launch, hello.smallest > 0, True\n',
+        "    return hello.team, hello.job, hello.launch, hello.min_ranks > 0, hello.formation > 0\n",
+        '    return "", hello.job, hello.launch, hello.min_ranks > 0, True\n',
         test="tests/protocol/test_elastic_survivors.py::test_nobody_takes_the_room_of_a_job_that_is_not_his",
     ),
     Mutation(
