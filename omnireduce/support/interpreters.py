@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TREE = str(Path(__file__).resolve().parents[1])
+TREE = str(Path(__file__).resolve().parents[2])
 
 
 def program_of(module: str, place: str = "", *, name: str = "") -> str:
