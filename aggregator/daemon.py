@@ -34,8 +34,9 @@ from omnireduce.aggregator.family import (
     RemainingJobs,
     where_it_hangs,
 )
+from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.pages import make_pages, why_open
-from omnireduce.aggregator.processes import ignore, notify, watchdog_s
+from omnireduce.aggregator.processes import notify, watchdog_s
 from omnireduce.aggregator.reload import reloaded
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
 from omnireduce.aggregator.watchdog import Pulse, Watch, look_s

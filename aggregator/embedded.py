@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from omnireduce.aggregator.processes import ignore
+from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.aggregator.watchdog import LOOK_S
 from omnireduce.errors import OmniReduceError

@@ -30,10 +30,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from omnireduce.aggregator.family import Line
+from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
 from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
-from omnireduce.aggregator.processes import ignore, process_count
+from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.core.status import Status

@@ -5,23 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from omnireduce.support.config import Config
-
-
-def ignore(numbers: Collection[signal.Signals]) -> None:
-    """Ignore these signals from now on.
-
-    They are blocked meanwhile: Python complains on stderr of a signal that comes while it changes the handler. The
-    process must have one thread only.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def notify(*state: str) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.family import ClientOrder, Line, RemainingJobs
-from omnireduce.aggregator.processes import ignore, process_count
+from omnireduce.aggregator.ignored_signals import ignore
+from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.uplinks import Callers
 from omnireduce.aggregator.watchdog import Pulse, look_s

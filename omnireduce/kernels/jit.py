@@ -30,7 +30,10 @@ from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
 from omnireduce.support.version import __version__
 
 NO_KERNELS = ("cache.py", "claims.py", "warm.py")
-CONSTANTS = ("core/block_program", "core/dtypes")  # modules outside of this folder whose constants are compiled into kernels
+CONSTANTS = (
+    "core/block_program",
+    "core/dtypes",
+)  # modules outside of this folder whose constants are compiled into kernels
 OURS = "omnireduce.kernels."
 _rebuild: Any = CompileResult._rebuild
 _pickled: Any = dumps

@@ -7,7 +7,7 @@ import sys
 
 A_SIGNAL_COMES_MEANWHILE = """
 import os, signal
-from omnireduce.aggregator.processes import ignore
+from omnireduce.aggregator.ignored_signals import ignore
 
 came, change = [], signal.signal
 change(signal.SIGTERM, lambda *_: came.append("SIGTERM"))

@@ -17,7 +17,7 @@ from omnireduce.support.logs import start_logs
 # What it runs is imported when it runs: --help need not wait for it.
 
 MOST_ELEMENTS = 1 << 30  # of a tensor
-_RUN, _TUNE = (program_of(f"omnireduce.console.programs.{name}") for name in ("rank", "tuning"))
+_RUN, _TUNE = (program_of(f"omnireduce.console.programs.{name}") for name in ("trial", "tuning"))
 
 
 @click.group(
