@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.children import process_count
 from omnireduce.support.cli import Command, config_options
 from omnireduce.support.config import Config, load_config, override_config
 from omnireduce.support.logs import start_logs

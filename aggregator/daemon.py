@@ -23,8 +23,7 @@ from multiprocessing.connection import wait
 
 from omnireduce.aggregator.access import count_changes, make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
-from omnireduce.aggregator.draining import Draining
-from omnireduce.aggregator.family import (
+from omnireduce.aggregator.children import (
     RESTART_WINDOW_S,
     Child,
     ClientOrder,
@@ -34,16 +33,17 @@ from omnireduce.aggregator.family import (
     RemainingJobs,
     where_it_hangs,
 )
+from omnireduce.aggregator.draining import Draining
+from omnireduce.aggregator.heartbeats import Pulse, Watch, look_s
 from omnireduce.aggregator.ignored_signals import ignore
-from omnireduce.aggregator.pages import make_pages, why_open
-from omnireduce.aggregator.processes import notify, watchdog_s
+from omnireduce.aggregator.page_access import make_pages, why_open
 from omnireduce.aggregator.reload import reloaded
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
-from omnireduce.aggregator.watchdog import Pulse, Watch, look_s
+from omnireduce.aggregator.systemd import notify, watchdog_s
 from omnireduce.core.administration import Order
 from omnireduce.errors import ConfigError
 from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_aggregator
-from omnireduce.runtime.asking.observe import MONITOR
+from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.addresses import parse_listen
 from omnireduce.support.config import Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from omnireduce.aggregator.family import Child
+from omnireduce.aggregator.children import Child
 from omnireduce.core.administration import Order
 
 LEAST_S = 1.0  # who asks the shards of a daemon one after another finds the last of them, too

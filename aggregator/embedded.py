@@ -1,7 +1,8 @@
 """The aggregator of one job: rank 0 starts it where no aggregator is configured, and it ends with that rank.
 
 It is one process: a shard without a supervisor. A restart would be useless, because the shard's job would have ended.
-The aggregator and the job end when rank 0 leaves or dies. The messages of both are in omnireduce/runtime/embedding.py.
+The aggregator and the job end when rank 0 leaves or dies.
+What they tell each other is in omnireduce/runtime/embedded_messages.py.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from omnireduce.aggregator.heartbeats import LOOK_S
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
-from omnireduce.aggregator.watchdog import LOOK_S
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.warm import warm_up_aggregator
-from omnireduce.runtime.embedding import (
+from omnireduce.runtime.embedded_messages import (
     LONGEST,
     MOST_BYTES,
     SECRET_BYTES,

@@ -29,19 +29,18 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from omnireduce.aggregator.family import Line
+from omnireduce.aggregator.children import Line, process_count
+from omnireduce.aggregator.heartbeats import LOOK_S, Pulse
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
-from omnireduce.aggregator.pages import ALL, CHALLENGES, Pages, make_pages
-from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.page_access import ALL, CHALLENGES, Pages, make_pages
 from omnireduce.aggregator.reload import reload_on_hangup
-from omnireduce.aggregator.watchdog import LOOK_S, Pulse
 from omnireduce.core.status import Status
 from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import TransportError
-from omnireduce.runtime.asking.observe import MONITOR, ask_all
-from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, allow_all_descriptors
+from omnireduce.runtime.aggregator_client import MONITOR, ask_all
+from omnireduce.runtime.file_descriptors import NO_ROOM, PAUSE_S, allow_all_descriptors
 from omnireduce.support.addresses import Address, parse_address, parse_listen, seen_from_here, why_cannot_listen
 from omnireduce.support.config import Config
 from omnireduce.support.logs import start_logs, tagged, tell_left_out

@@ -13,17 +13,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from omnireduce.aggregator.access import make_access
-from omnireduce.aggregator.family import ClientOrder, Line, RemainingJobs
+from omnireduce.aggregator.children import ClientOrder, Line, RemainingJobs, process_count
+from omnireduce.aggregator.heartbeats import Pulse, look_s
 from omnireduce.aggregator.ignored_signals import ignore
-from omnireduce.aggregator.processes import process_count
 from omnireduce.aggregator.reload import reload_on_hangup
 from omnireduce.aggregator.uplinks import Callers
-from omnireduce.aggregator.watchdog import Pulse, look_s
 from omnireduce.core.administration import Order
 from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.runtime.reserve import allow_all_descriptors
+from omnireduce.runtime.file_descriptors import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.relay import Upstream

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec.structs import replace
 
 from omnireduce.errors import OmniReduceError
-from omnireduce.runtime.asking.observe import connect_once
+from omnireduce.runtime.aggregator_client import connect_once
 from omnireduce.runtime.shard.relay import Connected
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from omnireduce.kernels.codecs.base import Codec
     from omnireduce.launch.functions import run
     from omnireduce.optimizers.sharded import ShardedOptimizer
+    from omnireduce.runtime.rank.batched_calls import Table
     from omnireduce.runtime.rank.calls import Rows
     from omnireduce.runtime.rank.channels import Statistics
     from omnireduce.runtime.rank.communicator import Communicator
-    from omnireduce.runtime.rank.groups import Table
     from omnireduce.runtime.rank.handles import Handle
     from omnireduce.runtime.rank.world import (
         allgather,
@@ -115,7 +115,7 @@ else:
         "omnireduce.runtime.rank.calls": ("Rows",),
         "omnireduce.runtime.rank.communicator": ("Communicator",),
         "omnireduce.elastic": ("ElasticState", "run_elastic"),
-        "omnireduce.runtime.rank.groups": ("Table",),
+        "omnireduce.runtime.rank.batched_calls": ("Table",),
         "omnireduce.runtime.rank.handles": ("Handle",),
         "omnireduce.runtime.rank.channels": ("Statistics",),
     }

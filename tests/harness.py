@@ -19,8 +19,8 @@ from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.regions import DESCRIPTORS
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End
-from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.collective.packets import Packets, packed
 from omnireduce.protocol.collective.rank import WorkerMachine

@@ -21,7 +21,7 @@ from omnireduce.support.config import (
     reference_toml,
     whole_bytes,
 )
-from omnireduce.support.config.keys import KEYS
+from omnireduce.support.config.validation import KEYS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Config, check_config, dump_config, load_config, override_config
-from omnireduce.support.config.keys import KEYS
+from omnireduce.support.config.validation import KEYS
 
 
 @pytest.fixture(scope="module")

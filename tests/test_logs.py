@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from omnireduce.aggregator.processes import process_count
+from omnireduce.aggregator.children import process_count
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Log, load_config

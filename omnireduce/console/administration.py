@@ -14,7 +14,7 @@ from omnireduce.core.status import Status
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import OmniReduceError, UsageError, show
-from omnireduce.runtime.asking.observe import AT_ONCE, ask_all, request
+from omnireduce.runtime.aggregator_client import AT_ONCE, ask_all, request
 from omnireduce.support.config import Config, override_config
 from omnireduce.support.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
 from omnireduce.support.secret import load_secret

@@ -23,7 +23,7 @@ from omnireduce.errors import ConfigError, OmniReduceError, TransportError, Usag
 from omnireduce.kernels.jit import has_compiler, kernel_files
 from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_all
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
-from omnireduce.runtime.asking.observe import AT_ONCE, question, reach
+from omnireduce.runtime.aggregator_client import AT_ONCE, question, reach
 from omnireduce.runtime.rank.embedded import identify
 from omnireduce.runtime.rank.environment import alone_though, detect_launch, job_name
 from omnireduce.support import processors
@@ -34,9 +34,9 @@ from omnireduce.support.printing import make_console
 from omnireduce.support.progress import PlainProgress
 from omnireduce.support.secret import load_secret
 from omnireduce.support.version import __version__
+from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.memory import Region
 from omnireduce.transport.shm import connect_shm, listen_shm
-from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink
 

@@ -16,7 +16,7 @@ from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.core.status import Status, Stragglers, Traffic
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import RefusedError
-from omnireduce.runtime.asking.observe import ask_all
+from omnireduce.runtime.aggregator_client import ask_all
 from omnireduce.support.addresses import Address, parse_listen, seen_from_here
 from omnireduce.support.config import Config, override_config
 from omnireduce.support.printing import density_text, short_count

@@ -21,7 +21,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import UsageError
-from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Reminders of a long wait at the start of a job: when to tell users again. Pure."""
+"""The deadline of a rank for its oldest collective: when its wait ends, and whom to name then."""
 
 from __future__ import annotations
 

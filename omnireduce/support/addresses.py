@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omnireduce.errors import ConfigError, show
-from omnireduce.support.blame import from_a_handler
+from omnireduce.support.os_errors import from_a_handler
 
 ANYWHERE = "::"  # to listen at every address of this host, of both families
 LOOPBACKS = ("127.0.0.1", "::1")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from omnireduce.errors import ConfigError, UsageError, show
 from omnireduce.runtime.rank.environment import detect_launch
 from omnireduce.support.config import Config, load_config
-from omnireduce.support.config.keys import unknown
+from omnireduce.support.config.validation import unknown
 from omnireduce.support.files.paths import read_text
 from omnireduce.support.loading import load_named
 from omnireduce.switchml.prepostprocessor import READY, PrePostProcessor

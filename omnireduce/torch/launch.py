@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omnireduce.errors import UsageError
 from omnireduce.launch.hosts import names_in
 from omnireduce.runtime.rank.environment import Launch, detect_launch, launch_id
-from omnireduce.runtime.rank.groups import local_first as first_of_host
+from omnireduce.runtime.rank.world import first_of_host
 from omnireduce.support.addresses import loopback
 from omnireduce.torch.rendezvous import MeetingPoint, drawn_ports
 

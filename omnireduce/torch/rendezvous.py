@@ -41,8 +41,8 @@ from omnireduce.support.addresses import (
     reachable_address,
     where_to_listen,
 )
-from omnireduce.support.blame import from_a_handler
 from omnireduce.support.logs import tagged
+from omnireduce.support.os_errors import from_a_handler
 
 MOST_SAID = 8  # addresses of a host
 CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from omnireduce.errors import TransportError
 from omnireduce.support.addresses import Address, is_own, is_wildcard, look_up, where_to_listen
-from omnireduce.support.blame import from_a_handler
+from omnireduce.support.os_errors import from_a_handler
+from omnireduce.transport.framing import BACKLOG, CONTROL, FRAME, StreamLink
 from omnireduce.transport.memory import map_slots
-from omnireduce.transport.stream import BACKLOG, CONTROL, FRAME, StreamLink
 
 MAX_DESCRIPTORS = 2
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # user_namespaces(7): the first one here, the first one outside, how many

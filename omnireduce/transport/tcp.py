@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from omnireduce.support.addresses import Address, connect, host_of, listen
 from omnireduce.transport.base import Event
-from omnireduce.transport.stream import BACKLOG, StreamLink
+from omnireduce.transport.framing import BACKLOG, StreamLink
 
 WORTH_READING = 1 << 20  # bytes of a message that wake its reader, if so many are still to come
 

@@ -24,12 +24,12 @@ from contextlib import suppress
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.support.addresses import Address, connect
-from omnireduce.support.blame import from_a_handler
 from omnireduce.support.config import Metrics, Security
 from omnireduce.support.files.paths import without_waiting
+from omnireduce.support.os_errors import from_a_handler
 from omnireduce.support.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
-from omnireduce.transport.stream import CONTROL, EVENTS_PER_POLL, TLS, spoken
+from omnireduce.transport.framing import CONTROL, EVENTS_PER_POLL, TLS, spoken
 from omnireduce.transport.tcp import TcpLink
 
 _OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")

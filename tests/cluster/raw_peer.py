@@ -27,7 +27,7 @@ from omnireduce.protocol.joining.authentication import Candidate
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.config import Config
 from omnireduce.support.secret import Secret
-from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
+from omnireduce.transport.framing import CONTROL, CREDIT, DATA, FRAME
 
 __all__ = ["CONTROL", "CREDIT", "DATA", "NOISE", "RawPeer", "await_pending", "framed"]
 DEFAULTS = Config().protocol

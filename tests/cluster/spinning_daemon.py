@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from omnireduce.aggregator import daemon
+from omnireduce.aggregator.children import Line
 from omnireduce.aggregator.cli import main
-from omnireduce.aggregator.family import Line
+from omnireduce.aggregator.heartbeats import Pulse
 from omnireduce.aggregator.shard import run_shard
-from omnireduce.aggregator.watchdog import Pulse
 
 
 def turn_for_ever() -> None:

@@ -20,9 +20,9 @@ from test_rule_breakers import message
 from omnireduce import AbortedError, Communicator
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Welcome, encode_control
+from omnireduce.transport.framing import FRAME
 from omnireduce.transport.memory import Region, map_slots
 from omnireduce.transport.shm import ShmLink, listen_shm
-from omnireduce.transport.stream import FRAME
 
 ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say

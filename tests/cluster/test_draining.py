@@ -24,13 +24,13 @@ from test_other_users import as_nobody, can_change
 from transports import over
 
 from omnireduce import AbortedError, Communicator, RefusedError
+from omnireduce.aggregator.children import Child
 from omnireduce.aggregator.draining import LEAST_S, Draining
-from omnireduce.aggregator.family import Child
 from omnireduce.core.administration import Action, AdminRequest, Order
 from omnireduce.core.status import StatusRequest
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.protocol.joining.intake import DRAINING
-from omnireduce.runtime.asking.observe import ask, request
+from omnireduce.runtime.aggregator_client import ask, request
 from omnireduce.support.secret import load_secret
 
 NOT_YOURS = "is for the operator: for root or user "

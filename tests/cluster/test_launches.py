@@ -12,7 +12,7 @@ import pytest
 from local_cluster import Daemon, Process, Ranks, configured, eventually, unique_job
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 
 PROGRAM = """
 import os, sys

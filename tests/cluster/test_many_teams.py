@@ -21,10 +21,10 @@ from test_metrics import LISTEN, base, get, scrape
 from transports import over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
+from omnireduce.aggregator.children import Deaths, Family, Line
 from omnireduce.aggregator.daemon import Daemon as Supervisor
-from omnireduce.aggregator.family import Deaths, Family, Line
 from omnireduce.aggregator.reload import reload_on_hangup
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.secret import Secret, load_secret
 
 VISION, SPEECH, GENERAL = "what vision knows ....", "what speech knows ....", "what the operator knows"

@@ -36,7 +36,7 @@ from transports import BY_SHARDS
 
 from omnireduce.aggregator.monitor import CONNECTIONS
 from omnireduce.protocol.collective.effects import ABORT_KINDS
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.addresses import parse_address
 
 LISTEN = "metrics.listen=127.0.0.1:0"

@@ -18,7 +18,7 @@ from test_metrics import LISTEN, base, get, scrape
 from users import set_user
 
 from omnireduce import Communicator, RefusedError, TransportError
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.transport.shm import listen_shm
 
 NOBODY = 65534

@@ -19,7 +19,7 @@ from test_metrics import LISTEN, base, get
 from test_monitor import serving
 
 from omnireduce.aggregator.monitor import CONNECTIONS
-from omnireduce.aggregator.pages import CHALLENGES, make_pages, why_open
+from omnireduce.aggregator.page_access import CHALLENGES, make_pages, why_open
 from omnireduce.errors import ConfigError
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.config import Metrics

@@ -17,8 +17,8 @@ from omnireduce import AbortedError, Communicator, RefusedError, TransportError
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import Aborted, Goodbye, Refused, Welcome
-from omnireduce.runtime.asking.observe import ask
-from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
+from omnireduce.runtime.aggregator_client import ask
+from omnireduce.transport.framing import CONTROL_LIMIT, FRAME
 
 GRADIENT = Descriptor("allreduce", "", "float32", (10_000,), block_size=256)  # 40 blocks
 FIVE = [3, 4, 5, 6, 7]

@@ -25,7 +25,7 @@ from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError,
 from omnireduce.core.status import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Refused
 from omnireduce.protocol.collective.effects import ABORT_KINDS
-from omnireduce.runtime.asking.observe import ask, ask_all
+from omnireduce.runtime.aggregator_client import ask, ask_all
 from omnireduce.support.secret import load_secret
 
 BLOCK, BLOCKS = 256, 1000

@@ -15,7 +15,7 @@ from raw_peer import CONTROL, CREDIT, DATA, NOISE, RawPeer, framed
 
 from omnireduce.core.wire.control import Leave, Refused, Welcome
 from omnireduce.runtime.shard.connections import HELLO_LIMIT
-from omnireduce.transport.stream import CONTROL_LIMIT, FRAME
+from omnireduce.transport.framing import CONTROL_LIMIT, FRAME
 
 
 def framed_map(fields: dict[str, object]) -> bytes:

@@ -16,8 +16,8 @@ import pytest
 from cluster_checks import assert_serves, expect_round
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, eventually, workers
 
-from omnireduce.aggregator.processes import watchdog_s
-from omnireduce.aggregator.watchdog import LOOK_S, Pulse, Watch, look_s
+from omnireduce.aggregator.heartbeats import LOOK_S, Pulse, Watch, look_s
+from omnireduce.aggregator.systemd import watchdog_s
 
 HANGS_S = 1.0  # the limit in these tests; a busy machine may keep a process waiting for a part of it
 

@@ -45,7 +45,7 @@ from omnireduce.core.wire.control import (
 from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.secret import Secret
-from omnireduce.transport.stream import CONTROL, FRAME
+from omnireduce.transport.framing import CONTROL, FRAME
 
 TEXT, OTHER = "correct horse battery staple", "Tr0ub4dor&3 and 28 bits more"
 SECRET = Secret(TEXT.encode())

@@ -19,8 +19,8 @@ from transports import MEMORY, over
 from omnireduce import Communicator
 from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.lanes import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
-from omnireduce.runtime.tracing.merge import chrome_trace
+from omnireduce.runtime.tracing.aligned_traces import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
+from omnireduce.runtime.tracing.merged_timeline import chrome_trace
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
 from omnireduce.support.config import Trace
 from omnireduce.support.printing import TABLE_WIDTH

@@ -18,7 +18,7 @@ from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually
 from omnireduce import RefusedError
 from omnireduce.runtime.shard.admission import MAX_UNIDENTIFIED
 from omnireduce.support.config import Aggregator
-from omnireduce.transport.stream import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
+from omnireduce.transport.framing import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent

@@ -38,7 +38,7 @@ from transports import over
 
 from omnireduce.errors import OmniReduceError
 from omnireduce.support.config import Aggregator, load_config
-from omnireduce.transport.stream import READ_BYTES, SMALL_LIMIT
+from omnireduce.transport.framing import READ_BYTES, SMALL_LIMIT
 
 UNIT = DEPLOY / "systemd" / "omnireduce-aggregator.service"
 SETTINGS = DEPLOY / "systemd" / "aggregator.toml"

@@ -23,7 +23,7 @@ from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.support.teams import Teams
 from omnireduce.transport.base import Credited, Event, Link, Received
-from omnireduce.transport.stream import CONTROL, DATA, FRAME, StreamLink
+from omnireduce.transport.framing import CONTROL, DATA, FRAME, StreamLink
 
 from .machines import busy_worker, kind_of
 from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper

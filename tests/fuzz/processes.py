@@ -21,7 +21,7 @@ from omnireduce import Communicator, Config, OmniReduceError
 from omnireduce.core.wire.control import Challenge, ControlMessage, Greeting, Hello, Proof, Welcome, decode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.support.config.schema import SECRET_VARIABLE
-from omnireduce.transport.stream import FRAME
+from omnireduce.transport.framing import FRAME
 
 from .connections import frames
 from .machines import kind_of

@@ -47,7 +47,7 @@ from omnireduce.core.wire.control import (
 from omnireduce.protocol.joining.authentication import Candidate
 from omnireduce.runtime.rank.objects import FORMS, to_bytes
 from omnireduce.support.secret import Secret
-from omnireduce.transport.stream import CONTROL, CREDIT, DATA, FRAME
+from omnireduce.transport.framing import CONTROL, CREDIT, DATA, FRAME
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = Secret(b"the secret of the fuzzer")

@@ -11,7 +11,7 @@ from messages import HEADER
 from msgspec.msgpack import Ext
 
 from omnireduce.core.wire.safe_text import UNDECODABLE
-from omnireduce.transport.stream import CONTROL, DATA, FRAME
+from omnireduce.transport.framing import CONTROL, DATA, FRAME
 
 EDGES = [0, 1, 2, 7, 8, 9, 37, 38, 39, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**47, 2**48, 2**62, 2**63 - 1]
 HEADER_BYTES = 64

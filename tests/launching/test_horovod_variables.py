@@ -9,7 +9,7 @@ import pytest
 from omnireduce import ConfigError, load_config
 from omnireduce.support.config import horovod
 from omnireduce.support.config.horovod import MEANINGLESS, ROWS, SHORTEST_CYCLE_S, Row, meaningless, settings_of
-from omnireduce.support.config.keys import KEYS
+from omnireduce.support.config.validation import KEYS
 
 GIVEN = {  # variable: its text, and the value of its key
     "HOROVOD_FUSION_THRESHOLD": ("33554432", 33554432),

@@ -21,7 +21,7 @@ from omnireduce.planning.model import (
     predict,
     windows_for,
 )
-from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000

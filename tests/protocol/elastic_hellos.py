@@ -7,8 +7,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello
-from omnireduce.protocol.joining.limits import Limits, ticket
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Membership, MembershipEffect
+from omnireduce.protocol.joining.tickets import ticket
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 SETTLE_S = 5.0

@@ -9,8 +9,9 @@ from elastic_hellos import LIMITS, OF_TWO_PAIRS, SETTLE_S, come, hello, places, 
 from msgspec.structs import replace
 
 from omnireduce.core.wire.control import Pending, Refused
-from omnireduce.protocol.joining.limits import Limits, ticket
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, Replace
+from omnireduce.protocol.joining.tickets import ticket
 from omnireduce.support.config.schema import Terms
 from omnireduce.support.teams import FREE
 

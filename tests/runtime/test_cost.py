@@ -30,8 +30,8 @@ from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.runtime.driver import Driver
+from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import StreamLink
 
 SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
 # To read, and to place, are functions of their own since threads may do them. Lists have three forms: so are to list,

@@ -28,13 +28,13 @@ from omnireduce.core.wire.control import (
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.protocol.collective.shard import BUDGET
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.runtime.reserve import PAUSE_S
+from omnireduce.runtime.file_descriptors import PAUSE_S
 from omnireduce.runtime.shard.connections import LINGER_S
 from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.status import STATUSES
+from omnireduce.transport.framing import CONTROL, FRAME
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import CONTROL, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 
 LIMITS = Limits(max_jobs=9, max_world_size=200, max_job_bytes=1 << 30, join_timeout_s=60.0)

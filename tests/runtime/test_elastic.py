@@ -13,7 +13,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.errors import NewcomersError
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.runtime.rank import calls
 from omnireduce.runtime.rank.calls import Call, CallContext
 from omnireduce.support.config import Config

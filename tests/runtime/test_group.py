@@ -10,7 +10,7 @@ import pytest
 from local_cluster import WAIT_S, Daemon, configured, eventually, run_job
 
 from omnireduce import AbortedError, ClosedError, Communicator, OmniReduceError, RefusedError, UsageError
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 
 
 def test_some_ranks_have_a_communicator_of_their_own(daemon: Daemon) -> None:

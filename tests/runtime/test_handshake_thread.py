@@ -15,8 +15,8 @@ from test_scheduler import BLOCK, SoleRank
 from omnireduce.core.status import Status
 from omnireduce.core.wire.control import Refused
 from omnireduce.transport.base import Event
+from omnireduce.transport.framing import DATA
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import DATA
 
 
 class SlowLink(ShmLink):

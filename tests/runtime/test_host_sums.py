@@ -14,7 +14,7 @@ from oracle import bits, reduce_by_host
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.runtime.rank import joining
-from omnireduce.runtime.tracing.lanes import read_lanes
+from omnireduce.runtime.tracing.aligned_traces import read_lanes
 from omnireduce.runtime.tracing.trace import What
 
 HOSTS = ((0, 2), (1, 3), (4,))

@@ -34,7 +34,7 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.support.config import Config
 from omnireduce.support.logs import BoundLog
-from omnireduce.transport import stream
+from omnireduce.transport import framing
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.shm import ShmLink
 
@@ -246,7 +246,7 @@ def test_a_handler_must_not_call_a_collective_on_top_of_another(either: Config, 
     assert error.reason == "shut down with a collective under way"
 
 
-MODULES = (engine.__name__, poller.__name__, stream.__name__)
+MODULES = (engine.__name__, poller.__name__, framing.__name__)
 
 
 class Interrupting:

@@ -25,8 +25,8 @@ from omnireduce.runtime.shard import job as runtime_job
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.support.config import Trace
+from omnireduce.transport.framing import CONTROL, FRAME
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import CONTROL, FRAME
 
 LIMITS = Limits(
     max_jobs=1, max_world_size=2, max_job_bytes=1 << 20, join_timeout_s=60.0, max_ranks=2, max_bytes=1 << 20

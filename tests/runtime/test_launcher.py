@@ -29,8 +29,8 @@ from omnireduce.runtime.rank.environment import (
     this_host,
 )
 from omnireduce.support.config import Cluster, Config, Security
-from omnireduce.support.config.keys import KEYS
 from omnireduce.support.config.schema import JOB_PATTERN
+from omnireduce.support.config.validation import KEYS
 from omnireduce.support.launchers import HINTS, LAUNCHERS
 from omnireduce.support.teams import Team
 

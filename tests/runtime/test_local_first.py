@@ -5,7 +5,7 @@ from __future__ import annotations
 from local_cluster import Ranks, unique_job
 
 from omnireduce import AbortedError, Communicator, Config
-from omnireduce.runtime.rank.groups import local_first
+from omnireduce.runtime.rank.world import first_of_host
 
 
 def outcomes(config: Config, trace: list[str], *, fails: bool) -> list[object]:
@@ -15,7 +15,7 @@ def outcomes(config: Config, trace: list[str], *, fails: bool) -> list[object]:
     def run(rank: int) -> None:
         with (
             Communicator(config, rank=rank, size=3, local_rank=rank, job=job) as comm,
-            local_first(comm.local_rank == 0, comm.barrier) as first,
+            first_of_host(comm.local_rank == 0, comm.barrier) as first,
         ):
             trace.append(f"{rank} {first}")
             if fails:

@@ -17,7 +17,7 @@ from test_fused import momentum
 from transports import KINDS, MEMORY, WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, UsageError
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.runtime.rank import joining
 from omnireduce.runtime.rank.refusals import reason_of
 from omnireduce.support.config import Config

@@ -28,8 +28,8 @@ from omnireduce.runtime.shard.scheduler import ALONE_S, LEAST_WORK, OTHERS_S, OT
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.status import MOST, SHARE
 from omnireduce.transport.base import Event
+from omnireduce.transport.framing import DATA, FRAME
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 
 BLOCK = 8  # float32 elements

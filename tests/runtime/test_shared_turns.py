@@ -19,7 +19,7 @@ from omnireduce.core.wire.control import Hello, Welcome, decode_control
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.scheduler import LATELY_S, Share, share
 from omnireduce.transport.base import EVERYTHING
-from omnireduce.transport.stream import CREDIT, DATA, FRAME
+from omnireduce.transport.framing import CREDIT, DATA, FRAME
 from omnireduce.transport.tcp import TcpLink, listen_tcp
 
 

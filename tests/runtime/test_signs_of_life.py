@@ -12,7 +12,7 @@ from raw_peer import framed
 
 from omnireduce import CollectiveTimeoutError, Communicator
 from omnireduce.core.wire.control import Welcome
-from omnireduce.transport.stream import DATA, FRAME
+from omnireduce.transport.framing import DATA, FRAME
 
 TIMEOUT_S = 1.0
 

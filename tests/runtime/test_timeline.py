@@ -20,7 +20,7 @@ from transports import KINDS, MEMORY, over
 from omnireduce import AbortedError, Communicator, ConfigError, UsageError, load_config
 from omnireduce.__main__ import main
 from omnireduce.runtime.rank import profiler
-from omnireduce.runtime.tracing.merge import merge
+from omnireduce.runtime.tracing.merged_timeline import merge
 from omnireduce.runtime.tracing.timeline import OFF
 
 STEPS = 3

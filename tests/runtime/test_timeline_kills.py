@@ -18,9 +18,9 @@ from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, unique_job
 from pictured import Timeline
 
 from omnireduce import Communicator
-from omnireduce.runtime.tracing.merge import merge
-from omnireduce.runtime.tracing.parts import read_parts
+from omnireduce.runtime.tracing.merged_timeline import merge
 from omnireduce.runtime.tracing.timeline import Timeline as Part
+from omnireduce.runtime.tracing.timeline_files import read_parts
 from omnireduce.runtime.tracing.trace import Origin
 
 WORKER = str(ROOT / "tests" / "runtime" / "pictured_worker.py")

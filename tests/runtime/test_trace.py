@@ -29,7 +29,8 @@ from omnireduce.runtime.rank.traced import TracedEngine
 from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces, TracedReduction, TracedSelector
-from omnireduce.runtime.tracing.lanes import Lane, TracedLink, missing, read_lanes
+from omnireduce.runtime.tracing.aligned_traces import Lane, missing, read_lanes
+from omnireduce.runtime.tracing.links import TracedLink
 from omnireduce.runtime.tracing.trace import What
 from omnireduce.transport.shm import ShmLink
 

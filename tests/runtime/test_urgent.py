@@ -12,7 +12,7 @@ from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually,
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.runtime.rank import channels
 from omnireduce.runtime.rank.channels import for_urgent
 from omnireduce.runtime.rank.joining import join

@@ -22,7 +22,7 @@ from faults.worker import FINISH
 from local_cluster import WAIT_S, Daemon, configured, eventually
 from transports import over
 
-from omnireduce.runtime.asking.observe import ask
+from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.secret import load_secret
 
 from . import attacker, honest

@@ -18,7 +18,7 @@ from raw_peer import CONTROL, CREDIT, DATA, RawPeer
 from omnireduce.core.wire.control import ControlMessage, Refused, Welcome, decode_control
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.secret import Secret
-from omnireduce.transport.stream import FRAME
+from omnireduce.transport.framing import FRAME
 
 PATIENCE_S = 2.0  # how long an attacker waits for an answer
 LONG_PATIENCE_S = 20.0  # for the results of large collectives

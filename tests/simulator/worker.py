@@ -15,8 +15,8 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End, Tell, error_of
-from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.rows import RowSet
 from omnireduce.protocol.host.exchange import HostExchange

@@ -24,9 +24,9 @@ from omnireduce.core.dtypes import Array
 from omnireduce.support.config import load_config
 from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
+from omnireduce.transport.framing import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.memory import Region, private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
-from omnireduce.transport.stream import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, connect_tls, worker_context
 from omnireduce.transport.verbs import link as verbs

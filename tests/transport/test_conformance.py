@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from omnireduce.transport.base import Control, Credited, Event, Link, Lost, Received
-from omnireduce.transport.stream import EVENTS_PER_POLL, FRAME
+from omnireduce.transport.framing import EVENTS_PER_POLL, FRAME
 from omnireduce.transport.tls import RECORD_LIMIT
 
 from .pairs import SLOT_BYTES, SLOTS, Pair

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from omnireduce.transport import stream
+from omnireduce.transport import framing
 from omnireduce.transport.base import Control, Event, Link, Received
 
 from .pairs import SLOT_BYTES, ShmPair, StreamPair, TcpPair
 
-FILES = (stream.__file__, sys.modules[Link.__module__].__file__)
+FILES = (framing.__file__, sys.modules[Link.__module__].__file__)
 LAST = Control(b"the last words")
 
 

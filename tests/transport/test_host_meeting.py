@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from omnireduce.errors import TransportError
-from omnireduce.support.blame import from_a_handler
+from omnireduce.support.os_errors import from_a_handler
 from omnireduce.transport import host_meeting
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
 from omnireduce.transport.memory import Regions

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from omnireduce.transport import stream
+from omnireduce.transport import framing
 from omnireduce.transport.base import Control, Lost, Received
+from omnireduce.transport.framing import DATA, FRAME
 from omnireduce.transport.shm import listen_shm
-from omnireduce.transport.stream import DATA, FRAME
 from omnireduce.transport.tcp import WORTH_READING, TcpLink, connect_tcp, listen_tcp
 
 from .pairs import SHM_PORT, SLOT_BYTES, TcpPair, accept, wait_for
@@ -75,7 +75,7 @@ def test_a_broken_connection_wakes_who_waits_for_the_rest_of_a_message() -> None
 def test_what_one_poll_leaves_can_be_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message is longer than one poll may take; of the rest a small part has come."""
     pair = TcpPair()
-    monkeypatch.setattr(stream, "BYTES_PER_POLL", FRAME.size + SLOT_BYTES)
+    monkeypatch.setattr(framing, "BYTES_PER_POLL", FRAME.size + SLOT_BYTES)
     begin_message(pair, 10)
     pair.write_raw(pair.right, bytes(SLOT_BYTES - 10) + FRAME.pack(DATA, 1, 0) + FRAME.pack(DATA, 2, 0))
     assert pair.collect(pair.right, 3) == [Received(0, SLOT_BYTES), Received(1, 0), Received(2, 0)]

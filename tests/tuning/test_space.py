@@ -10,7 +10,7 @@ from omnireduce.bench.tuning.search import PARAMETERS, Circumstances, Point, Spa
 from omnireduce.bench.tuning.workload import synthetic_sizes
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Config, override_config
-from omnireduce.support.config.keys import KEYS
+from omnireduce.support.config.validation import KEYS
 
 EVERYTHING = Circumstances(shards=4, in_memory=False, in_order=False)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from omnireduce.bench.tuning.search import PARAMETERS, Space, Value, value_of
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Config, dump_tables, load_config
-from omnireduce.support.config.keys import KEYS
+from omnireduce.support.config.validation import KEYS
 from omnireduce.support.files.output import write_file
 from omnireduce.support.files.paths import user_path
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.lanes import Lane, exclusive, missing, sizes, wake_ups, windows
+from omnireduce.runtime.tracing.aligned_traces import Lane, exclusive, missing, sizes, wake_ups, windows
 from omnireduce.runtime.tracing.trace import WORK, What
 from omnireduce.support.printing import short_count
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from omnireduce.console.traces.breakdown import break_down, show_breakdown
-from omnireduce.runtime.tracing.lanes import read_lanes
-from omnireduce.runtime.tracing.merge import chrome_trace, merge
+from omnireduce.runtime.tracing.aligned_traces import read_lanes
+from omnireduce.runtime.tracing.merged_timeline import chrome_trace, merge
 from omnireduce.support.files.output import check_writable, write_file
 from omnireduce.support.printing import make_console
 

@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.lanes import Lane, apart, missing, read_lanes
+from omnireduce.runtime.tracing.aligned_traces import Lane, apart, missing, read_lanes
 from omnireduce.runtime.tracing.trace import OF_TENSOR, What
 
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes

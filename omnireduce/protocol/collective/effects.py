@@ -1,21 +1,15 @@
-"""A collective, as the parts of a worker's machine know it."""
+"""Effects of the machines of rank and shard: what they want to be done, and the causes with which they end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
-from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Cause, ControlMessage
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, OmniReduceError
-from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.codecs.draws import stream_key
-from omnireduce.protocol.collective.operands import HostSum, Operand, RowBlocks
-from omnireduce.protocol.collective.rows import RowSum
 
 ALL = -1
 AbortKind = Literal[
@@ -96,35 +90,3 @@ def error_of(cause: Cause) -> OmniReduceError:
     """The exception for the end of a job."""
     kind = CollectiveTimeoutError if cause.timeout else AbortedError
     return kind(shown(cause.culprit), shown(cause.reason))
-
-
-def sum_of_host(operand: Operand) -> HostSum | RowSum:
-    """The operand that shards get from a host, one of whose ranks has this operand."""
-    return RowSum(operand) if isinstance(operand.blocks, RowBlocks) else HostSum(operand)
-
-
-@dataclass(slots=True, eq=False)
-class Collective:
-    """One collective under way on this worker. `sender`: the worker's number at the shards. `host_sum`: what shards get
-    from a host of several ranks, in place of one rank's operand. `codec`: of its blocks; `key`: of its random
-    numbers."""
-
-    number: int
-    descriptor: Descriptor
-    operand: Operand
-    sender: int
-    parts_left: int = 0  # shards, and exchanges in the host, from which results are still to come
-    host_sum: HostSum | RowSum | None = None
-    codec: Codec | None = None
-    sent: Operand = field(init=False)  # what goes to the shards
-    key: int = 0
-
-    def __post_init__(self) -> None:
-        self.sent = self.operand if self.host_sum is None else self.host_sum
-
-    def use(self, codec: Codec) -> None:
-        """Let the blocks travel as `codec` says."""
-        self.codec, self.key = codec, stream_key(self.descriptor.seed, self.number, self.sender)
-
-    def __str__(self) -> str:
-        return f"collective {self.number} ({self.descriptor})"

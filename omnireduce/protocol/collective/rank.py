@@ -12,21 +12,13 @@ from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Goodbye
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.protocol.collective.differences import MismatchError
-from omnireduce.protocol.collective.effects import (
-    Collective,
-    Effect,
-    End,
-    Finish,
-    Return,
-    Tell,
-    Wake,
-    Warn,
-    sum_of_host,
-)
-from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.block_lists import MessageSizing
+from omnireduce.protocol.collective.collective import Collective, sum_of_host
+from omnireduce.protocol.collective.effects import Effect, End, Finish, Return, Tell, Wake, Warn
+from omnireduce.protocol.collective.mismatches import MismatchError
 from omnireduce.protocol.collective.operands import Operand
-from omnireduce.protocol.collective.stream import Parallel, ShardStream, ThreadPool
+from omnireduce.protocol.collective.parallel import Parallel, ThreadPool
+from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.protocol.deadlines import CollectiveDeadline
 from omnireduce.protocol.host.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host.faults import HostError, ShortageError

@@ -13,9 +13,9 @@ from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
+from omnireduce.protocol.collective.block_lists import TINY_BYTES, Lister, MessageSizing
 from omnireduce.protocol.collective.block_programs import ProgramRun
 from omnireduce.protocol.collective.merge import BLOCK_WORK, Combiner, Shape, Union
-from omnireduce.protocol.collective.messages import TINY_BYTES, Lister, MessageSizing
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes

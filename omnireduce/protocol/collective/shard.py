@@ -17,11 +17,11 @@ from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.block_programs import ProgramRun, ShardStates
 from omnireduce.protocol.collective.codecs import coding_of
-from omnireduce.protocol.collective.differences import Begun, MismatchError, check_refusals
 from omnireduce.protocol.collective.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
-from omnireduce.protocol.collective.messages import MessageSizing
+from omnireduce.protocol.collective.mismatches import Begun, MismatchError, check_refusals
 from omnireduce.protocol.collective.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.counters import Account, Wait
 from omnireduce.protocol.host.groups import Sharding

@@ -50,7 +50,8 @@ from omnireduce.kernels.regions import (
     get_counter,
     set_counter,
 )
-from omnireduce.protocol.collective.effects import Collective, Wake
+from omnireduce.protocol.collective.collective import Collective
+from omnireduce.protocol.collective.effects import Wake
 from omnireduce.protocol.collective.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.protocol.collective.rows import RowSum
 from omnireduce.protocol.host.faults import HostError, ShortageError, check_begun, encoded_at

@@ -8,7 +8,7 @@ from omnireduce.core.descriptor import decode_descriptor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.regions import EXTRA_WORDS
-from omnireduce.protocol.collective.differences import Begun, check_refusals
+from omnireduce.protocol.collective.mismatches import Begun, check_refusals
 
 
 class HostError(Exception):

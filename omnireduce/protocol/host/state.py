@@ -1,4 +1,4 @@
-"""Counters of a rank's exchanges in memory."""
+"""The state of an exchange for the compiled step function: what is preset before it, and the counters after it."""
 
 from __future__ import annotations
 

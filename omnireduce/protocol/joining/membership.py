@@ -37,7 +37,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.protocol.host.groups import JobRank, LocalRanks, hosts_of
-from omnireduce.protocol.joining import limits
+from omnireduce.protocol.joining import tickets
 from omnireduce.protocol.joining.checks import (
     ADVICE,
     SHAPE,
@@ -521,7 +521,7 @@ class Membership:
         formation, hellos = meeting.formation, [hello for _, hello in ranked]
         if not formation:  # this is the first shard: the job may be formed anew
             formation = self._salt + generation
-            entry = limits.ticket(self._key, pending_job.spec, formation)
+            entry = tickets.ticket(self._key, pending_job.spec, formation)
             hellos = [msgspec.structs.replace(hello, formation=formation, ticket=entry) for hello in hellos]
         asked = before - pending_job.waiting_ranks.keys()
         ranks = {hello.rank: hello for hello in hellos}
@@ -578,7 +578,7 @@ class Membership:
         survivors."""
         if not hello.survived:
             return Claim.NEWCOMER
-        generation, has_ticket = self._generation_of(meeting), limits.is_valid(self._key, hello)
+        generation, has_ticket = self._generation_of(meeting), tickets.is_valid(self._key, hello)
         if generation is None:
             pending_job = self._pending_jobs.get(meeting)
             is_known = pending_job is not None and pending_job.is_led

@@ -1,4 +1,4 @@
-"""Statistics of a worker: what it has moved, and by which transports."""
+"""The channels of a rank: one for ordinary and perhaps one for urgent collectives, and what both have moved."""
 
 from __future__ import annotations
 

@@ -25,15 +25,16 @@ from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import Progress
 from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
 from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.runtime.rank import calls, engine, groups, packed_calls
+from omnireduce.runtime.rank import batched_calls, calls, engine, packet_calls
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.batched_calls import Table
+from omnireduce.runtime.rank.block_program_calls import Fused, FusedRows, fused_reduction, fused_rows
 from omnireduce.runtime.rank.calls import Call, CallContext, Pool, Rows, check_codec_of
 from omnireduce.runtime.rank.channels import CallChannel, Channel, RankChannels, Statistics, join_urgent, statistics_of
 from omnireduce.runtime.rank.embedded import Embedded, embed
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of, job_name
-from omnireduce.runtime.rank.groups import Table, check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.handles import Handle, Together
 from omnireduce.runtime.rank.joining import (
     Arrival,
@@ -44,7 +45,7 @@ from omnireduce.runtime.rank.joining import (
     say_trouble,
     tell_aggregators,
 )
-from omnireduce.runtime.rank.packed_calls import Fused, FusedRows, fused_reduction, fused_rows
+from omnireduce.runtime.rank.process_groups import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.profiler import Profiler
 from omnireduce.runtime.rank.refusals import names_told, reason_of, settle, tell, told
 from omnireduce.runtime.tracing.timeline import NoTimeline
@@ -562,11 +563,11 @@ class Communicator:
         `protocol.max_part_bytes` (1 GiB), else all ranks raise UsageError; dtype and `x.shape[1:]` are the same on all
         ranks. Raises what `allreduce` raises.
         """
-        return self._start(packed_calls.ragged_parts, x, name).wait()
+        return self._start(packet_calls.ragged_parts, x, name).wait()
 
     def allgather_ragged_async(self, x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
         """Start an `allgather_ragged`; see `allreduce_async`."""
-        return self._start_async(packed_calls.ragged_parts, x, name)
+        return self._start_async(packet_calls.ragged_parts, x, name)
 
     def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
         """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
@@ -617,20 +618,20 @@ class Communicator:
         Raises UsageError on all ranks for other objects of the root, and the job goes on. On all ranks but the root it
         also raises UsageError for bytes of a peer that are no such object. Otherwise it raises what `allreduce` raises.
         """
-        return self._start(packed_calls.object_of_root, x, root, name, trust).wait()
+        return self._start(packet_calls.object_of_root, x, root, name, trust).wait()
 
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
         """Start a `broadcast_object`; see `allreduce_async`."""
-        return self._start_async(packed_calls.object_of_root, x, root, name, trust)
+        return self._start_async(packet_calls.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
         """Return a list with an object equal to the `x` of each rank. See `broadcast_object` for what `x` may be; where
         that of one rank is anything else, all raise UsageError."""
-        return self._start(packed_calls.all_objects, x, name, trust).wait()
+        return self._start(packet_calls.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
         """Start an `allgather_object`; see `allreduce_async`."""
-        return self._start_async(packed_calls.all_objects, x, name, trust)
+        return self._start_async(packet_calls.all_objects, x, name, trust)
 
     def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
@@ -751,7 +752,7 @@ class Communicator:
                 raise UsageError(
                     "out and block_size go with one array; a group is combined in place, in blocks of its own"
                 )
-            handles = engine.submit(*groups.arrays(place, x, op=op, name=name, codec=codec))
+            handles = engine.submit(*batched_calls.arrays(place, x, op=op, name=name, codec=codec))
         except Exception as error:
             self.refuse(error)
             raise
@@ -760,7 +761,7 @@ class Communicator:
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
         place, engine = self._member.ordinary
         try:
-            batch = groups.tables(place, tables, op, name)
+            batch = batched_calls.tables(place, tables, op, name)
             handles = engine.submit(*batch.calls)
         except Exception as error:
             self.refuse(error)

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
 from omnireduce.protocol.reminders import FIRST_S, Reminders
-from omnireduce.runtime.embedding import (
+from omnireduce.runtime.embedded_messages import (
     LONGEST,
     MOST_BYTES,
     Compiling,
@@ -38,18 +38,18 @@ from omnireduce.runtime.embedding import (
     decode_news,
     encode,
 )
+from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of
-from omnireduce.runtime.reserve import shortage
 from omnireduce.support.addresses import Address, loopback
-from omnireduce.support.blame import from_a_handler
 from omnireduce.support.config import Config, Security
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.interpreters import TREE, program_of
 from omnireduce.support.loading import search_path
 from omnireduce.support.logs import BoundLog, tagged
+from omnireduce.support.os_errors import from_a_handler
 from omnireduce.support.secret import Secret
+from omnireduce.transport.framing import BACKLOG
 from omnireduce.transport.shm import holder_of, peer_of
-from omnireduce.transport.stream import BACKLOG
 
 CARD = struct.Struct("<II")  # rank, world size
 RETRY_S = 0.02  # between two attempts to connect: rank 0 may not listen yet

@@ -23,8 +23,8 @@ from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
 from omnireduce.kernels.claims import are_kept
 from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import Tell
-from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.host.groups import LocalRanks
@@ -40,24 +40,24 @@ from omnireduce.protocol.joining.rank import (
     Notice,
     perform,
 )
-from omnireduce.runtime.asking.observe import connect_once, reach, read_message, why_lost
+from omnireduce.runtime.aggregator_client import connect_once, reach, read_message, why_lost
 from omnireduce.runtime.driver import say_last_words
+from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.engine import GOODBYE_S, Engine
 from omnireduce.runtime.rank.threads import threads_for
 from omnireduce.runtime.rank.traced import Parts, traced
-from omnireduce.runtime.reserve import shortage
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.support import config as settings
-from omnireduce.support.blame import from_a_handler
 from omnireduce.support.config import Config, whole_bytes
 from omnireduce.support.logs import BoundLog, tagged
+from omnireduce.support.os_errors import from_a_handler
 from omnireduce.support.progress import Seldom
 from omnireduce.support.secret import NONCE_BYTES, Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
+from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
 from omnireduce.transport.memory import private_slots, touch
 from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.tls import worker_context
 from omnireduce.transport.verbs import import_rdma

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from omnireduce.core.descriptor import PACKED, Descriptor
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
-from omnireduce.protocol.collective.effects import Collective
+from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
 from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.host.exchange import STEPS, HostExchange
@@ -19,7 +19,7 @@ from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.runtime.rank.calls import Call
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.handles import Started
-from omnireduce.runtime.tracing.lanes import traced_links
+from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.profile import Profile, Tally
 from omnireduce.runtime.tracing.timeline import Timeline
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What, now

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from omnireduce.core.descriptor import Op, RowOp
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
+from omnireduce.runtime.rank.batched_calls import Table
 from omnireduce.runtime.rank.calls import Rows
 from omnireduce.runtime.rank.communicator import Communicator, G, S
 from omnireduce.runtime.rank.environment import job_name, own_launch
-from omnireduce.runtime.rank.groups import Table
-from omnireduce.runtime.rank.groups import local_first as first_of_host
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.support.config import Config, load_config, override_config, split_list
 from omnireduce.support.logs import show_debug_lines
@@ -356,6 +355,20 @@ def local_first() -> AbstractContextManager[bool]:
     whether this rank is the first of its host. Raises what `barrier` and `local_rank` raise.
     """
     return first_of_host(local_rank() == 0, barrier)
+
+
+@contextmanager
+def first_of_host(is_first: bool, barrier: Callable[[], object]) -> Iterator[bool]:
+    """Run a block first, or after the ranks that are first. Each rank calls `barrier` once.
+
+    If the block of a first rank raises, the others are not let in. They hear that this rank has failed when it leaves
+    its job, so the exception must not be caught before that.
+    """
+    if not is_first:
+        barrier()
+    yield is_first
+    if is_first:
+        barrier()
 
 
 def _said_by_launcher(found: int | None, what: str) -> int:

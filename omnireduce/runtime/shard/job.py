@@ -28,9 +28,9 @@ from omnireduce.core.wire.control import (
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import CodecError, TransportError
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
+from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.block_programs import ShardStates
 from omnireduce.protocol.collective.effects import AbortKind, End, Warn
-from omnireduce.protocol.collective.messages import MessageSizing
 from omnireduce.protocol.collective.reduction import Budget, Reduction
 from omnireduce.protocol.collective.shard import BUDGET, AggregatorMachine
 from omnireduce.protocol.host.groups import Sharding, delegates_of, readers_of
@@ -38,7 +38,7 @@ from omnireduce.protocol.joining.membership import members_of, placed, welcomes_
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.protocol.relay import RelayMachine
 from omnireduce.runtime.driver import Clock, Driver
-from omnireduce.runtime.reserve import NO_DESCRIPTORS
+from omnireduce.runtime.file_descriptors import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.support.config import Verbs
 from omnireduce.support.logs import BoundLog, tagged

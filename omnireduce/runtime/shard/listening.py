@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from omnireduce.core.wire.control import Refused, encode_control
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.reserve import NO_ROOM, PAUSE_S, Reserve
+from omnireduce.runtime.file_descriptors import NO_ROOM, PAUSE_S, Reserve
 from omnireduce.support.logs import tagged
 from omnireduce.transport.base import Link
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.collective.reduction import Reduction
-from omnireduce.runtime.tracing.lanes import traced_links
+from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
 from omnireduce.support.config import Trace
 from omnireduce.transport.base import Link

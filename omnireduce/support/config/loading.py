@@ -24,8 +24,8 @@ from msgspec.structs import asdict
 from omnireduce.errors import ConfigError, show
 from omnireduce.support.addresses import is_loopback, parse_address
 from omnireduce.support.config.horovod import settings_of, tell_meaningless
-from omnireduce.support.config.keys import KEYS, SECTIONS, Key, conflicts, names_in, unknown
 from omnireduce.support.config.schema import SECRET_KEY, SECRET_VARIABLE, Config
+from omnireduce.support.config.validation import KEYS, SECTIONS, Key, conflicts, names_in, unknown
 from omnireduce.support.files.cache import CACHE_VARIABLE
 from omnireduce.support.files.paths import read_text, shown, user_path
 

@@ -1,7 +1,7 @@
 """The schema of the configuration: one frozen struct per section of the TOML file.
 
-The annotations are the single source of truth: `omnireduce.support.config.keys` reads ranges, meanings and units from
-them to check values and to word errors, `omnireduce.support.config.reference_toml` to write the reference file.
+The annotations are the single source of truth: `omnireduce.support.config.validation` reads ranges, meanings and units
+from them to check values and to word errors, `omnireduce.support.config.reference_toml` to write the reference file.
 Constructing a struct in Python does not check it; `omnireduce.support.config.check_config` does.
 """
 

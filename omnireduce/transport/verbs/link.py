@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
-from omnireduce.transport.stream import CONTROL_LIMIT
+from omnireduce.transport.framing import CONTROL_LIMIT
 from omnireduce.transport.tcp import TcpLink
 
 MESSAGE, CREDIT = 0, 1

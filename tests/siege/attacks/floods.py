@@ -15,7 +15,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.status import StatusRequest
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import PROTOCOL_VERSION
-from omnireduce.transport.stream import FRAME
+from omnireduce.transport.framing import FRAME
 
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target
 

@@ -12,7 +12,7 @@ from raw_peer import CONTROL, CREDIT, DATA, NOISE
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import Goodbye
-from omnireduce.transport.stream import FRAME
+from omnireduce.transport.framing import FRAME
 
 from ..target import SMALL, Crowd, Peer, Target
 from .hellos import LONG_HOST, LONG_NAME

@@ -10,7 +10,7 @@ _UNION = "omnireduce.protocol.collective.merge"
 _SENDERS = "omnireduce.protocol.collective.shard"
 _SLOTS = "omnireduce.protocol.collective.shard"
 _COMBINE = "omnireduce.protocol.collective.merge"
-_LENGTHS = "omnireduce.protocol.collective.messages"
+_LENGTHS = "omnireduce.protocol.collective.block_lists"
 _WIRE = "omnireduce.core.wire.blocks"
 _DESCRIPTOR = "omnireduce.core.descriptor"
 
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a refusal counts as any call",
-        "omnireduce.protocol.collective.differences",
+        "omnireduce.protocol.collective.mismatches",
         "a rank that refuses its call is left out of a sum",
         "first.descriptor.refused and second.descriptor.refused:\n",
         "(first.descriptor.refused or second.descriptor.refused):\n",
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reasons of refusals are compared",
-        "omnireduce.protocol.collective.differences",
+        "omnireduce.protocol.collective.mismatches",
         "a mistake that all ranks make ends their job",
         "first.descriptor.refused and second.descriptor.refused:\n",
         "first.descriptor.refused == second.descriptor.refused:\n",
@@ -330,7 +330,7 @@ MUTATIONS = (
     ),
     Mutation(
         "all windows of a message begin its steps at block 0",
-        "omnireduce.protocol.collective.messages",
+        "omnireduce.protocol.collective.block_lists",
         "blocks of a long message are taken for others",
         "expand_steps(listed, *place, own)",
         "expand_steps(listed, place[0], 0, own)",

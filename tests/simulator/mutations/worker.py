@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker divides what its threads share",
-        "omnireduce.protocol.collective.stream",
+        "omnireduce.protocol.collective.parallel",
         "the rows that shards return are put into one array by several threads",
         "return large and all(collective.sent.is_divisible for collective in self._under_way)",
         "return large",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,120 +11,8 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, Recorder, What, now, read_trace
+from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, What, read_trace
 from omnireduce.support.files.paths import user_path
-from omnireduce.transport.base import EVERYTHING, Credited, Event, Link, Received
-
-
-class TracedLink(Link):
-    """`link`, to peer number `number`, with a recorder."""
-
-    def __init__(self, link: Link, number: int, recorder: Recorder) -> None:
-        super().__init__(link.peer)
-        self.kind, self.inline = link.kind, link.inline
-        self._link, self._number, self._recorder = link, number, recorder
-        self.counters, self.send_slots, self.receive_slots = link.counters, link.send_slots, link.receive_slots
-        self._gathers = link.kind != "verbs"  # until `flush`; RDMA writes leave at once
-        self._gathered: list[tuple[What, int]] = []
-
-    @property
-    def over(self) -> bool:
-        return self._link.over
-
-    @property
-    def wants_write(self) -> bool:
-        return self._link.wants_write
-
-    @property
-    def clogged(self) -> bool:
-        return self._link.clogged
-
-    def fileno(self) -> int:
-        return self._link.fileno()
-
-    def attach(self, send_slots: Array, receive_slots: Array) -> None:
-        self._link.attach(send_slots, receive_slots)
-        self.send_slots, self.receive_slots = send_slots, receive_slots
-
-    def close(self) -> None:
-        self._link.close()
-
-    def drop(self) -> None:
-        self._link.drop()
-
-    def abandon(self) -> None:
-        self._link.abandon()
-
-    # output
-
-    def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
-        with self._leaving(What.MESSAGE_OUT, nbytes if instead is None else instead.size):
-            self._link.send(slot, nbytes, instead)
-
-    def return_credit(self, slot: int) -> None:
-        with self._leaving(What.CREDIT_OUT, slot):
-            self._link.return_credit(slot)
-
-    def _send(self, slot: int, nbytes: int) -> None:
-        raise AssertionError("the link within sends")
-
-    def _return_credit(self, slot: int) -> None:
-        raise AssertionError("the link within returns credits")
-
-    def send_control(self, body: bytes) -> None:
-        start = self._offer()
-        self._link.send_control(body)
-        self._recorder.add(What.SEND, start, now(), self._number)
-
-    def flush(self, most: int = EVERYTHING) -> None:
-        if self._gathered or self._link.wants_write:
-            start = self._offer()
-            self._link.flush(most)
-            self._recorder.add(What.SEND, start, now(), self._number)
-        else:
-            self._link.flush(most)
-
-    @contextmanager
-    def _leaving(self, what: What, detail: int) -> Iterator[None]:
-        """A context in which something is handed to the link. It leaves with the next `flush`, or by RDMA at once."""
-        self._gathered.append((what, detail))
-        if self._gathers:
-            yield
-            return
-        start = self._offer()
-        yield
-        self._recorder.add(What.SEND, start, now(), self._number)
-
-    def _offer(self) -> int:
-        """Record that everything that was gathered begins to leave now; return the time."""
-        start = now()
-        for what, detail in self._gathered:
-            self._recorder.add(what, start, start, self._number, detail)
-        self._gathered.clear()
-        return start
-
-    # input
-
-    def peek(self) -> bool:
-        return self._link.peek()
-
-    def poll(self) -> Sequence[Event]:
-        start = now()
-        events = self._link.poll()
-        end = now()
-        self._recorder.add(What.RECEIVE, start, end, self._number)
-        for event in events:
-            if isinstance(event, Received):
-                self._recorder.add(What.MESSAGE_IN, end, end, self._number, event.nbytes)
-            elif isinstance(event, Credited):
-                self._recorder.add(What.CREDIT_IN, end, end, self._number, event.slot)
-        return events
-
-
-def traced_links(links: Sequence[Link], recorder: Recorder) -> list[Link]:
-    """All links of a worker or of a job, by peer number."""
-    return [TracedLink(link, number, recorder) for number, link in enumerate(links)]
-
 
 Pairs = tuple[Array, Array]  # when each left its sender, and when its receiver had it
 

@@ -20,8 +20,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from omnireduce.aggregator.watchdog import Watch
+from omnireduce.aggregator.heartbeats import Watch
 from omnireduce.core.administration import Order
+from omnireduce.support.config import Config
 
 LONGEST = 16384  # bytes of a packet
 AT_ONCE = 64  # packets that are read in a row
@@ -200,6 +201,11 @@ class Family:
             os.close(stacks)
         run(ends.of_child)
         ends.of_child.close()
+
+
+def process_count(config: Config) -> int:
+    """The supervisor, the shards and, where there are metrics, the monitor."""
+    return 1 + config.aggregator.shards + bool(config.metrics.listen)
 
 
 class _Ends(NamedTuple):

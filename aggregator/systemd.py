@@ -1,4 +1,4 @@
-"""The number of processes of a daemon."""
+"""What the daemon tells systemd: that it is ready, and that it lives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-
-from omnireduce.support.config import Config
 
 
 def notify(*state: str) -> None:
@@ -30,8 +28,3 @@ def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
     ):
         return None
     return int(microseconds) / 1e6 or None
-
-
-def process_count(config: Config) -> int:
-    """The supervisor, the shards and, where there are metrics, the monitor."""
-    return 1 + config.aggregator.shards + bool(config.metrics.listen)

@@ -1,7 +1,8 @@
 """One timeline of all ranks and shards, in the form of Chrome's traces, made from their files in a folder.
 
 Each rank and shard is a process that shows its work. Each tensor is a process, as in Horovod's timeline, with a row for
-each rank. All times are on one clock: that of the host or, with several hosts, of one of them (see `lanes.clocks`).
+each rank. All times are on one clock: that of the host or, with several hosts, of one of them (see
+`aligned_traces.clocks`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing import parts as part_files
-from omnireduce.runtime.tracing.lanes import Lane, apart, clocks, on_one_clock, pairs, read_traces, wake_ups
-from omnireduce.runtime.tracing.parts import Part, read_parts
+from omnireduce.runtime.tracing import timeline_files
+from omnireduce.runtime.tracing.aligned_traces import Lane, apart, clocks, on_one_clock, pairs, read_traces, wake_ups
 from omnireduce.runtime.tracing.timeline import CYCLE
+from omnireduce.runtime.tracing.timeline_files import Part, read_parts
 from omnireduce.runtime.tracing.trace import WORK, Origin, What
 from omnireduce.support.files.output import write_chunks
 
@@ -276,7 +277,7 @@ class _Tensors:
         """Who was ready for which tensor when. A rank that begins to negotiate is."""
         me, shift = str(part.origin.number), self._run.shift(part.origin)
         said, begun = set[str](), list[tuple[str, int]]()
-        for event in part_files.events_of(part):
+        for event in timeline_files.events_of(part):
             if event.phase == "R":
                 self._ready[part.origin.job, event.tensor].append((event.at + shift, event.name))
                 said |= {event.tensor} if event.name == me else set()
@@ -291,7 +292,7 @@ class _Tensors:
     def _rows(self, part: Part) -> Iterator[Chrome]:
         who, run = _who(part.origin), self._run
         shift, begun, ended = run.shift(part.origin), dict[str, int](), dict[str, int]()
-        for tensor, slot, phase, name, at, details in part_files.events_of(part):
+        for tensor, slot, phase, name, at, details in timeline_files.events_of(part):
             time = at + shift
             if phase == "C":
                 yield self._cycle(who, time)

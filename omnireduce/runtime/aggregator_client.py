@@ -32,8 +32,8 @@ from omnireduce.support.config import Config
 from omnireduce.support.logs import tagged
 from omnireduce.support.secret import NONCE_BYTES, Secret
 from omnireduce.transport.base import Control, Event, Lost
+from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.shm import connect_shm
-from omnireduce.transport.stream import StreamLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp
 from omnireduce.transport.tls import connect_tls, worker_context
 

@@ -1,6 +1,6 @@
 """Many arrays, or tables, in one call. Arrays of one type travel in one exchange, but each large array in its own.
 
-All exchanges of a group are under way together. A summary of the whole group travels with each. So ranks whose groups
+All exchanges of a batch are under way together. A summary of the whole batch travels with each. So ranks whose batches
 differ get an error, not a sum.
 """
 
@@ -8,87 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from omnireduce.core.descriptor import BOOL_OPS
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS
-from omnireduce.core.wire.control import Hello
-from omnireduce.errors import OmniReduceError, UsageError, a_type
+from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.table import NONE
-from omnireduce.runtime.asking.observe import refuse
 from omnireduce.runtime.rank.arguments import check_array, check_rows, flat_view, two_that_share
 from omnireduce.runtime.rank.calls import Call, CallContext, Rows, check_codec, reduction, rows
-from omnireduce.support.config import Config, check_config
-from omnireduce.support.config.schema import Elastic
-from omnireduce.support.secret import Secret, load_secret
-
-
-@contextmanager
-def local_first(is_first: bool, barrier: Callable[[], object]) -> Iterator[bool]:
-    """Run a block first, or after the ranks that are first. Each rank calls `barrier` once.
-
-    If the block of a first rank raises, the others are not let in. They hear that this rank has failed when it leaves
-    its job, so the exception must not be caught before that.
-    """
-    if not is_first:
-        barrier()
-    yield is_first
-    if is_first:
-        barrier()
-
-
-HEARD_S = 10.0  # how long a rank that refuses waits until the aggregator has heard it
-
-
-def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
-    """Raises UsageError unless `ranks` are different ranks of a job of `size`, with `own` among them, and `name` is not
-    taken."""
-    if name in taken:
-        raise UsageError(f"there is a group {name!r} already: give another name, or shut that one down")
-    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
-        raise UsageError(f"ranks {list(ranks)}: expected different ones from 0 to {size - 1}")
-    if own not in ranks:
-        raise UsageError(f"ranks {list(ranks)}: this is rank {own}, which is not among them")
-
-
-def job_of_group(job: str, name: str, generation: int) -> str:
-    """The name of a group's job. It tells aggregators to which job the group belongs."""
-    return f"{job}+{name}.{generation}"
-
-
-def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
-    """The configuration with which the ranks of a group join: the launch is that of the job. Programs may keep
-    `state_bytes` on each shard. Raises ConfigError."""
-    return check_config(
-        replace(
-            config,
-            cluster=replace(config.cluster, launch=launch),
-            elastic=Elastic(),
-            protocol=replace(config.protocol, urgent_bytes=0, state_bytes=state_bytes),
-        )
-    )
-
-
-def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None) -> None:
-    """Tell the ranks that wait for this one in the group of `hello` why it does not come.
-
-    All of them come to the first aggregator first, and it tells them. Returns when it has heard: the next hello of this
-    rank must not overtake this one. Raises nothing if it cannot be reached: then the job is about to end.
-    """
-    hello = replace(
-        hello, refuses=why, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",
-    )  # fmt: skip
-    with suppress(OmniReduceError, OSError):
-        secret = load_secret(config.security) if secret is None else secret
-        refuse(config.cluster.aggregators[0], config, HEARD_S, hello, secret)
-
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FILES = ("stream", "shm", "tcp", "tls", "host_meeting", "memory")
+FILES = ("framing", "shm", "tcp", "tls", "host_meeting", "memory")
 OURS = {  # between us and the system
     *("socket", "ssl", "selectors", "omnireduce.support.addresses"),
     *(f"omnireduce.transport.{name}" for name in FILES),

@@ -1,1 +1,0 @@
-"""Requests to aggregators, from workers, the console and the daemon's monitor: connect, prove a secret, ask."""

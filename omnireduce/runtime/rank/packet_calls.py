@@ -1,0 +1,115 @@
+"""Calls that move a part of any size from each rank, in packets: arrays of different lengths, and Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnireduce.core.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
+from omnireduce.core.dtypes import Array
+from omnireduce.errors import UsageError, a_type
+from omnireduce.protocol.collective.packets import Packets, packed, packed_refusal, packet_count
+from omnireduce.runtime.rank.arguments import (
+    check_array,
+    check_name,
+    check_root,
+    flat_view,
+)
+from omnireduce.runtime.rank.calls import Call, CallContext, once
+from omnireduce.runtime.rank.objects import from_bytes, to_bytes
+from omnireduce.runtime.rank.refusals import take_part_instead, told
+
+S = TypeVar("S", bound=np.generic)
+NOTHING = np.empty((0, PACKET_BYTES), np.uint8)
+BYTE = np.empty(0, np.uint8)
+
+
+def ragged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
+    """The bytes of everybody's `x`, of which the first dimension may differ."""
+    if check_array(x, "x").ndim == 0:
+        raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
+    flat_view(x, "x", writable=False)
+    called = _describe(place, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
+    like = np.empty((0, *x.shape[1:]), x.dtype)
+    packets = _packets(place, called, lambda: np.asarray(x), range(place.size), like)
+    return Call(called, packets, lambda: _parts(packets))
+
+
+def object_of_root(place: CallContext, x: object, root: int, name: str, trust: bool) -> Call[Any]:
+    """The root's `x` on the root, and an equal object elsewhere."""
+    root, language = check_root(root, place.size), _language(trust)
+    called = _describe(place, "broadcast_object", name, language, (), root=root)
+    packets = _packets(place, called, lambda: _bytes_of(x, trust) if place.rank == root else None, [root], BYTE)
+    return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
+
+
+def all_objects(place: CallContext, x: object, name: str, trust: bool) -> Call[list[Any]]:
+    """An object equal to the `x` of each rank."""
+    called = _describe(place, "allgather_object", name, _language(trust), ())
+    packets = _packets(place, called, lambda: _bytes_of(x, trust), range(place.size), BYTE)
+    return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
+
+
+def _language(trust: object) -> str:
+    """The encoding of objects. All ranks must agree on it."""
+    if not isinstance(trust, bool):
+        raise UsageError(f"trust is {a_type(trust)}; expected True or False")
+    return "pickles" if trust else "plain data"
+
+
+def _describe(
+    place: CallContext, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
+) -> Descriptor:
+    name, packets = check_name(name, place.owner), packet_count(place.part_bytes)
+    return describe(
+        kind, name, dtype, shape,
+        block_size=place.block_size, root=root, item_bytes=item_bytes, parts=place.size, packets=packets,
+    )  # fmt: skip
+
+
+def _packets(
+    place: CallContext, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
+) -> Packets:
+    """This rank's part of the call, which `own` makes. Raises what `own` raises, and UsageError for too many bytes;
+    then a refusal can travel in place of the part."""
+
+    def made(rows: Array) -> Packets:
+        layout, most = place.layout(called), called.packets
+        return place.with_pool(
+            lambda pool: Packets(rows, like, layout, pool.take, rank=place.rank, senders=senders, most=most)
+        )
+
+    try:
+        return made(_rows_of(own(), place.part_bytes))
+    except Exception as error:
+        take_part_instead(error, lambda why: Call(called, made(packed_refusal(why)), lambda: None))
+        raise
+
+
+def _rows_of(own: Array | None, most: int) -> Array:
+    if own is None:
+        return NOTHING
+    if own.nbytes > most:
+        raise UsageError(
+            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {most}: send less at once, or "
+            "raise it on every rank"
+        )
+    return packed(own)
+
+
+def _parts(packets: Packets) -> list[Array]:
+    """The parts of all ranks. Raises UsageError if a rank has refused its part."""
+    for rank, why in packets.refused.items():
+        raise told(UsageError(f"rank {rank} refused its part: {why}"))
+    return packets.parts
+
+
+def _bytes_of(x: object, trust: bool) -> Array:
+    return np.frombuffer(to_bytes(x, trust), np.uint8)
+
+
+def _read(packets: Packets, at: int, rank: int, trust: bool) -> object:
+    return from_bytes(_parts(packets)[at].tobytes(), trust, f"rank {rank}")
