@@ -33,7 +33,7 @@ types: $(READY) ## mypy --strict
 	@$(BIN)/mypy
 
 site: $(READY) ## build the documents as a site in site/; a warning is an error
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: lint types test ## lint, types and tests: what CI runs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import shlex
@@ -92,7 +93,8 @@ def site() -> Path:
     atexit.register(shutil.rmtree, folder)
     done = subprocess.run(
         [BIN / "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=4 * WAIT_S,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder
@@ -112,11 +114,19 @@ def test_the_protocol_says_its_version() -> None:
 
 
 def test_the_site_fetches_nothing() -> None:
-    pages = list(site().glob("*.html"))
+    pages = list(site().glob("**/*.html"))
     assert {"index.html", "configuration.html", "contributing.html", "changelog.html"} <= {page.name for page in pages}
     for page in pages:
         loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*", page.read_text())
         assert not loaded, f"{page.name}: {loaded}"
+
+
+def test_the_site_can_be_searched_from_the_disk() -> None:
+    """There the index is a script, as a page may not read files, and so is what stands in for a worker."""
+    index = json.loads((site() / "search/search_index.js").read_text().removeprefix("var __index = "))
+    assert "allreduce" in {entry["title"] for entry in index["docs"]}
+    assert (site() / "assets/iframe-worker.js").exists()
+    assert '<script src="assets/iframe-worker.js">' in (site() / "api.html").read_text()
 
 
 class Block(NamedTuple):

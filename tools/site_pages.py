@@ -10,6 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+SECTION = re.compile(r"((?:^#.*\n)*)^\[(\w+)\]\n", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -17,10 +18,17 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=relinked((ROOT / source).read_text("utf-8"), "")))
-    reference = (ROOT / "configs" / "reference.toml").read_text("utf-8")
-    text = f"# Configuration\n\nEvery key with its default: `configs/reference.toml`.\n\n```toml\n{reference}```\n"
-    files.append(File.generated(config, "configuration.md", content=text))
+    files.append(File.generated(config, "configuration.md", content=configuration()))
     return files
+
+
+def configuration() -> str:
+    """The reference of all keys, with a heading for each section."""
+    head, *sections = SECTION.split((ROOT / "configs" / "reference.toml").read_text("utf-8"))
+    parts = [f"# Configuration\n\nEvery key with its default: `configs/reference.toml`.\n\n```toml\n{head}```\n"]
+    for comment, name, keys in zip(*[iter(sections)] * 3, strict=True):
+        parts.append(f"## {name}\n\n```toml\n{comment}[{name}]\n{keys}```\n")
+    return "\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
