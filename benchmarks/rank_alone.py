@@ -16,7 +16,7 @@ from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import read_header, room_for
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.inproc import InprocLink

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import click
 
 from omnireduce.core.administration import WHY_CHARACTERS, Action, AdminRequest
+from omnireduce.core.names import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
 from omnireduce.core.status import Status
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import OmniReduceError, UsageError, show
 from omnireduce.runtime.aggregator_client import AT_ONCE, ask_all, request
 from omnireduce.support.config import Config, override_config
-from omnireduce.support.config.schema import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
 from omnireduce.support.secret import load_secret
 
 ANSWER_S = 5.0  # for one aggregator

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from omnireduce.support.config.schema import LAUNCH_PATTERN, TEAM_PATTERN, URGENT
+from omnireduce.core.names import LAUNCH_PATTERN, TEAM_PATTERN, URGENT
 
 Action = Literal["drain", "resume", "end"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]

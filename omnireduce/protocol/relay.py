@@ -35,8 +35,8 @@ from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.protocol.collective.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
 from omnireduce.protocol.collective.merge import NO_HEADER
 from omnireduce.protocol.collective.reduction import Reduction
-from omnireduce.protocol.collective.shard import AggregatorMachine, Inbox, ResultSlots
 from omnireduce.protocol.counters import Wait
+from omnireduce.protocol.shard import AggregatorMachine, Inbox, ResultSlots
 
 REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # of one member: honest ones send a few in a second
 SILENT = 0.75  # of a wait: an upstream that waits says so each time that its wait has doubled

@@ -16,6 +16,7 @@ from functools import cache, partial
 from omnireduce.core.administration import AdminAnswer, AdminRequest
 from omnireduce.core.status import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.core.wire.control import (
+    NONCE_BYTES,
     PROTOCOL_VERSION,
     ControlMessage,
     Hello,
@@ -30,7 +31,7 @@ from omnireduce.protocol.joining.rank import unreachable
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.config import Config
 from omnireduce.support.logs import tagged
-from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.shm import connect_shm

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from omnireduce.core.names import TEAM_CHARACTERS
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.support.config.schema import SECRET_VARIABLE, TEAM_CHARACTERS, Security
+from omnireduce.support.config.schema import SECRET_VARIABLE, Security
 from omnireduce.support.files.paths import MARK, user_path, without_waiting
 
 MIN_BYTES, MAX_BYTES = 16, 4096
 MOST_LINES = 4  # of one file; each line is a secret
-NONCE_BYTES = PROOF_BYTES = 32
 _BLOCK_BYTES = 64  # of SHA-256: HMAC hashes a key that is longer
 _PURPOSE = b"omnireduce handshake 2"
 _EXPECTED = (

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from omnireduce.core.names import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, URGENT
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.support.config.schema import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, URGENT, Security, Terms
+from omnireduce.support.config.schema import Security, Terms
 from omnireduce.support.config.validation import keys_of, unknown
 from omnireduce.support.files.paths import decode_text, user_path
 from omnireduce.support.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets

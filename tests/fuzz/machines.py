@@ -23,8 +23,8 @@ from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
 from omnireduce.protocol.collective.effects import Effect, End, Finish, Send
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed
-from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.protocol.collective.shard import AggregatorMachine
+from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.shard import AggregatorMachine
 from omnireduce.runtime.rank.calls import Pool
 from omnireduce.runtime.rank.objects import from_bytes, to_bytes
 

@@ -15,8 +15,8 @@ from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import ControlMessage, Goodbye
 from omnireduce.protocol.collective.effects import Effect, End, Finish, Return, Send, Tell, Warn
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.protocol.collective.shard import AggregatorMachine
+from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.shard import AggregatorMachine
 
 RANKS, SLOTS, BLOCK, BLOCKS = 2, 2, 8, 6
 DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCK * BLOCKS,), block_size=BLOCK)

@@ -14,9 +14,9 @@ from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import HEADER_BYTES, MAX_BLOCKS, seal
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.protocol.collective.shard import AggregatorMachine
 from omnireduce.protocol.host.groups import Sharding
+from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.shard import AggregatorMachine
 
 BLOCK, BLOCKS, STRIPE = 8, 24, 4  # shard 0 of 2 has blocks 0 to 3, 8 to 11, 16 to 19
 DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCKS * BLOCK,), block_size=BLOCK)

@@ -23,8 +23,8 @@ from omnireduce.core.wire.control import (
     Waiting,
 )
 from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, Tell, Warn
-from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.protocol.collective.shard import AggregatorMachine
+from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.shard import AggregatorMachine
 
 
 def one_rank_began(bench: Bench) -> None:

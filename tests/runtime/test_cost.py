@@ -27,8 +27,8 @@ from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels import pack, reduce
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.rank import WorkerMachine
-from omnireduce.protocol.collective.shard import AggregatorMachine
+from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.shard import AggregatorMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.shm import ShmLink

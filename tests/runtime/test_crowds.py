@@ -26,8 +26,8 @@ from omnireduce.core.wire.control import (
     encode_control,
 )
 from omnireduce.protocol.collective.reduction import Budget
-from omnireduce.protocol.collective.shard import BUDGET
 from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.shard import BUDGET
 from omnireduce.runtime.file_descriptors import PAUSE_S
 from omnireduce.runtime.shard.connections import LINGER_S
 from omnireduce.runtime.shard.listening import Listener

@@ -27,7 +27,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import AbortedError, RefusedError
 from omnireduce.protocol.collective.effects import Effect
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank import engine, poller
 from omnireduce.runtime.rank.calls import Call
 from omnireduce.runtime.rank.communicator import Communicator

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import MPIRUN, ROOT
 
+from omnireduce.core.names import JOB_PATTERN
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.runtime.rank import environment
 from omnireduce.runtime.rank.environment import (
@@ -29,7 +30,6 @@ from omnireduce.runtime.rank.environment import (
     this_host,
 )
 from omnireduce.support.config import Cluster, Config, Security
-from omnireduce.support.config.schema import JOB_PATTERN
 from omnireduce.support.config.validation import KEYS
 from omnireduce.support.launchers import HINTS, LAUNCHERS
 from omnireduce.support.teams import Team

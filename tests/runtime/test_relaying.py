@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from omnireduce.core.wire.control import (
     MOST_RELAYS,
+    NONCE_BYTES,
     PROTOCOL_VERSION,
     Aborted,
     Cause,
@@ -32,7 +33,7 @@ from omnireduce.core.wire.control import (
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
 from omnireduce.runtime.shard.relay import RETRY_S, Connected, Relaying, Upstream
-from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Lost
 from omnireduce.transport.inproc import InprocLink, pair
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omnireduce.protocol.collective.effects import End
-from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
-from omnireduce.protocol.collective.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
 from omnireduce.protocol.joining.limits import Limits
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.protocol.relay import RelayMachine
+from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.relay import Relaying

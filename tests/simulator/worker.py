@@ -12,23 +12,23 @@ from typing import Any, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from omnireduce.core.dtypes import Array
-from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
+from omnireduce.core.wire.control import NONCE_BYTES, PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End, Tell, error_of
-from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.collective.rows import RowSet
 from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.joining.rank import Connect, HangUp, JoinAction, Joined, JoinEffect, Joining, Meet, perform
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.calls import Pool
 from omnireduce.runtime.rank.engine import GOODBYE_S
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.rank.threads import ParallelDriver
-from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.secret import Secret
 from omnireduce.transport.memory import private_slots
 from omnireduce.transport.sim import SimLink
 

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from omnireduce.core.administration import AdminAnswer, AdminRequest
+from omnireduce.core.names import TEAM_PATTERN
 from omnireduce.core.status import LISTED, MOST, Status, StatusRequest
 from omnireduce.core.wire.safe_text import SHOWN, UNDECODABLE, shown
 from omnireduce.errors import ProtocolError
-from omnireduce.support.config.schema import TEAM_PATTERN
-from omnireduce.support.secret import NONCE_BYTES, PROOF_BYTES
 
 PROTOCOL_VERSION = 22
 TOKEN_BYTES = 16
+NONCE_BYTES = PROOF_BYTES = 32  # of HMAC-SHA256
 MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
 RELAY_CHARACTERS = 255  # of the address of a relay
 MOST_RELAYS = 8  # through which a worker may come: more are most likely a circle

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.core.wire.control import Hello
 from omnireduce.core.wire.safe_text import SHOWN
 from omnireduce.protocol.joining.pending_job import Claim, PendingJob, member_name
-from omnireduce.support.config.schema import JOB_ALLOWED, JOB_PATTERN
 
 HOST_CHARACTERS = 255
 MAX_SLOTS = 64

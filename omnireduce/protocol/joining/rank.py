@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from omnireduce.core.names import URGENT
 from omnireduce.core.wire.control import (
     Aborted,
     Cause,
@@ -43,7 +44,6 @@ from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.reminders import Reminders
-from omnireduce.support.config.schema import URGENT
 from omnireduce.support.secret import Secret
 
 

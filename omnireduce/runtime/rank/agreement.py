@@ -5,24 +5,33 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank import calls
+from omnireduce.runtime.rank.calls import Call, CallContext
+from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.refusals import reason_of, told
 
-if TYPE_CHECKING:
-    from omnireduce.runtime.rank.communicator import Communicator
-
-
 T = TypeVar("T")
+P = ParamSpec("P")
 DIGEST_BYTES = 8
 
 
-def run_agreed(comm: Communicator, name: str, attempt: Callable[[], T]) -> T:
+class Agreeing(Protocol):
+    """A communicator, as far as its ranks need it to agree."""
+
+    def allgather_object(self, x: object, *, name: str = "") -> list[Any]: ...
+
+    def _start(
+        self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]: ...
+
+
+def run_agreed(comm: Agreeing, name: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` on each rank, and return its result on this one. If it raises on one rank, the others raise
     UsageError."""
     return run_agreed_by(attempt, lambda _, reason: comm.allgather_object(reason, name=name))
@@ -52,7 +61,7 @@ class Comparison:
     of the collective.
     """
 
-    def __init__(self, comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
+    def __init__(self, comm: Agreeing, own: Sequence[tuple[str, str]], name: str) -> None:
         self._comm, self._own, self._name = comm, own, name
         digest = hashlib.blake2b(msgspec.json.encode(own), digest_size=DIGEST_BYTES).digest()
         # `_start` needs no thread that drives the exchange meanwhile, as `allgather_async` does
@@ -71,7 +80,7 @@ class Comparison:
                     raise told(UsageError(_difference(mine, other, rank)))
 
 
-def check_agreement(comm: Communicator, own: Sequence[tuple[str, str]], name: str) -> None:
+def check_agreement(comm: Agreeing, own: Sequence[tuple[str, str]], name: str) -> None:
     """Raises UsageError on all ranks, with the first difference, unless all have the same values. All ranks call this.
     `own`: names, and this rank's values. `name`: of the collective."""
     Comparison(comm, own, name).settle()

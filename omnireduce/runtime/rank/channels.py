@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
+from omnireduce.core.names import URGENT
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import RefusedError
 from omnireduce.protocol.host.groups import Sharding
@@ -23,7 +24,6 @@ from omnireduce.runtime.rank.calls import CallContext, Pool, WithPool
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.joining import Arrival, assemble, join_beside
 from omnireduce.support.config import Config
-from omnireduce.support.config.schema import URGENT
 from omnireduce.support.logs import tagged
 from omnireduce.support.secret import Secret
 

@@ -20,11 +20,12 @@ from omnireduce.core.block_program import BlockProgram
 from omnireduce.core.descriptor import Op, RowOp
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Layout
+from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import Progress
 from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
-from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank import batched_calls, calls, engine, packet_calls
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import whole
@@ -51,7 +52,6 @@ from omnireduce.runtime.rank.refusals import names_told, reason_of, settle, tell
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.config import Config, check_config
-from omnireduce.support.config.schema import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.support.logs import BoundLog
 from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import Link

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of_codec
 from omnireduce.protocol.collective.effects import End, error_of
-from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.rank.arguments import Names
 from omnireduce.runtime.rank.calls import Call

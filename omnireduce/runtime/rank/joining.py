@@ -18,14 +18,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from omnireduce.core.dtypes import Array
-from omnireduce.core.wire.control import PROTOCOL_VERSION, Cause, Hello, Leave, Welcome, decode_control, encode_control
+from omnireduce.core.wire.control import (
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Cause,
+    Hello,
+    Leave,
+    Welcome,
+    decode_control,
+    encode_control,
+)
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
 from omnireduce.kernels.claims import are_kept
 from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import Tell
-from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.pending_job import worker_name
@@ -40,6 +48,7 @@ from omnireduce.protocol.joining.rank import (
     Notice,
     perform,
 )
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.aggregator_client import connect_once, reach, read_message, why_lost
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.file_descriptors import shortage
@@ -52,7 +61,7 @@ from omnireduce.support.config import Config, whole_bytes
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.support.os_errors import from_a_handler
 from omnireduce.support.progress import Seldom
-from omnireduce.support.secret import NONCE_BYTES, Secret, load_secret
+from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError

@@ -19,7 +19,7 @@ from typing import Any
 
 from omnireduce.errors import UsageError
 from omnireduce.protocol.collective.parallel import Parallel, T, ThreadPool
-from omnireduce.protocol.collective.rank import WorkerMachine
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.environment import detect_launch
 from omnireduce.support.processors import quota, usable

@@ -13,9 +13,9 @@ from omnireduce.core.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
-from omnireduce.protocol.collective.rank import WorkerMachine
 from omnireduce.protocol.host.exchange import STEPS, HostExchange
 from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank.calls import Call
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.handles import Started

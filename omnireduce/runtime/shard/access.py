@@ -8,10 +8,10 @@ import ssl
 from dataclasses import dataclass, field
 
 from omnireduce.core.administration import AdminRequest, Order
-from omnireduce.core.wire.control import other_version
+from omnireduce.core.wire.control import NONCE_BYTES, other_version
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.authentication import Gate
-from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
 from omnireduce.transport.base import Link
 from omnireduce.transport.shm import ShmLink

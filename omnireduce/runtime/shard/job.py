@@ -32,11 +32,11 @@ from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.block_programs import ShardStates
 from omnireduce.protocol.collective.effects import AbortKind, End, Warn
 from omnireduce.protocol.collective.reduction import Budget, Reduction
-from omnireduce.protocol.collective.shard import BUDGET, AggregatorMachine
 from omnireduce.protocol.host.groups import Sharding, delegates_of, readers_of
 from omnireduce.protocol.joining.membership import members_of, placed, welcomes_of
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.protocol.relay import RelayMachine
+from omnireduce.protocol.shard import BUDGET, AggregatorMachine
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.file_descriptors import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from omnireduce.core.status import JobStatus
 from omnireduce.core.wire.control import (
     MOST_RELAYS,
+    NONCE_BYTES,
     TEXT_CHARACTERS,
     TOKEN_BYTES,
     Aborted,
@@ -47,7 +48,7 @@ from omnireduce.protocol.joining.pending_job import FormationKey, member_name
 from omnireduce.runtime.driver import Clock
 from omnireduce.support.config.schema import Terms
 from omnireduce.support.logs import tagged
-from omnireduce.support.secret import NONCE_BYTES, Secret
+from omnireduce.support.secret import Secret
 from omnireduce.support.teams import FREE
 from omnireduce.transport.base import Control, Link, Lost
 

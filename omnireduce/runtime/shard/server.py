@@ -18,9 +18,9 @@ from omnireduce.core.wire.control import Cause, Leave, Newcomers, encode_control
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.reduction import Budget
-from omnireduce.protocol.collective.shard import BUDGET
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
+from omnireduce.protocol.shard import BUDGET
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
 from omnireduce.runtime.shard.administration import Administration

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN
+
 
 class Section(Struct, frozen=True):
     """A section of the configuration. `MEANING` stands in the reference; docstrings do not, as Python can leave them
@@ -151,11 +153,8 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Users = Literal["same", "any"]
-TEAM_CHARACTERS = 64
 SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"
 SECRET_KEY = "security.secret"  # no such key exists; who tries to set it is told so
-TEAM_PATTERN = rf"^[A-Za-z0-9_-]{{0,{TEAM_CHARACTERS}}}\Z"
-TEAM_ALLOWED = f'a string of up to {TEAM_CHARACTERS} characters out of A-Z a-z 0-9 _ -; "" for none'
 _JobsPattern = Annotated[
     str,
     Meta(
@@ -364,10 +363,6 @@ Level = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 
-JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
-URGENT = "+urgent"  # behind the name of a job: that of its channel for urgent tensors
-LAUNCH_PATTERN = r"^[A-Za-z0-9._:@+-]{0,128}\Z"
-JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
 _Elements = Annotated[int, Meta(ge=0, le=2**40)]
 _Density = Annotated[float, Meta(ge=0, le=1)]
 _BenchBlock = Annotated[int, Meta(ge=0, le=65536, multiple_of=8)]

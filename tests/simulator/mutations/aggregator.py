@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_MACHINE = "omnireduce.protocol.collective.shard"
+_MACHINE = "omnireduce.protocol.shard"
 _REDUCTION = "omnireduce.protocol.collective.reduction"
 _UNION = "omnireduce.protocol.collective.merge"
-_SENDERS = "omnireduce.protocol.collective.shard"
-_SLOTS = "omnireduce.protocol.collective.shard"
+_SENDERS = "omnireduce.protocol.shard"
+_SLOTS = "omnireduce.protocol.shard"
 _COMBINE = "omnireduce.protocol.collective.merge"
 _LENGTHS = "omnireduce.protocol.collective.block_lists"
 _WIRE = "omnireduce.core.wire.blocks"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from .base import Mutation
 
 _OF_HOSTS, _OF_SEVERAL = 10**12, 2 * 10**12  # seeds, as `draw` draws them
-_MACHINE = "omnireduce.protocol.collective.rank"
+_MACHINE = "omnireduce.protocol.rank"
 _EXCHANGE = "omnireduce.protocol.host.exchange"
 _OPERANDS = "omnireduce.protocol.collective.operands"
-_SENDERS = "omnireduce.protocol.collective.shard"
+_SENDERS = "omnireduce.protocol.shard"
 _REGIONS = "omnireduce.kernels.regions"
 _TESTS = "tests/protocol/test_several_hosts.py::"
 
@@ -177,7 +177,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pause counts as waiting",
-        "omnireduce.protocol.collective.shard",
+        "omnireduce.protocol.shard",
         "ranks hear that a shard that had nothing to do stood still",
         "            self._stalls.begin(now)  # no result was awaited before\n",
         "            pass\n",

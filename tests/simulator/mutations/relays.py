@@ -8,7 +8,7 @@ _OF_RELAYS = 3 * 10**12  # seeds, as `draw` draws them
 _RELAY = "omnireduce.protocol.relay"
 _ADMISSION = "omnireduce.runtime.shard.relay"
 _HOSTS = "omnireduce.protocol.host.groups"
-_SENDERS = "omnireduce.protocol.collective.shard"
+_SENDERS = "omnireduce.protocol.shard"
 _TESTS = "tests/runtime/test_relaying.py::"
 _MACHINE_TESTS = "tests/protocol/test_relay.py::"
 

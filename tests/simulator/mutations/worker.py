@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_MACHINE = "omnireduce.protocol.collective.rank"
+_MACHINE = "omnireduce.protocol.rank"
 _STREAM = "omnireduce.protocol.collective.stream"
 _PATIENCE = "omnireduce.protocol.deadlines"
 _OPERANDS = "omnireduce.protocol.collective.operands"
