@@ -29,7 +29,7 @@ from benchmarks.cases import MEMORY
 from benchmarks.environments import ROOT
 from benchmarks.group import PeerError
 from omnireduce.errors import UsageError
-from omnireduce.programs.ready import schedules
+from omnireduce.programs.library import schedules
 from omnireduce.support.extras import install
 from omnireduce.support.files.output import make_folder, write_file
 

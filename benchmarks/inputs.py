@@ -24,7 +24,7 @@ from benchmarks.group import Group, PeerError, daemon, service_group
 from benchmarks.orders import serve_turns
 from benchmarks.outcomes import show_verdicts
 from benchmarks.targets import at_most
-from omnireduce.programs.ready import schedules
+from omnireduce.programs.library import schedules
 
 RANKS = 2
 SIZES = {"4 KiB": (1 << 10, 200), "1 MiB": (1 << 18, 20), "64 MiB": (1 << 24, 1)}  # elements, and runs of a turn

@@ -28,7 +28,7 @@ from benchmarks.shaped import OPEN, PORT, Setting
 from benchmarks.targets import at_least
 from omnireduce.programs import Pipeline
 from omnireduce.programs.layouts import bounds
-from omnireduce.programs.ready import model_parallel
+from omnireduce.programs.library import model_parallel
 
 RANKS, ROWS, COLUMNS, INNER = 2, 1024, 1024, 16384
 RATE = "100mbit"  # with which a sum takes about as long as its product, on a processor of 2020

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from omnireduce.core.block_program import FIRST_COLUMN, SUM, Assembly, BlockProgram, Operation
+from omnireduce.core.hyperparameters import (
+    ADAM_EPS,
+    BETAS,
+    LAMB_EPS,
+    WEIGHT_DECAY,
+    bias_correction,
+    check_betas,
+    number_in_range,
+)
 from omnireduce.errors import UsageError
 
 SCRATCH, OTHER = 1, 2  # registers
 WEIGHTS, FIRST, SECOND = FIRST_COLUMN, FIRST_COLUMN + 1, FIRST_COLUMN + 2  # columns
-
-
-def number(name: str, given: Any) -> float:
-    """A number that a user gives, even one of NumPy or torch, as a float. Raises UsageError for anything else."""
-    try:
-        if isinstance(given, bool | str):
-            raise TypeError
-        return float(given)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UsageError(f"{name} is {given!r}; expected a number") from None
 
 
 def check_flag(name: str, given: object) -> None:
@@ -73,10 +72,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name, least, below in self._limits():
-            setting = number(name, getattr(self, name))
-            if not least <= setting < below:
-                most = "" if below == math.inf else f" and less than {below:g}"
-                raise UsageError(f"{name} is {setting:g}; expected {least:g} or more{most}")
+            setting = number_in_range(name, getattr(self, name), least, below)
             object.__setattr__(self, name, setting)  # all ranks have the same bits, however it was given
         check_flag("lazy", self.lazy)
 
@@ -222,21 +218,19 @@ class Adam(Rule):
     """See torch.optim.Adam."""
 
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = BETAS
+    eps: float = ADAM_EPS
     beta1: float = field(init=False, repr=False)
     beta2: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise UsageError(f"betas is {self.betas!r}; expected two numbers")
-        object.__setattr__(self, "betas", tuple(number("betas", beta) for beta in self.betas))
-        object.__setattr__(self, "beta1", self.betas[0])
-        object.__setattr__(self, "beta2", self.betas[1])
+        betas = check_betas(self.betas)
+        for name, setting in (("betas", betas), ("beta1", betas[0]), ("beta2", betas[1])):
+            object.__setattr__(self, name, setting)
         super().__post_init__()
 
     def _limits(self) -> list[tuple[str, float, float]]:
-        return [*super()._limits(), ("eps", 0, math.inf), ("beta1", 0, 1), ("beta2", 0, 1)]
+        return [*super()._limits(), ("eps", 0, math.inf)]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -253,7 +247,8 @@ class Adam(Rule):
     def _corrections(self, step: Step) -> tuple[float, float]:
         """The factor for the root of the second moment, before eps is added, and the factor for the first moment over
         that."""
-        return 1 / math.sqrt(1 - self.beta2**step.number), 1 / (1 - self.beta1**step.number)
+        first, second = (bias_correction(beta, step.number) for beta in self.betas)
+        return 1 / math.sqrt(second), 1 / first
 
     def _advance(self, step: Step, code: Assembly) -> None:
         root, rate = self._corrections(step)
@@ -271,14 +266,15 @@ class SparseAdam(Adam):
     lazy: bool = True
 
     def _corrections(self, step: Step) -> tuple[float, float]:
-        return 1.0, math.sqrt(1 - self.beta2**step.number) / (1 - self.beta1**step.number)
+        first, second = (bias_correction(beta, step.number) for beta in self.betas)
+        return 1.0, math.sqrt(second) / first
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """Adam with decoupled weight decay. See torch.optim.AdamW."""
 
-    weight_decay: float = 1e-2
+    weight_decay: float = WEIGHT_DECAY
 
     def write(self, step: Step, code: Assembly) -> None:
         if self.weight_decay:
@@ -295,8 +291,8 @@ class Lamb(Adam):
     It has no lazy form.
     """
 
-    eps: float = 1e-6
-    weight_decay: float = 1e-2
+    eps: float = LAMB_EPS
+    weight_decay: float = WEIGHT_DECAY
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,7 @@ import numpy as np
 
 from omnireduce.core.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, SUM, Assembly, BlockProgram, Operation
 from omnireduce.core.dtypes import Array
+from omnireduce.core.hyperparameters import number
 from omnireduce.errors import UsageError, a_type
 from omnireduce.optimizers.parts import (
     NUMBER_BITS,
@@ -36,7 +37,7 @@ from omnireduce.optimizers.parts import (
     share_of,
     write_part,
 )
-from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule, number
+from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.arguments import check_root, two_that_share

@@ -8,7 +8,7 @@ interpreter      what a program means: slow and obvious, in one process
 runner           a program on the ranks of a communicator
 generated/       a program as a Python file that runs by itself
 tuning/          which schedule is the fastest, and where
-ready/           programs that are written already, and their schedules
+library/         programs that are written already, and their schedules
 
 The names are those of the field and of CoCoNet, so a class is called as an operation there: AllReduce(Summation, g).
 """

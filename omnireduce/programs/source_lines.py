@@ -11,7 +11,7 @@ from typing import NamedTuple
 from omnireduce.errors import UsageError
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
-READY = f"{PACKAGE}ready{os.sep}"  # programs that are written already: their variables name their stages
+LIBRARY = f"{PACKAGE}library{os.sep}"  # in programs of the library, too, variables name the stages
 
 
 class SourceLine(NamedTuple):
@@ -47,7 +47,7 @@ def names_of_user() -> dict[int, str]:
 
 
 def _is_machinery(file: str) -> bool:
-    return file.startswith(PACKAGE) and not file.startswith(READY)
+    return file.startswith(PACKAGE) and not file.startswith(LIBRARY)
 
 
 def wrong(place: SourceLine, message: str) -> UsageError:

@@ -27,8 +27,8 @@ from omnireduce.programs import (
     Update,
     Variable,
 )
+from omnireduce.programs.library import schedules
 from omnireduce.programs.on_shards import runs_on_shards
-from omnireduce.programs.ready import schedules
 from omnireduce.switchml import Context
 
 Use = Callable[[bool], object]  # as it should be used, or not

@@ -13,7 +13,7 @@ import pytest
 from local_cluster import READY_S, ROOT, keep_kernels
 
 from omnireduce.console.programs.trial import difference
-from omnireduce.programs.ready import PROGRAMS, schedules
+from omnireduce.programs.library import PROGRAMS, schedules
 
 
 def coconet(*words: str) -> subprocess.CompletedProcess[str]:

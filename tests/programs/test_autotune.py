@@ -31,7 +31,7 @@ from omnireduce.programs import (
     Variable,
     autotune,
 )
-from omnireduce.programs.ready import schedules
+from omnireduce.programs.library import schedules
 from omnireduce.programs.tuning.autotune import Choice, Tuned, candidates, derived
 
 RANKS = 2

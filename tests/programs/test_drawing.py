@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from omnireduce import UsageError
-from omnireduce.programs.ready import PROGRAMS, schedules
+from omnireduce.programs.library import PROGRAMS, schedules
 
 ALL = [(name, schedule) for name in PROGRAMS for schedule in schedules(name)]
 

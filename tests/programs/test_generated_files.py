@@ -41,7 +41,7 @@ from omnireduce.programs import (
     Update,
     Variable,
 )
-from omnireduce.programs.ready import PROGRAMS, schedules
+from omnireduce.programs.library import PROGRAMS, schedules
 
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 ALL = [(program, schedule) for program in PROGRAMS for schedule in schedules(program)]

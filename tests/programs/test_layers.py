@@ -26,7 +26,7 @@ from omnireduce.programs import (
     Tensor,
     Variable,
 )
-from omnireduce.programs.ready import model_parallel, pipeline_parallel, schedules
+from omnireduce.programs.library import model_parallel, pipeline_parallel, schedules
 
 T, K, H = 13, 10, 6
 

@@ -30,9 +30,9 @@ from omnireduce.programs import (
     Variable,
 )
 from omnireduce.programs.layouts import bounds
+from omnireduce.programs.library import schedules
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import runs_on_shards
-from omnireduce.programs.ready import schedules
 from omnireduce.programs.stages import in_order
 
 SIZE, STEPS, N = 3, 4, 100_001

@@ -14,7 +14,7 @@ from local_cluster import MPIRUN, ROOT, WAIT_S
 from benchmarks.experiments import Row, Run, in_words_of_mpich, parsed, read_rows, write_rows
 from benchmarks.figures import draw, speedups
 from omnireduce import UsageError
-from omnireduce.programs.ready import schedules
+from omnireduce.programs.library import schedules
 
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 

@@ -24,7 +24,7 @@ from omnireduce.programs import (
     Update,
     Variable,
 )
-from omnireduce.programs.ready import schedules
+from omnireduce.programs.library import schedules
 
 SIZE = 10
 N, M, lr = Variable(Int32, "N"), Variable(Int32, "M"), Variable(Float32, "lr")

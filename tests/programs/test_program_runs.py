@@ -41,8 +41,8 @@ from omnireduce.programs import (
     Variable,
 )
 from omnireduce.programs.communication import Recv
+from omnireduce.programs.library import schedules
 from omnireduce.programs.ranks import meeting_of
-from omnireduce.programs.ready import schedules
 
 RANKS, SIZE, STEPS = 3, 1000, 3
 N = Variable(Int32, "N")

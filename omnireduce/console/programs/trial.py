@@ -18,10 +18,10 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.launch.connection import RESULT_FD
 from omnireduce.programs import Local, Pipeline, Tensor
+from omnireduce.programs.library import schedules
+from omnireduce.programs.library.schedules import STATE
 from omnireduce.programs.placement import RankPlacement
 from omnireduce.programs.ranks import meeting_of
-from omnireduce.programs.ready import schedules
-from omnireduce.programs.ready.schedules import STATE
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import load_config

@@ -19,12 +19,12 @@ from omnireduce.errors import RefusedError, UsageError
 from omnireduce.programs.communication import AllReduce, Communication
 from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Variable
 from omnireduce.programs.layouts import Layout
+from omnireduce.programs.library import PROGRAMS, schedules
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import OnShards, given_in_runs, runs_on_shards
 from omnireduce.programs.operations import MatMul, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
-from omnireduce.programs.ready import PROGRAMS, schedules
 from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
 from omnireduce.programs.stages import Overlapped, reachable
 from omnireduce.runtime.rank.communicator import Communicator
@@ -336,7 +336,7 @@ def autotune(
 ) -> Tuned:
     """Find the fastest way to do `program` for each of `sizes`. All ranks of `comm` call this; all get the same answer.
 
-    `program`: the name of one in `ready`, pipelines by the names of schedules, or a Pipeline, from which these follow.
+    `program`: the name of one in `library`, pipelines by the names of schedules, or a Pipeline, from which they follow.
     `sizes`: of dimensions by name, or how many elements a tensor has, about. `values`: makes what a run is
     given; by default small whole numbers. `chunks`: numbers to try where a product is overlapped. `on_shards`: also try
     fused AllReduces on the shards. The ways take turns, each `turns` times; a time is that of the slowest rank, and a

@@ -8,8 +8,8 @@ The names of schedules are CoCoNet's: ar is AllReduce, rs ReduceScatter, c what 
 p2p Send and Recv; fuse puts what follows into one AllReduce, ol overlaps.
 """
 
-from omnireduce.programs.ready.layers import model_parallel, pipeline_parallel
-from omnireduce.programs.ready.optimizers import adam, lamb, sgd
-from omnireduce.programs.ready.schedules import PROGRAMS, schedules
+from omnireduce.programs.library.layers import model_parallel, pipeline_parallel
+from omnireduce.programs.library.optimizers import adam, lamb, sgd
+from omnireduce.programs.library.schedules import PROGRAMS, schedules
 
 __all__ = ["PROGRAMS", "adam", "lamb", "model_parallel", "pipeline_parallel", "schedules", "sgd"]

@@ -5,17 +5,21 @@ A program is for one tensor of N elements. LAMB's norms are of that tensor: a la
 
 from __future__ import annotations
 
-import math
-
-from omnireduce.errors import UsageError
+from omnireduce.core.hyperparameters import (
+    ADAM_EPS,
+    BETAS,
+    LAMB_EPS,
+    WEIGHT_DECAY,
+    bias_correction,
+    check_betas,
+    number_in_range,
+)
 from omnireduce.programs.communication import AllReduce
 from omnireduce.programs.expressions import Expression, Float32, Float64, Int32, Tensor, Variable
 from omnireduce.programs.layouts import Local, Replicated
 from omnireduce.programs.operations import Norm, Summation, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.pointwise import Cast, Ite, Sqrt
-
-BETAS = (0.9, 0.999)
 
 
 def sgd() -> Pipeline:
@@ -29,41 +33,41 @@ def sgd() -> Pipeline:
     return Pipeline("sgd", [g, w, lr], [w1])
 
 
-def adam(*, betas: tuple[float, float] = BETAS, eps: float = 1e-8, weight_decay: float = 0.0) -> Pipeline:
+def adam(*, betas: tuple[float, float] = BETAS, eps: float = ADAM_EPS, weight_decay: float = 0.0) -> Pipeline:
     """Adam: Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015. With `weight_decay` it is AdamW:
     Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
 
     Inputs: g, w, m and v, float32 of N elements; lr; t, the number of the step, from 1 on. m and v are 0 at first.
     Raises UsageError for numbers that cannot be.
     """
-    _check_numbers(betas, eps, weight_decay)
+    betas, eps, weight_decay = _checked(betas, eps, weight_decay)
     size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
     g = Tensor(Float32, size, Local, "g")
     w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
     g1 = AllReduce(Summation, g)
     mean = betas[0] * m + (1 - betas[0]) * g1
     square = betas[1] * v + (1 - betas[1]) * (g1 * g1)
-    correction1, correction2 = _bias(betas[0], t), _bias(betas[1], t)
+    correction1, correction2 = _correction(betas[0], t), _correction(betas[1], t)
     step = lr * (mean / correction1) / (Sqrt(square / correction2) + eps)
     weights = w * (1 - lr * weight_decay) - step if weight_decay else w - step
     w1, m1, v1 = Update(w, weights), Update(m, mean), Update(v, square)
     return Pipeline("adam", [g, w, m, v, lr, t], [w1, m1, v1])
 
 
-def lamb(*, betas: tuple[float, float] = BETAS, eps: float = 1e-6, weight_decay: float = 0.01) -> Pipeline:
+def lamb(*, betas: tuple[float, float] = BETAS, eps: float = LAMB_EPS, weight_decay: float = WEIGHT_DECAY) -> Pipeline:
     """LAMB: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
     algorithm 2, where phi is the identity. Where a norm is 0 the trust ratio is 1.
 
     Inputs: those of `adam`. Raises UsageError for numbers that cannot be.
     """
-    _check_numbers(betas, eps, weight_decay)
+    betas, eps, weight_decay = _checked(betas, eps, weight_decay)
     size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
     g = Tensor(Float32, size, Local, "g")
     w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
     g1 = AllReduce(Summation, g)
     mean = betas[0] * m + (1 - betas[0]) * g1
     square = betas[1] * v + (1 - betas[1]) * (g1 * g1)
-    correction1, correction2 = _bias(betas[0], t), _bias(betas[1], t)
+    correction1, correction2 = _correction(betas[0], t), _correction(betas[1], t)
     step = (mean / correction1) / (Sqrt(square / correction2) + eps) + weight_decay * w
     size_of_weights, size_of_step = Norm(w), Norm(step)
     ratio = Ite(size_of_weights > 0, Ite(size_of_step > 0, size_of_weights / size_of_step, 1), 1)
@@ -72,19 +76,10 @@ def lamb(*, betas: tuple[float, float] = BETAS, eps: float = 1e-6, weight_decay:
     return Pipeline("lamb", [g, w, m, v, lr, t], [w1, m1, v1])
 
 
-def _check_numbers(betas: object, eps: object, weight_decay: object) -> None:
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_is_number(x) and x < 1 for x in betas):
-        raise UsageError(f"betas is {betas!r}: expected two numbers from 0 up to but not including 1")
-    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-        if not _is_number(value):
-            raise UsageError(f"{name} is {value!r}: expected a number from 0 on")
+def _checked(betas: object, eps: object, weight_decay: object) -> tuple[tuple[float, float], float, float]:
+    return check_betas(betas), number_in_range("eps", eps), number_in_range("weight_decay", weight_decay)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _bias(beta: float, t: Variable) -> Expression:
-    """What a running mean that began at 0 has reached of the mean after `t` steps. In float32, 1 - 0.999 would have
-    four digits: so it is computed in float64 and rounded once."""
-    return Cast(Float32, 1 - beta ** Cast(Float64, t))
+def _correction(beta: float, t: Variable) -> Expression:
+    """The bias correction after `t` steps: computed in float64, and rounded once."""
+    return Cast(Float32, bias_correction(beta, Cast(Float64, t)))

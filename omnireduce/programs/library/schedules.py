@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllReduce
+from omnireduce.programs.library.layers import model_parallel, pipeline_parallel
+from omnireduce.programs.library.optimizers import adam, lamb, sgd
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.ready.layers import model_parallel, pipeline_parallel
-from omnireduce.programs.ready.optimizers import adam, lamb, sgd
 
 Schedules = dict[str, Pipeline]
 CHUNKS = 4  # in which a product is overlapped
