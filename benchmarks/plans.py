@@ -19,8 +19,8 @@ from benchmarks.relays import FLAT, HOST_BYTES_PER_S, RACKS, RELAYS
 from benchmarks.shaped import SHARED_HOSTS
 from benchmarks.targets import Verdict, below
 from benchmarks.testbed import BURST_BYTES
-from omnireduce.planning.candidates import predict_plan
-from omnireduce.planning.model import Costs, DrawnPatterns, Hosts, Plan, Prediction
+from omnireduce.console.plan.candidates import predict_plan
+from omnireduce.console.plan.model import Costs, DrawnPatterns, Hosts, Plan, Prediction
 
 ITEM_BYTES = 4  # float32
 LATENCY_S = 1e-4  # of a small message through the testbed

@@ -20,7 +20,7 @@ from benchmarks.carriers import by_sockets
 from benchmarks.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
 from benchmarks.peers import FACTORIES, Peer
-from omnireduce.bench.data import Dataset
+from omnireduce.console.bench.data import Dataset
 from omnireduce.core.dtypes import Array
 
 

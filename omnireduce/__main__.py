@@ -6,8 +6,8 @@ from omnireduce.support.starting import slow_imports
 
 with slow_imports():
     from omnireduce.aggregator.cli import main as aggregator
-    from omnireduce.bench.tuning.command import tune
-    from omnireduce.console.program import main
+    from omnireduce.console.commands import main
+    from omnireduce.console.tune.command import tune
     from omnireduce.launch.command import run
     from omnireduce.worker.cli import main as worker
 

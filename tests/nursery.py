@@ -29,7 +29,7 @@ IMPORTS = (
     "omnireduce.aggregator.daemon",
     "omnireduce.aggregator.cli",
     "omnireduce.worker.cli",
-    "omnireduce.console.program",
+    "omnireduce.console.commands",
 )
 VERBS = "omnireduce.transport.verbs.link"  # where there is pyverbs
 MOST_BYTES = 1 << 17  # of an order

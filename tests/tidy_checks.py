@@ -25,11 +25,10 @@ LIBRARY = (
     "programs",
     "elastic",
     "data_parallel",
-    "planning",
     "launch",
     "optimizers",
 )  # what users call, on top of a communicator
-FRONTS = ("torch", "keras", "needle", "jax", "switchml", "bench", "console", "ray")
+FRONTS = ("torch", "keras", "needle", "jax", "switchml", "console", "ray")
 ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (

@@ -7,7 +7,7 @@ import sys
 import click
 from click.core import ParameterSource
 
-from omnireduce.console.program import density, show_config, trace
+from omnireduce.console.commands import density, show_config, trace
 from omnireduce.errors import OmniReduceError
 from omnireduce.support.cli import Group, config_options, json_option
 from omnireduce.support.config import Config, load_config
@@ -64,7 +64,7 @@ def bench(
     against: str | None,
 ) -> None:
     config = _load(config_file, overrides)
-    from omnireduce.bench.command import run_bench
+    from omnireduce.console.bench.run import run_bench
     from omnireduce.runtime.rank.environment import own_launch
 
     launch = own_launch(rank=rank, size=size)
@@ -162,7 +162,7 @@ def train(
         raise click.UsageError("--plot without --compression: expected a method, such as topk,0.01, or all")
     config = _load(config_file, (*overrides, "elastic.enabled=true") if elastic else overrides)
     import omnireduce as omni
-    from omnireduce.bench.mpi import finalize
+    from omnireduce.console.bench.mpi import finalize
     from omnireduce.worker.train import (
         check_plot,
         load_local_corpus,

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from omnireduce.console.fitting import FittingTable
+from omnireduce.console.fitting_table import FittingTable
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.core.status import Status, Stragglers, Traffic
 from omnireduce.core.wire.safe_text import listed, shown

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnireduce.bench.cases import SyntheticCase, recorded_cases, synthetic_cases
+from omnireduce.console.bench.cases import SyntheticCase, recorded_cases, synthetic_cases
 from omnireduce.errors import UsageError
 from omnireduce.support.config import Config, load_config
 

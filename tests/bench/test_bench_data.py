@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from omnireduce.bench.data import Dataset
+from omnireduce.console.bench.data import Dataset
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError
 

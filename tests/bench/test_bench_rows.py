@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from omnireduce.bench.cases import Row, RowTable
+from omnireduce.console.bench.cases import Row, RowTable
 from omnireduce.support.printing import TABLE_WIDTH, density_text, make_console, short_count, short_time, times_text
 
 KEYS = [

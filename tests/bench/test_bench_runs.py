@@ -8,8 +8,8 @@ import pytest
 from local_cluster import Daemon, configured, run_job, start_job
 from transports import MEMORY, over
 
-from omnireduce.bench.cases import Case, Row, SyntheticCase
-from omnireduce.bench.runs import run_case
+from omnireduce.console.bench.cases import Case, Row, SyntheticCase
+from omnireduce.console.bench.run import run_case
 from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator

@@ -14,9 +14,9 @@ from local_cluster import Daemon, configured, run_job
 from oracle import reduce_in_rank_order
 from samples import CASES, sparse_tensor
 
-from omnireduce.bench.cases import Row, recorded_cases
-from omnireduce.bench.recorded import RecordedTensors, find_arrays
-from omnireduce.bench.runs import run_case
+from omnireduce.console.bench.cases import Row, recorded_cases
+from omnireduce.console.bench.recorded import RecordedTensors, find_arrays
+from omnireduce.console.bench.run import run_case
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator

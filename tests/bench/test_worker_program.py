@@ -119,7 +119,7 @@ def test_bench_of_real_tensors_against_mpi(daemon: Daemon, tmp_path: Path, size:
 @needs_mpi
 def test_a_rank_that_fails_ends_those_that_wait_in_mpi() -> None:
     code = (
-        "from omnireduce.bench.mpi import MpiAllreduce; import numpy, os\n"
+        "from omnireduce.console.bench.mpi import MpiAllreduce; import numpy, os\n"
         "rank = int(os.environ['PMI_RANK'])\n"
         "mpi = MpiAllreduce(rank, 2, command='')\n"
         "mpi.in_place(numpy.ones(10), 'sum')\n"
@@ -240,7 +240,7 @@ def test_help_is_quick_because_it_imports_no_runtime() -> None:
         assert f"\n  {command} " in text
     assert "..." not in text.partition("Commands:")[2]
     assert "omnireduce.worker.cli" in modules.split()
-    parts = {"omnireduce.bench.command", "omnireduce.console.density.command", "omnireduce.worker.train"}
+    parts = {"omnireduce.console.bench.run", "omnireduce.console.density.report", "omnireduce.worker.train"}
     assert not {*parts, "mpi4py", "rich"} & set(modules.split())
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from local_cluster import WAIT_S
 
-from omnireduce.console.program import main
+from omnireduce.console.commands import main
 
 
 def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from local_cluster import READY_S, ROOT, keep_kernels
 
-from omnireduce.console.programs.trial import difference
+from omnireduce.console.coconet.run import difference
 from omnireduce.programs.library import PROGRAMS, schedules
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from local_cluster import ROOT, WAIT_S
 
-from omnireduce.console.program import main
+from omnireduce.console.commands import main
 
 WRONG = """
 import random

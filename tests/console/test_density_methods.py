@@ -12,8 +12,8 @@ from transports import BY_SHARDS
 
 from omnireduce import Communicator
 from omnireduce.compression.methods import method_of
-from omnireduce.console.density.command import report_files
 from omnireduce.console.density.estimate import MethodEstimate, advise, measure
+from omnireduce.console.density.report import report_files
 from omnireduce.core.dtypes import Array
 
 SIZES, RANKS = (32, 256), 2

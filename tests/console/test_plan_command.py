@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from omnireduce.console.program import main
+from omnireduce.console.commands import main
 
 
 def run(*arguments: str) -> Result:

@@ -15,7 +15,7 @@ from local_cluster import Daemon, configured, run_job
 from transports import WAYS, over
 
 from omnireduce import Communicator
-from omnireduce.console.program import main
+from omnireduce.console.commands import main
 from omnireduce.console.traces.reduced import MOST_SIZES, Size, few, read_reduced
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from local_cluster import WAIT_S
 
 from omnireduce import ConfigError, OmniReduceError, UsageError
-from omnireduce.bench.recorded import find_arrays
-from omnireduce.bench.tuning.report import opened_log
+from omnireduce.console.bench.recorded import find_arrays
+from omnireduce.console.tune.report import opened_log
 from omnireduce.launch.command import read_words
 from omnireduce.launch.connection import STDOUT
 from omnireduce.launch.flags import read_yaml

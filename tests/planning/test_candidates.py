@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from omnireduce.console.plan.candidates import MOST_LINKS, Candidate, Tensors, as_toml, best, plans, shard_counts, study
+from omnireduce.console.plan.model import DrawnPatterns, Hosts, Plan, Prediction
 from omnireduce.errors import UsageError
-from omnireduce.planning.candidates import MOST_LINKS, Candidate, Tensors, as_toml, best, plans, shard_counts, study
-from omnireduce.planning.model import DrawnPatterns, Hosts, Plan, Prediction
 from omnireduce.support.config import load_config
 
 HOSTS = Hosts(4, 8, 1.25e9, 5e-5)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.core.layout import Layout
-from omnireduce.planning.model import (
+from omnireduce.console.plan.model import (
     Costs,
     DrawnPatterns,
     Hosts,
@@ -21,6 +20,7 @@ from omnireduce.planning.model import (
     predict,
     windows_for,
 )
+from omnireduce.core.layout import Layout
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.planning import model
-from omnireduce.planning.model import TracedPatterns, popularity
+from omnireduce.console.plan import model
+from omnireduce.console.plan.model import TracedPatterns, popularity
 
 SHARES = st.floats(0, 1)
 DENSITIES = st.one_of(st.floats(1e-6, 1 - 1e-6), st.sampled_from([0.0, 1.0]))

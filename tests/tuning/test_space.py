@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from omnireduce.bench.tuning.search import PARAMETERS, Circumstances, Point, Space, read_holds
-from omnireduce.bench.tuning.workload import synthetic_sizes
+from omnireduce.console.tune.search import PARAMETERS, Circumstances, Point, Space, read_holds
+from omnireduce.console.tune.workload import synthetic_sizes
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Config, override_config
 from omnireduce.support.config.validation import KEYS
@@ -89,7 +89,7 @@ def speed(point: Point) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_comes_near_the_best_of_the_grid(seed: int) -> None:
     pytest.importorskip("optuna", reason="no optuna here; the extra `tune` brings it")
-    from omnireduce.bench.tuning.search import Search
+    from omnireduce.console.tune.search import Search
 
     space = Space(Config(), [], Circumstances(1, False, True))
     search, asked = Search(space, samples=40, seed=seed), []
@@ -108,7 +108,7 @@ def test_the_search_comes_near_the_best_of_the_grid(seed: int) -> None:
 
 def test_a_search_ends_when_every_point_was_measured() -> None:
     pytest.importorskip("optuna", reason="no optuna here; the extra `tune` brings it")
-    from omnireduce.bench.tuning.search import Search
+    from omnireduce.console.tune.search import Search
 
     held = [each.key for each in PARAMETERS if each.key != "protocol.slots"]
     search, asked = Search(Space(Config(), held, EVERYTHING), samples=100, seed=1), []

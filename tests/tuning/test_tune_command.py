@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from local_cluster import READY_S, ROOT, Process, children, gone_within
 
-from omnireduce.bench.tuning.report import HEADER
+from omnireduce.console.tune.report import HEADER
 from omnireduce.support.config import load_config
 
 pytest.importorskip("optuna", reason="no optuna here; the extra `tune` brings it")

@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from omnireduce.bench.mpi import MpiAllreduce
-from omnireduce.bench.recorded import RANK
+from omnireduce.console.bench.mpi import MpiAllreduce
+from omnireduce.console.bench.recorded import RANK
 from omnireduce.core.dtypes import Array
 from omnireduce.elastic import ElasticState, run_elastic
 from omnireduce.errors import UsageError

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from omnireduce.core.layout import Layout
-from omnireduce.errors import UsageError
-from omnireduce.planning.model import (
+from omnireduce.console.plan.model import (
     Costs,
     Hosts,
     Load,
@@ -21,7 +19,9 @@ from omnireduce.planning.model import (
     predict,
     windows_for,
 )
-from omnireduce.planning.tree import predict_tree
+from omnireduce.console.plan.racks import predict_tree
+from omnireduce.core.layout import Layout
+from omnireduce.errors import UsageError
 
 AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
 MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries

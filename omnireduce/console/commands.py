@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from omnireduce.console.programs.command import coconet
+from omnireduce.console.coconet.command import coconet
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import Group, NumberRange, config_options, json_option, whole_numbers
 from omnireduce.support.config import dump_config, load_config, override_config, reference_toml, split_list
@@ -239,7 +239,7 @@ def doctor(addresses: tuple[str, ...], config_file: str | None, overrides: tuple
 def density(
     files: tuple[str, ...], block_sizes: str, world_size: int, link_gbps: float, methods: bool, json_path: str | None
 ) -> None:
-    from omnireduce.console.density.command import report_files
+    from omnireduce.console.density.report import report_files
 
     complete = report_files(
         files,
@@ -285,7 +285,7 @@ def density(
 @click.option("--rack-gbps", type=NumberRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
 @json_option
 def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
-    from omnireduce.console.plan import PlanRequest, report_plan
+    from omnireduce.console.plan.report import PlanRequest, report_plan
 
     _refuse_two_inputs(asked)
     report_plan(PlanRequest(hosts=hosts or asked["ranks"], **asked), json_path)
@@ -308,7 +308,7 @@ def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
 @click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
 @click.option("--timeline", metavar="FILE", help="Only write the timeline of trace.timeline to FILE, tensor by tensor.")
 def trace(folder: str, job: str | None, output: str | None, timeline: str | None) -> None:
-    from omnireduce.console.traces.command import report_timeline, report_trace
+    from omnireduce.console.traces.report import report_timeline, report_trace
 
     if timeline is not None:
         if output is not None:

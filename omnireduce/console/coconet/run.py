@@ -1,53 +1,64 @@
-"""One schedule of a program on this rank: its values, some steps, and what it should have given."""
+"""`omnireduce coconet run` on a rank: the schedules of a program, and the result of one process beside them."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from rich.table import Table
 
 import omnireduce as omni
+from omnireduce.console.ranks import RankRequest
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.launch.connection import RESULT_FD
 from omnireduce.programs import Local, Pipeline, Tensor
 from omnireduce.programs.library import schedules
 from omnireduce.programs.library.schedules import STATE
 from omnireduce.programs.placement import RankPlacement
 from omnireduce.programs.ranks import meeting_of
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.support.cli import reporting_errors
-from omnireduce.support.config import load_config
-from omnireduce.support.logs import start_logs
+from omnireduce.support.config import Config
 from omnireduce.support.printing import carriers_text, make_console, short_count, short_time
 
-
-def main() -> None:
-    """The process of a rank. It reads its task as JSON from standard input. Whether all is right goes to a pipe."""
-    pipe = int(os.environ.pop(RESULT_FD))
-    os.set_inheritable(pipe, False)
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
-    with reporting_errors():
-        config = load_config(wanted.config_file, overrides=wanted.overrides)
-        start_logs(config.log)
-        with omni.connect(config) as comm:
-            outcomes = {name: _on_all_ranks(wanted, pipeline, comm) for name, pipeline in wanted.pipelines().items()}
-            size, transport = comm.size, carriers_text(comm.statistics().carried)
-        with open(pipe, "wb") as file:
-            is_right = comm.rank > 0 or _report(wanted, outcomes, size, transport)
-            file.write(msgspec.json.encode(is_right))
+RATE = 0.01
+CLOSE = 1e-6  # of the largest element, where ranks add up in another order than one process
+NOT_EXACT = ("lamb",)
+WRITTEN = ("w", "m", "v")  # what optimizers update
 
 
-def _on_all_ranks(wanted: TrialRequest, pipeline: Pipeline, comm: Communicator) -> Outcome:
+class Request(RankRequest, frozen=True, kw_only=True):
+    """The options of the command line; see `omnireduce coconet run --help`."""
+
+    program: str
+    schedule: str | None
+    elements: int
+    steps: int
+    seed: int
+
+    @property
+    def is_optimizer(self) -> bool:
+        return self.program in STATE
+
+    def pipelines(self) -> dict[str, Pipeline]:
+        """The schedules to run. Raises UsageError for a program or a schedule that does not exist."""
+        return chosen(self.program, self.schedule)
+
+
+def run(request: Request, config: Config) -> bool:
+    """Run the schedules, as all ranks do. Rank 0 prints a table. Returns whether all results are right, as far as this
+    rank knows."""
+    with omni.connect(config) as comm:
+        outcomes = {name: _on_all_ranks(request, pipeline, comm) for name, pipeline in request.pipelines().items()}
+        size, transport = comm.size, carriers_text(comm.statistics().carried)
+    return comm.rank > 0 or _report(request, outcomes, size, transport)
+
+
+def _on_all_ranks(request: Request, pipeline: Pipeline, comm: Communicator) -> Outcome:
     """Run a schedule. The result is NaN if it is not the same on all ranks that have it."""
-    outcome = run_schedule(wanted, pipeline, comm)
+    outcome = run_schedule(request, pipeline, comm)
     result: Array = comm.broadcast_object(outcome.result, comm.size - 1, name="coconet: result")
     is_same = outcome.result is None or np.array_equal(outcome.result, result)
     if not all(comm.allgather_object(is_same, name="coconet: same")):
@@ -55,19 +66,19 @@ def _on_all_ranks(wanted: TrialRequest, pipeline: Pipeline, comm: Communicator) 
     return outcome._replace(result=result)
 
 
-def _report(wanted: TrialRequest, outcomes: dict[str, Outcome], size: int, transport: str) -> bool:
+def _report(request: Request, outcomes: dict[str, Outcome], size: int, transport: str) -> bool:
     """Print the schedules, and return whether all results are as they should be."""
-    expected = reference(wanted, size)
+    expected = reference(request, size)
     console, table = make_console(), Table(box=None, pad_edge=False)
     for title in ("schedule", "ms/step", "state", "up", "largest difference"):
         table.add_column(title, justify="left" if title == "schedule" else "right")
     differences = {name: difference(outcome.result, expected) for name, outcome in outcomes.items()}
     for name, outcome in outcomes.items():
         table.add_row(*_row(name, outcome, differences[name]))
-    what = f"{wanted.elements} elements, {wanted.steps} step{'s' * (wanted.steps > 1)}"
-    console.print(f"{wanted.program} on {size} rank{'s' * (size > 1)}: {what}, {transport}")
+    what = f"{request.elements} elements, {request.steps} step{'s' * (request.steps > 1)}"
+    console.print(f"{request.program} on {size} rank{'s' * (size > 1)}: {what}, {transport}")
     console.print(table)
-    limit = CLOSE if wanted.program in NOT_EXACT else 0.0
+    limit = CLOSE if request.program in NOT_EXACT else 0.0
     is_right = all(largest <= limit for largest in differences.values())  # not where it is NaN
     worst = max(differences.values())
     if not any(differences.values()):
@@ -82,32 +93,6 @@ def _report(wanted: TrialRequest, outcomes: dict[str, Outcome], size: int, trans
 def _row(name: str, outcome: Outcome, largest: float) -> list[str]:
     counts = (short_count(nbytes) for nbytes in (outcome.state_bytes, outcome.up_bytes))
     return [name, short_time(outcome.step_ms), *counts, "0" if largest == 0 else f"{largest:.1e}"]
-
-
-RATE = 0.01
-CLOSE = 1e-6  # of the largest element, where ranks add up in another order than one process
-NOT_EXACT = ("lamb",)
-WRITTEN = ("w", "m", "v")  # what optimizers update
-
-
-class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says; see `omnireduce coconet run --help`."""
-
-    config_file: str | None
-    overrides: tuple[str, ...]
-    program: str
-    schedule: str | None
-    elements: int
-    steps: int
-    seed: int
-
-    @property
-    def is_optimizer(self) -> bool:
-        return self.program in STATE
-
-    def pipelines(self) -> dict[str, Pipeline]:
-        """The schedules to run. Raises UsageError for a program or a schedule that does not exist."""
-        return chosen(self.program, self.schedule)
 
 
 def chosen(program: str, schedule: str | None) -> dict[str, Pipeline]:
@@ -140,10 +125,10 @@ class Outcome(NamedTuple):
 class Values:
     """The values of all inputs, which follow from the seed. `ranks` is how many a group has."""
 
-    def __init__(self, wanted: TrialRequest, ranks: int) -> None:
-        self._wanted, self._ranks = wanted, ranks
-        side = max(1, math.isqrt(wanted.elements))
-        self.sizes = {"N": wanted.elements, "T": side, "K": side, "H": side}
+    def __init__(self, request: Request, ranks: int) -> None:
+        self._request, self._ranks = request, ranks
+        side = max(1, math.isqrt(request.elements))
+        self.sizes = {"N": request.elements, "T": side, "K": side, "H": side}
 
     def whole(self, tensor: Tensor, step: int, rank: int = 0) -> Array:
         """The whole tensor in this step. Each rank has another one, if it is Local."""
@@ -153,8 +138,8 @@ class Values:
         if tensor.name in ("m", "v"):
             return np.zeros(shape, np.float32)
         varies = (rank, step) if tensor.type.layout is Local else (0, 0)
-        rng = np.random.default_rng([self._wanted.seed, *tensor.name.encode(), *varies])
-        if self._wanted.is_optimizer:
+        rng = np.random.default_rng([self._request.seed, *tensor.name.encode(), *varies])
+        if self._request.is_optimizer:
             return rng.standard_normal(shape, np.float32)
         return rng.integers(-3, 4, shape).astype(np.float32)  # so that sums are exact in any order
 
@@ -174,25 +159,25 @@ class Values:
         }
 
 
-def run_schedule(wanted: TrialRequest, pipeline: Pipeline, comm: Communicator) -> Outcome:
+def run_schedule(request: Request, pipeline: Pipeline, comm: Communicator) -> Outcome:
     """Run the steps, as all ranks do."""
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
-    values = Values(wanted, ranks)
+    values = Values(request, ranks)
     tensors = [tensor for tensor in pipeline.inputs if isinstance(tensor, Tensor) and tensor.type.group == group]
     kept = {tensor.name: values.part(tensor, 1, rank) for tensor in tensors if tensor.type.layout is not Local}
     outputs: dict[str, Array] = {}
     times, sent = [], _sent_bytes(comm)
-    for step in range(1, wanted.steps + 1):
+    for step in range(1, request.steps + 1):
         local = {tensor.name: values.part(tensor, step, rank) for tensor in tensors if tensor.type.layout is Local}
         comm.barrier(name="coconet: step")
         began = time.perf_counter()
         outputs = pipeline.run(comm, {**kept, **local, **values.numbers(pipeline, step)})
         times.append(time.perf_counter() - began)
     sent = _sent_bytes(comm) - sent
-    state = sum(kept[name].nbytes for name in STATE.get(wanted.program, ()))
+    state = sum(kept[name].nbytes for name in STATE.get(request.program, ()))
     result = outputs.get(pipeline.output_names[0])
-    return Outcome(result, 1e3 * float(np.median(times)), state, sent // wanted.steps)
+    return Outcome(result, 1e3 * float(np.median(times)), state, sent // request.steps)
 
 
 def _sent_bytes(comm: Communicator) -> int:
@@ -200,15 +185,15 @@ def _sent_bytes(comm: Communicator) -> int:
     return sum(communicator.statistics().sent_bytes for communicator in [comm, *meeting_of(comm).communicators])
 
 
-def reference(wanted: TrialRequest, size: int) -> Array:
+def reference(request: Request, size: int) -> Array:
     """The result of a program by its definition, computed in this process."""
-    pipeline = next(iter(schedules(wanted.program).values()))
+    pipeline = next(iter(schedules(request.program).values()))
     ranks = size // pipeline.groups
-    values = Values(wanted, ranks)
+    values = Values(request, ranks)
     tensors = [tensor for tensor in pipeline.inputs if isinstance(tensor, Tensor)]
     kept = {tensor.name: [values.part(tensor, 1, rank) for rank in range(ranks)] for tensor in tensors}
     outputs: dict[str, list[Array]] = {}
-    for step in range(1, wanted.steps + 1):
+    for step in range(1, request.steps + 1):
         local = {
             tensor.name: [values.part(tensor, step, rank) for rank in range(ranks)]
             for tensor in tensors

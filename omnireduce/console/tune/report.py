@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from omnireduce.bench.tuning.search import PARAMETERS, Space, Value, value_of
+from omnireduce.console.tune.search import PARAMETERS, Space, Value, value_of
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Config, dump_tables, load_config
 from omnireduce.support.config.validation import KEYS

@@ -4,6 +4,9 @@ The ranks are real processes, and so are the aggregators. Each sample is a confi
 own, beside a job of the configuration that is there already. Both take turns, round by round, so that whatever else
 the machine does disturbs both alike. What counts is the ratio of their times.
 
-`command` reads the command line and starts the ranks, `session` is a rank, `space` says what is tuned, `workload` what
-is summed, `race` measures, `search` chooses what is measured next (rank 0 alone), `report` writes what was found.
+command    the command line
+session    a rank: it measures samples and prints
+search     the keys that are tuned, the race of two configurations, and the choice of the next sample (rank 0 alone)
+workload   the arrays that are summed
+report     the log, the table, and the file that is written
 """

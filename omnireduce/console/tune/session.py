@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,8 @@ import msgspec
 from rich.console import Console
 
 import omnireduce as omni
-from omnireduce.bench.tuning.report import (
+from omnireduce.console.ranks import RankRequest
+from omnireduce.console.tune.report import (
     COMPLETE,
     IMPOSSIBLE,
     PRUNED,
@@ -22,14 +22,11 @@ from omnireduce.bench.tuning.report import (
     values_of,
     write_tuned,
 )
-from omnireduce.bench.tuning.search import Circumstances, Point, Race, Search, Space, Value
-from omnireduce.bench.tuning.workload import cases_of, make_workload
-from omnireduce.launch.connection import RESULT_FD
+from omnireduce.console.tune.search import Circumstances, Point, Race, Search, Space, Value
+from omnireduce.console.tune.workload import cases_of, make_workload
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import detect_launch, job_name
-from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Config, load_config
-from omnireduce.support.logs import start_logs
 from omnireduce.support.printing import carriers_text, make_console, short_count
 
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
@@ -41,11 +38,9 @@ ENOUGH = 0.95  # of the best of the grid
 LEAST_SAMPLES, SAMPLES_OF_KEY = 20, 6
 
 
-class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says; see `omnireduce tune --help`. `holds` are keys, `overrides` have their values."""
+class Request(RankRequest, frozen=True, kw_only=True):
+    """The options of `omnireduce tune`; see its --help. `holds` are keys, `overrides` have their values."""
 
-    config_file: str | None
-    overrides: tuple[str, ...]
     holds: tuple[str, ...]
     pattern: str | None
     elements: int
@@ -72,33 +67,25 @@ class Verdict(msgspec.Struct, frozen=True):
         return 1 if self.share is not None and self.share < ENOUGH else 0
 
 
-def main() -> None:
-    """The process of a rank. It reads its task from standard input, as JSON, and writes the verdict to a pipe."""
-    pipe = int(os.environ.pop(RESULT_FD))
-    os.set_inheritable(pipe, False)
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
-    with reporting_errors():
-        config = load_config(wanted.config_file, overrides=wanted.overrides)
-        start_logs(config.log)
-        with omni.connect(config) as comm, opened_log(wanted.log_path if comm.rank == 0 else None) as log:
-            verdict = Session(wanted, config, comm, log).run()
-        with open(pipe, "wb") as file:
-            file.write(msgspec.json.encode(verdict))
+def run(request: Request, config: Config) -> Verdict:
+    """Search, as all ranks do."""
+    with omni.connect(config) as comm, opened_log(request.log_path if comm.rank == 0 else None) as log:
+        return Session(request, config, comm, log).run()
 
 
 class Session:
     """One search. `comm` carries what ranks exchange between samples."""
 
-    def __init__(self, wanted: TrialRequest, config: Config, comm: Communicator, log: Log) -> None:
-        self._wanted, self._comm, self._log = wanted, comm, log
+    def __init__(self, request: Request, config: Config, comm: Communicator, log: Log) -> None:
+        self._request, self._comm, self._log = request, comm, log
         self._leads = comm.rank == 0
         in_memory = comm.transport.startswith("memory") and comm.local_size == comm.size
-        self._space = Space(config, wanted.holds, Circumstances(comm.shards, in_memory, wanted.in_order))
+        self._space = Space(config, request.holds, Circumstances(comm.shards, in_memory, request.in_order))
         cases = cases_of(
-            config, pattern=wanted.pattern, elements=wanted.elements, arrays=wanted.arrays, density=wanted.density,
+            config, pattern=request.pattern, elements=request.elements, arrays=request.arrays, density=request.density,
             size=comm.size,
         )  # fmt: skip
-        self._workload = make_workload(cases, comm.rank, comm.size, in_order=wanted.in_order)
+        self._workload = make_workload(cases, comm.rank, comm.size, in_order=request.in_order)
         self._console: Console = make_console(quiet=not self._leads)
         self._samples, self._job = 0, job_name(config, detect_launch().job)
         step = f"a step of {len(cases)} array{'s' * (len(cases) > 1)}, {short_count(self._workload.nbytes)} bytes"
@@ -107,13 +94,13 @@ class Session:
 
     def run(self) -> Verdict:
         """Search; the same on all ranks."""
-        space, wanted = self._space, self._wanted
+        space, request = self._space, self._request
         if not space.free:
             return Verdict(f"nothing is free: {'; '.join(f'{key}: {why}' for key, why in space.held.items())}")
-        samples = wanted.samples or max(LEAST_SAMPLES, SAMPLES_OF_KEY * len(space.free))
-        search = Search(space, samples=samples, seed=wanted.seed) if self._leads else None
+        samples = request.samples or max(LEAST_SAMPLES, SAMPLES_OF_KEY * len(space.free))
+        search = Search(space, samples=samples, seed=request.seed) if self._leads else None
         best = self._final(self._search(search, samples))
-        return Verdict(share=self._compare_with_grid(best) if wanted.grid else None)
+        return Verdict(share=self._compare_with_grid(best) if request.grid else None)
 
     def _search(self, search: Search | None, samples: int) -> list[Point]:
         """Take the samples, and return the best points."""
@@ -149,7 +136,7 @@ class Session:
         state = COMPLETE
         race = self._race([space.base, config])
         for heat in range(HEATS):
-            race.run(math.ceil(self._wanted.rounds / HEATS))
+            race.run(math.ceil(self._request.rounds / HEATS))
             if prunes and heat < HEATS - 1 and not self._told(goes_on and goes_on(race.ratio(1), heat)):
                 state = PRUNED
                 break
@@ -173,7 +160,7 @@ class Session:
         self._samples += 1
         race = self._race(contenders)
         for _ in contenders:
-            race.run(math.ceil(times * self._wanted.rounds / len(contenders)))
+            race.run(math.ceil(times * self._request.rounds / len(contenders)))
         return race
 
     def _best_first(self, points: list[Point], times: int = FINAL_TIMES) -> list[Point]:
@@ -200,10 +187,10 @@ class Session:
         best = self._configs([contenders[at]])[0]
         print_table(self._console, space, best)
         self._console.print(verdict)
-        if self._leads and self._wanted.write_path is not None:
-            given = load_config(self._wanted.config_file, overrides=self._wanted.overrides, environ=_file_of_user())
-            write_tuned(self._wanted.write_path, given, best, space.free, f"Found by omnireduce tune: {verdict}.")
-            self._console.print(f"written: {self._wanted.write_path}")
+        if self._leads and self._request.write_path is not None:
+            given = load_config(self._request.config_file, overrides=self._request.overrides, environ=_file_of_user())
+            write_tuned(self._request.write_path, given, best, space.free, f"Found by omnireduce tune: {verdict}.")
+            self._console.print(f"written: {self._request.write_path}")
         return contenders[at]
 
     def _configs(self, points: Iterable[Point]) -> list[Config]:

@@ -10,12 +10,9 @@ import click
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.support.cli import Command, NumberRange, config_options
 from omnireduce.support.config import load_config
-from omnireduce.support.interpreters import program_of
 from omnireduce.support.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
-
-_RANK = program_of("omnireduce.bench.tuning.session")
 
 
 @click.command(
@@ -58,52 +55,39 @@ _RANK = program_of("omnireduce.bench.tuning.session")
 )
 @click.option("--write", "write_path", metavar="FILE", help="Write the best configuration to FILE, for --config.")
 @click.option("--grid", is_flag=True, help="Also measure a small grid, and compare the search with its best point.")
-def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **asked: Any) -> None:
-    from omnireduce.bench.tuning.search import check_library, read_holds
-    from omnireduce.bench.tuning.session import TrialRequest
+def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **options: Any) -> None:
+    from omnireduce.console.ranks import run_on_ranks
+    from omnireduce.console.tune.search import check_library, read_holds
+    from omnireduce.console.tune.session import Request, Verdict
 
-    holds, values = read_holds(asked.pop("holds"))
+    holds, values = read_holds(options.pop("holds"))
     overrides = (*overrides, *values)
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     check_library()
-    in_order = not asked.pop("any_order")
-    wanted = TrialRequest(config_file=config_file, overrides=overrides, holds=tuple(holds), in_order=in_order, **asked)
-    _check_files(wanted, config, np)
-    sys.exit(_launch(wanted, config, np, shards))
+    in_order = not options.pop("any_order")
+    request = Request(config_file=config_file, overrides=overrides, holds=tuple(holds), in_order=in_order, **options)
+    _check_files(request, config, np)
+    verdict = run_on_ranks(request, np, config, Verdict, shards=None if config.cluster.aggregators else shards)
+    if verdict.refusal:
+        raise ConfigError(verdict.refusal)
+    sys.exit(verdict.status)
 
 
-def _check_files(wanted: Any, config: Any, np: int) -> None:
+def _check_files(request: Any, config: Any, np: int) -> None:
     """Raise ConfigError for input that cannot be read, and for files that cannot be written."""
-    from omnireduce.bench.tuning.workload import cases_of
+    from omnireduce.console.tune.workload import cases_of
     from omnireduce.support.files.output import check_writable
 
     try:
         cases_of(
-            config, pattern=wanted.pattern, elements=wanted.elements, arrays=wanted.arrays, density=wanted.density,
-            size=np,
+            config, pattern=request.pattern, elements=request.elements, arrays=request.arrays,
+            density=request.density, size=np,
         )  # fmt: skip
-        for path in (wanted.log_path, wanted.write_path):
+        for path in (request.log_path, request.write_path):
             if path is not None:
                 check_writable(path)
     except ConfigError:
         raise
     except OmniReduceError as error:
         raise ConfigError(str(error)) from None
-
-
-def _launch(wanted: Any, config: Any, np: int, shards: int) -> int:
-    """Run the ranks, and return the exit status."""
-    import msgspec
-
-    from omnireduce.bench.tuning.session import Verdict
-    from omnireduce.launch.launch import launch_for_result
-
-    aggregators = None if config.cluster.aggregators else str(shards)
-    status, result = launch_for_result(_RANK, np, config, wanted, aggregators=aggregators)
-    if status:
-        return status
-    verdict = msgspec.json.decode(result, type=Verdict)
-    if verdict.refusal:
-        raise ConfigError(verdict.refusal)
-    return verdict.status

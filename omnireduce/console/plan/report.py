@@ -9,12 +9,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from omnireduce.console.plan.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
+from omnireduce.console.plan.model import Costs, DrawnPatterns, Hosts, KnownPatterns, TracedPatterns
+from omnireduce.console.plan.racks import read_all
 from omnireduce.console.traces.reduced import Reduced, read_reduced
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
-from omnireduce.planning.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
-from omnireduce.planning.model import Costs, DrawnPatterns, Hosts, KnownPatterns, TracedPatterns
-from omnireduce.planning.tree import read_all
 from omnireduce.support.cli import whole_numbers
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.printing import density_text, make_console, short_count, short_time

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import omnireduce as omni
-from omnireduce.bench.tuning.workload import Workload
+from omnireduce.console.tune.workload import Workload
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.support.config import Config, override_config

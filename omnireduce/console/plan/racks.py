@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnireduce.console.plan.model import Costs, Hosts, Links, Load, Messages, Plan, Prediction, Processors
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import UsageError
 from omnireduce.kernels.density import find_blocks
-from omnireduce.planning.model import Costs, Hosts, Links, Load, Messages, Plan, Prediction, Processors
 from omnireduce.support.files.tensors import read_tensors
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.bench.data import check_reduction, reduce_in_rank_order, share_set
+from omnireduce.console.bench.data import check_reduction, reduce_in_rank_order, share_set
 from omnireduce.core.dtypes import Array, number_type
 from omnireduce.errors import UsageError
 from omnireduce.kernels.density import find_blocks

@@ -11,13 +11,11 @@ import click
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import Group, config_options, whole_numbers
 from omnireduce.support.config import load_config
-from omnireduce.support.interpreters import program_of
 from omnireduce.support.logs import start_logs
 
 # What it runs is imported when it runs: --help need not wait for it.
 
 MOST_ELEMENTS = 1 << 30  # of a tensor
-_RUN, _TUNE = (program_of(f"omnireduce.console.programs.{name}") for name in ("trial", "tuning"))
 
 
 @click.group(
@@ -55,14 +53,14 @@ def coconet() -> None:
 )
 @click.option("--steps", type=click.IntRange(1, 10_000), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Of the values.")
-def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: Any) -> None:
-    from omnireduce.console.programs.trial import TrialRequest, check_ranks
+def run(config_file: str | None, overrides: tuple[str, ...], np: int, **options: Any) -> None:
+    from omnireduce.console.coconet.run import Request, check_ranks
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    wanted = TrialRequest(config_file=config_file, overrides=overrides, **asked)
-    check_ranks(np, wanted.pipelines().values())
-    sys.exit(_launch(_RUN, wanted, config, np))
+    request = Request(config_file=config_file, overrides=overrides, **options)
+    check_ranks(np, request.pipelines().values())
+    _run_on_ranks(request, config, np)
 
 
 @coconet.command(
@@ -84,7 +82,7 @@ def run(config_file: str | None, overrides: tuple[str, ...], np: int, **asked: A
 )  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where to write it.")
 def generate(program: str, schedule: str, target: str, output: str) -> None:
-    from omnireduce.console.programs.trial import chosen
+    from omnireduce.console.coconet.run import chosen
 
     [pipeline] = chosen(program, schedule).values()
     pipeline.codegen(output, target=target, schedule=schedule)
@@ -111,19 +109,19 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
 @click.option("--turns", type=click.IntRange(1, 10_000), default=7, show_default=True, help="Of each way.")
 @click.option("--on-shards/--no-shards", default=True, show_default=True, help="Also on the shards.")
 @click.option("--cache/--no-cache", default=True, show_default=True, help="Use, and keep, what was measured.")
-def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **asked: Any) -> None:
-    from omnireduce.console.programs.trial import check_ranks
-    from omnireduce.console.programs.tuning import TuneRequest
+def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **options: Any) -> None:
+    from omnireduce.console.coconet.run import check_ranks
+    from omnireduce.console.coconet.tune import Request
     from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
     from omnireduce.programs.tuning.autotune import candidates
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
     tried = _numbers("--chunks", chunks, 2, MOST_CHUNKS)
-    check_ranks(np, [candidate.pipeline for candidate in candidates(asked["program"], tried)])
+    check_ranks(np, [candidate.pipeline for candidate in candidates(options["program"], tried)])
     elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
-    wanted = TuneRequest(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **asked)
-    sys.exit(_launch(_TUNE, wanted, config, np))
+    request = Request(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **options)
+    _run_on_ranks(request, config, np)
 
 
 def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
@@ -134,15 +132,9 @@ def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
     return numbers
 
 
-def _launch(program: str, wanted: Any, config: Any, np: int) -> int:
-    """Run `program` as each rank, and return the exit status."""
-    import msgspec
+def _run_on_ranks(request: Any, config: Any, np: int) -> None:
+    """Run the module of `request` on so many ranks. Ends with status 1 where a result is wrong."""
+    from omnireduce.console.ranks import run_on_ranks
 
-    from omnireduce.launch.launch import launch_for_result
-
-    status, result = launch_for_result(program, np, config, wanted)
-    if status:
-        return status
-    if not result:
-        raise UsageError("rank 0 ended before it could say what came of it")
-    return 0 if msgspec.json.decode(result, type=bool) else 1
+    if not run_on_ranks(request, np, config, bool):
+        sys.exit(1)
