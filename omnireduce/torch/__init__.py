@@ -56,7 +56,7 @@ from omnireduce.torch.elastic import (
     broadcast_parameters,
 )
 from omnireduce.torch.grace import grace_hook
-from omnireduce.torch.gradients import State, allreduce_hook, block_topk_hook
+from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.launch import local_first, tell_torch
 from omnireduce.torch.movements import (
     allgather,

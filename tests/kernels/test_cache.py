@@ -108,13 +108,13 @@ def test_what_constants_and_kernels_come_from_makes_all_compile_anew() -> None:
     """Modules of which a kernel may take a constant, and no others: an edit costs minutes of compiling."""
     sources = {file: ast.parse(file.read_text()) for file in FOLDER.rglob("*.py") if file.name not in jit.NO_KERNELS}
     taken = {
-        node.module.removeprefix("omnireduce.")
+        node.module.removeprefix("omnireduce.").replace(".", "/")
         for tree in sources.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("omnireduce")
     }
     constants = {each for each in taken if not each.startswith("kernels")}
-    assert constants - {"errors", "loading", "files.cache", "version"} == set(jit.CONSTANTS)
+    assert constants - {"errors", "support/loading", "support/files/cache", "support/version"} == set(jit.CONSTANTS)
     for name in jit.NO_KERNELS:
         functions = [
             each for each in ast.walk(ast.parse((FOLDER / name).read_text())) if isinstance(each, ast.FunctionDef)

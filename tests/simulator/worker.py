@@ -297,7 +297,7 @@ class Worker(Process):
             rank=joined.rank,
             scan_span=protocol.scan_span,
             timeout_s=protocol.timeout_s,
-            lengths=[
+            sizing=[
                 MessageSizing.up_to(protocol.message_bytes)
                 if link.kind == "tcp"
                 else MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
