@@ -11,6 +11,7 @@ from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.kernels.claims import Kernel
+from omnireduce.kernels.warm import Progress
 from omnireduce.runtime.rank import joining
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config
@@ -39,7 +40,7 @@ class Compiler:
         self.lists += 1
         return self._list(in_memory=in_memory)
 
-    def make_ready(self, lists: Sequence[Sequence[Kernel]], progress: joining.Progress) -> None:
+    def make_ready(self, lists: Sequence[Sequence[Kernel]], progress: Progress) -> None:
         while self.is_needed and not self.is_done.wait(0.01):
             progress(1, 2)
         self._make_ready(lists, progress)

@@ -165,7 +165,7 @@ def test_arguments_win() -> None:
 def test_the_launcher_knows_the_host_of_the_arguments() -> None:
     said = detect_launch(OPEN_MPI)
     assert said.local_size is not None
-    assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, environment="arguments")
+    assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, launcher="arguments")
 
 
 @pytest.mark.parametrize(
