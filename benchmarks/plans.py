@@ -20,7 +20,8 @@ from benchmarks.shaped import SHARED_HOSTS
 from benchmarks.targets import Verdict, below
 from benchmarks.testbed import BURST_BYTES
 from omnireduce.console.plan.candidates import predict_plan
-from omnireduce.console.plan.model import Costs, DrawnPatterns, Hosts, Plan, Prediction
+from omnireduce.console.plan.model import Costs, Hosts, Plan, Prediction
+from omnireduce.console.plan.patterns import DrawnPatterns
 
 ITEM_BYTES = 4  # float32
 LATENCY_S = 1e-4  # of a small message through the testbed

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.cases import BLOCK, Case
 from benchmarks.contest import SCAN, SEED
 from benchmarks.group import Group, daemon, service_group
-from omnireduce.console.traces.breakdown import break_down, show_breakdown
+from omnireduce.console.trace import break_down, show_breakdown
 from omnireduce.runtime.tracing.aligned_traces import Lane, read_lanes
 from omnireduce.runtime.tracing.merged_timeline import chrome_trace
 from omnireduce.support.files.output import make_folder, write_file

@@ -308,7 +308,7 @@ def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
 @click.option("--output", metavar="FILE", help="Also write a timeline to FILE, as JSON that ui.perfetto.dev shows.")
 @click.option("--timeline", metavar="FILE", help="Only write the timeline of trace.timeline to FILE, tensor by tensor.")
 def trace(folder: str, job: str | None, output: str | None, timeline: str | None) -> None:
-    from omnireduce.console.traces.report import report_timeline, report_trace
+    from omnireduce.console.trace import report_timeline, report_trace
 
     if timeline is not None:
         if output is not None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnireduce.console.density.estimate import INDEX_BYTES, Density, estimate, measure
+from omnireduce.console.density.estimate import Density, estimate, measure
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array
-from omnireduce.core.wire.blocks import HEADER_BYTES
+from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES
 from omnireduce.errors import UsageError
 
 

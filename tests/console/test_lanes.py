@@ -17,7 +17,7 @@ from local_cluster import Daemon, configured, run_job
 from transports import MEMORY, over
 
 from omnireduce import Communicator
-from omnireduce.console.traces.breakdown import ACTIVITIES, break_down
+from omnireduce.console.trace import ACTIVITIES, break_down
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.aligned_traces import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.runtime.tracing.merged_timeline import chrome_trace

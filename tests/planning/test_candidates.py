@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from omnireduce.console.plan.candidates import MOST_LINKS, Candidate, Tensors, as_toml, best, plans, shard_counts, study
-from omnireduce.console.plan.model import DrawnPatterns, Hosts, Plan, Prediction
+from omnireduce.console.plan.model import Hosts, Plan, Prediction
+from omnireduce.console.plan.patterns import DrawnPatterns
 from omnireduce.errors import UsageError
 from omnireduce.support.config import load_config
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.console.plan.model import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns, load_of
+from omnireduce.console.plan.patterns import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns, load_of
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
@@ -50,7 +50,7 @@ def test_blocks_are_drawn_as_asked(overlap: str, union: float) -> None:
 
 @pytest.mark.parametrize("room", [0, 200, 1 << 20])
 def test_patterns_that_are_remembered_are_the_same(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnireduce.console.plan.model.REMEMBERED_BYTES", room)
+    monkeypatch.setattr("omnireduce.console.plan.patterns.REMEMBERED_BYTES", room)
     patterns = DrawnPatterns(1001, 0.2, "random", 4)
     remembered = RememberedPatterns(patterns)
     for rank in (0, 3, 0, 1, 3):

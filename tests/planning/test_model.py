@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 
 from omnireduce.console.plan.model import (
     Costs,
-    DrawnPatterns,
     Hosts,
-    Load,
     Messages,
     Plan,
     Prediction,
-    SummedPatterns,
-    load_of,
+    least_s,
     predict,
+    union_density,
     windows_for,
 )
+from omnireduce.console.plan.patterns import DrawnPatterns, Load, SummedPatterns, load_of
 from omnireduce.core.layout import Layout
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
@@ -52,6 +51,15 @@ def test_a_dense_tensor_takes_as_long_as_its_bytes(hosts: int, dedicated: bool) 
     nbytes = BLOCKS * BLOCK_BYTES * (1 if dedicated else 2 * (hosts - 1) / hosts)
     assert found.link_bytes == pytest.approx(nbytes, rel=0.01)
     assert found.seconds == pytest.approx(nbytes / GIGABIT, rel=0.06)  # the first window reaches one link after another
+
+
+@pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_where_processors_cost_nothing_the_bound_of_a_link_is_what_remains(hosts: int, density: float) -> None:
+    """The bound of `omnireduce density`. Blocks that a rank alone has may be left out of what comes down to it."""
+    seconds = predicted(Plan(1, True, hosts, dedicated=True), Hosts(hosts, 8, GIGABIT, 0.0), density, FREE).seconds
+    up, down = (BLOCKS * BLOCK_BYTES * share for share in (density, union_density(density, hosts)))
+    assert 0.98 * least_s(up, up, GIGABIT) <= seconds <= 1.08 * least_s(up, down, GIGABIT)
 
 
 def test_ranks_that_are_one_sender_send_what_they_have_together() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.console.plan import model
-from omnireduce.console.plan.model import TracedPatterns, popularity
+from omnireduce.console.plan import patterns
+from omnireduce.console.plan.patterns import TracedPatterns, popularity
 
 SHARES = st.floats(0, 1)
 DENSITIES = st.one_of(st.floats(1e-6, 1 - 1e-6), st.sampled_from([0.0, 1.0]))
@@ -40,7 +40,7 @@ def test_both_densities_come_out(density: float, share: float, ranks: int) -> No
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_few_blocks_are_as_likely_on_average(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     known = popularity(0.3, 0.4, 2)
-    monkeypatch.setattr(model, "popularity", lambda *_: known)  # once: it takes its time
+    monkeypatch.setattr(patterns, "popularity", lambda *_: known)  # once: it takes its time
     found = [TracedPatterns(blocks, 0.3, 0.4, 2, seed).of(rank).mean() for seed in range(2000) for rank in range(2)]
     assert np.mean(found) == pytest.approx(0.3, abs=0.03)
 
@@ -65,11 +65,11 @@ def test_less_in_common_than_at_random_is_at_random(ranks: int) -> None:
     ("density", "together", "ranks"), [(0.1121, 0.1781, 2), (0.0341, 0.1456, 8), (0.5, 0.5, 4), (0.2, 0.36, 2)]
 )
 def test_blocks_are_drawn_so(density: float, together: float, ranks: int) -> None:
-    model = TracedPatterns(100_000, density, together, ranks)
-    drawn = [model.of(rank) for rank in range(ranks)]
+    traced = TracedPatterns(100_000, density, together, ranks)
+    drawn = [traced.of(rank) for rank in range(ranks)]
     assert np.mean(drawn) == pytest.approx(density, rel=0.02)
     assert np.logical_or.reduce(drawn).mean() == pytest.approx(together, rel=0.02)
-    assert np.array_equal(model.of(1), drawn[1])
+    assert np.array_equal(traced.of(1), drawn[1])
     assert not np.array_equal(TracedPatterns(100_000, density, together, ranks, seed=1).of(1), drawn[1])
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.console.plan.candidates import Tensors, as_toml, plans, predict_plan, study
-from omnireduce.console.plan.model import Costs, DrawnPatterns, Hosts, Plan, Prediction
+from omnireduce.console.plan.model import Costs, Hosts, Plan, Prediction
+from omnireduce.console.plan.patterns import DrawnPatterns
 from omnireduce.support.config import load_config
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000

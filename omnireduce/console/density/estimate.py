@@ -1,16 +1,17 @@
 """Would the service help? How dense arrays are in blocks, and what that means for an all-reduce of them.
 
-The estimate for world size N, link bandwidth B in each direction, tensor bytes S, block density D:
+The cost model is `omnireduce.console.plan.model`, of which nothing but the links counts here. For world size N, link
+bandwidth B in each direction, tensor bytes S and block density D it says
 
     up bytes = D S, down bytes = Du S, time = L + max(D, Du) S / B      with  Du = 1 - (1 - D)**N
-    dense ring all-reduce: time = Ld + 2 (N - 1) / N S / B              (Patarasu and Yuan 2009)
+    dense ring all-reduce: time = Ld + 2 (N - 1) / N S / B
 
 Du assumes that the places of the workers' non-zero blocks are independent of each other (random overlap). A greater
 overlap makes Du smaller and the service faster. Du is the most that comes down. In a sum over TCP less may come,
 because a worker need not be sent the blocks that it alone has, D (1 - D)**(N - 1). Each direction also carries one
-header, and each block its index, or each run of blocks two numbers where that is less; these numbers include both. L
-and Ld are what a collective costs however small it is, as measured on one host (docs/performance.md): they decide for
-small tensors. Left out are computation, the latency of the network, and shards that share a link with workers.
+header, and each block its index. L and Ld are what a collective costs however small it is (docs/performance.md): they
+decide for small tensors. Processors, the latency of the network, and shards that share a link with workers do not
+count.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import numpy as np
 from omnireduce.compression.compressed import ELEMENTS_AS, Compression, costs
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.compression.selectors import Everything
+from omnireduce.console.plan.model import COLLECTIVE_MS, RING_MS, index_bytes, least_s, ring_s, union_density
 from omnireduce.core.dtypes import Array, number_type
-from omnireduce.core.wire.blocks import HEADER_BYTES
+from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
@@ -60,13 +62,13 @@ def advise(
     Raises UsageError as `estimate` does.
     """
     dense = estimate([part], BLOCK, world_size=world_size, link_gbps=link_gbps)
-    bytes_per_ms = link_gbps * 1e6 / 8
+    bytes_per_s = link_gbps * 1e9 / 8
 
     def estimated(
         method: str, up: float, down: float, lost: float | None = None, collectives: int = 1
     ) -> MethodEstimate:
         up, down = up + HEADER_BYTES, down + HEADER_BYTES
-        time_ms = max(up, down) / bytes_per_ms + COLLECTIVE_MS * collectives
+        time_ms = 1e3 * least_s(up, down, bytes_per_s) + COLLECTIVE_MS * collectives
         speedup = dense.dense_time_ms / time_ms
         return MethodEstimate(
             method=method,
@@ -158,8 +160,6 @@ def _own_and_all(density: float, world_size: int) -> tuple[float, float]:
     return density, union_density(density, world_size)
 
 
-INDEX_BYTES = 8  # that travel with each block; with each run of blocks instead, where that is less, twice as many
-COLLECTIVE_MS, DENSE_COLLECTIVE_MS = 0.3, 0.03  # L and Ld: messages and wake-ups
 HELPS = 1.1  # least speed-up that is worth a service of one's own
 
 
@@ -239,14 +239,13 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
         union = union_density(density, world_size)
         blocks, block_bytes = part.blocks(block_size), block_size * part.itemsize
         sent, received = sent + density * blocks, received + union * blocks
-        up += HEADER_BYTES + density * blocks * (block_bytes + _index_bytes(density))
-        down += HEADER_BYTES + union * blocks * (block_bytes + _index_bytes(union))
-    bytes_per_ms = link_gbps * 1e6 / 8
+        up += HEADER_BYTES + density * blocks * (block_bytes + index_bytes(density))
+        down += HEADER_BYTES + union * blocks * (block_bytes + index_bytes(union))
+    bytes_per_s = link_gbps * 1e9 / 8
     blocks = sum(part.blocks(block_size) for part in parts)
     collectives = sum(part.elements > 0 for part in parts)
-    time_ms = max(up, down) / bytes_per_ms + COLLECTIVE_MS * collectives
-    dense_ms = 2 * (world_size - 1) / world_size * sum(part.bytes for part in parts) / bytes_per_ms
-    dense_ms += DENSE_COLLECTIVE_MS * collectives
+    time_ms = 1e3 * least_s(up, down, bytes_per_s) + COLLECTIVE_MS * collectives
+    dense_ms = 1e3 * ring_s(sum(part.bytes for part in parts), world_size, bytes_per_s) + RING_MS * collectives
     return Estimate(
         block_size=block_size,
         density=sent / blocks if blocks else 0.0,
@@ -257,16 +256,6 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
         dense_time_ms=dense_ms,
         speedup=dense_ms / time_ms if time_ms else 0.0,
     )
-
-
-def union_density(density: float, world_size: int) -> float:
-    """The density of the union of all workers, if each has this density, at independent places."""
-    return float(1 - (1 - density) ** world_size)
-
-
-def _index_bytes(density: float) -> float:
-    """What each block carries beside its data: of blocks in random places, one in 1 / (1 - `density`) begins a run."""
-    return INDEX_BYTES * min(1.0, 2 * (1 - density))
 
 
 def _count_groups(flags: Array, size: int) -> int:

@@ -11,8 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from omnireduce.console.density.estimate import (
-    COLLECTIVE_MS,
-    DENSE_COLLECTIVE_MS,
     HELPS,
     Density,
     Estimate,
@@ -21,6 +19,7 @@ from omnireduce.console.density.estimate import (
     estimate,
     measure,
 )
+from omnireduce.console.plan.model import COLLECTIVE_MS, RING_MS
 from omnireduce.errors import UsageError
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
@@ -146,7 +145,7 @@ def _print(console: Console, report: FileReport) -> None:
             f"\nPredicted all-reduce of this among {report.world_size} workers, {report.link_gbps:g} Gbit/s "
             "each way, non-zero blocks at\n"
             "independent places on each worker; up and down are bytes per worker, the times include\n"
-            f"{COLLECTIVE_MS:g} ms for messages and wake-ups of each array, {DENSE_COLLECTIVE_MS:g} ms for the ring"
+            f"{COLLECTIVE_MS:g} ms for messages and wake-ups of each array, {RING_MS:g} ms for the ring"
         )
     )
     console.print(_estimates_table(report))

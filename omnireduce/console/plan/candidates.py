@@ -8,18 +8,15 @@ from typing import NamedTuple
 from omnireduce.console.plan.model import (
     Costs,
     Hosts,
-    Load,
     Messages,
-    Patterns,
     Plan,
     Prediction,
-    RememberedPatterns,
-    SummedPatterns,
-    load_of,
     predict,
+    predict_tree,
+    ring_s,
     windows_for,
 )
-from omnireduce.console.plan.racks import predict_tree
+from omnireduce.console.plan.patterns import Load, Patterns, RememberedPatterns, SummedPatterns, load_of
 from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
 
@@ -111,8 +108,8 @@ def study(
     candidates = [Candidate(*pair) for pair in zip(compared, sums, strict=True)]
     nbytes = sum(tensors.nbytes for tensors in work)
     slowest = min(hosts.bytes_per_s, hosts.rack_bytes_per_s if hosts.racks else hosts.bytes_per_s)
-    ring_s = 2 * (hosts.number - 1) / hosts.number * nbytes / slowest
-    return Study(candidates, best(candidates), ring_s, own / max(1, nbytes), union / max(1, nbytes))
+    ring = ring_s(nbytes, hosts.number, slowest)
+    return Study(candidates, best(candidates), ring, own / max(1, nbytes), union / max(1, nbytes))
 
 
 def predict_plan(

@@ -1,4 +1,8 @@
-"""The time of an all-reduce, from when each part of it is scanned, sent, summed and placed.
+"""Cost model of an all-reduce: bytes and seconds, on hosts that need not exist.
+
+`least_s` is the bound that a link sets; `omnireduce density` knows no more. `predict` follows each part of a tensor as
+it is scanned, sent, summed and placed, for `omnireduce plan`. If processors cost nothing, its time comes down to
+`least_s`.
 
 A tensor goes through the service window by window. A window is what makes one message to each shard, or what is scanned
 for one. Each step takes place as early as it can: when what it needs is there, and when what does it is free. So the
@@ -6,217 +10,45 @@ model keeps the time at which each sender, shard and link is done with what it h
 by window. Within a window everything is an array operation over all senders and shards. So thousands of ranks take
 seconds.
 
-It leaves out losses, other traffic, and hosts that are slower than others.
+With relays, one in each rack, the blocks pass more stations in the same way.
+
+The model leaves out losses, other traffic, and hosts that are slower than others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from omnireduce.console.plan.patterns import Load
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout
-from omnireduce.core.wire.blocks import HEADER_BYTES
-from omnireduce.errors import UsageError
+from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES, RUN_BYTES
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.host.groups import CHUNK_BYTES
 
-
-class Load(NamedTuple):
-    """Numbers of blocks of a tensor that is cut into windows of successive blocks, for each window and shard.
-
-    `own` (senders, windows, shards): blocks that a sender has, none of zeros; `sole`, of the same shape: those that no
-    other sender has; `union` (windows, shards): blocks that any sender has; `all` (windows, shards): all blocks of the
-    tensor, even those of zeros.
-    """
-
-    own: Array
-    sole: Array
-    union: Array
-    all: Array
-
-    @property
-    def density(self) -> float:
-        """Blocks that are not zero / blocks, mean over the senders."""
-        return float(self.own.sum() / max(1, len(self.own) * self.all.sum()))
-
-    @property
-    def union_density(self) -> float:
-        """Blocks that are not zero on at least one sender / blocks."""
-        return float(self.union.sum() / max(1, self.all.sum()))
+COLLECTIVE_MS, RING_MS = 0.3, 0.03  # what a collective costs however small it is, as measured on one host
 
 
-def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> Load:
-    """The load of a tensor with this layout, whose blocks on the first `senders` ranks are those of `patterns`."""
-    blocks = np.arange(layout.blocks)
-    window = blocks * windows // max(1, layout.blocks)
-    place = window * layout.shards + blocks // layout.stripe_blocks % layout.shards
-    owners = np.zeros(layout.blocks, np.int32)
-    for sender in range(senders):
-        owners += patterns.of(sender)
-
-    starts = np.flatnonzero(np.diff(place, prepend=-1))  # of neighbours that belong to one window and shard
-
-    def counted(chosen: Array) -> Array:
-        of_neighbours = np.add.reduceat(chosen.view(np.int8), starts, dtype=np.int64) if starts.size else starts
-        counts = np.bincount(place[starts], weights=of_neighbours, minlength=windows * layout.shards)
-        return counts.astype(np.int32).reshape(windows, layout.shards)
-
-    alone, shape = owners == 1, (senders, windows, layout.shards)
-    own, sole = np.empty(shape, np.int32), np.zeros(shape, np.int32)
-    for sender in range(senders):
-        mask = patterns.of(sender)
-        own[sender] = counted(mask)
-        mask = mask & alone
-        if mask.any():
-            sole[sender] = counted(mask)
-    return Load(own, sole, counted(owners > 0), counted(owners >= 0))
+def union_density(density: float, ranks: int) -> float:
+    """The share of blocks that at least one rank has, if each has `density` of them at independent places."""
+    return float(1 - (1 - density) ** ranks)
 
 
-OVERLAPS = ("random", "full", "none")
-REMEMBERED_BYTES = 1 << 28
-LIKELIHOODS = 64  # that blocks can have: exact for 127 ranks, and within 1 % for thousands
-LEAST_ALIKE, MOST_ALIKE = 1e-6, 1e6  # all ranks have the same blocks; all blocks are as likely
+def index_bytes(density: float) -> float:
+    """The bytes of a block's index. Among blocks at random places, one in 1 / (1 - `density`) begins a run."""
+    return min(INDEX_BYTES, RUN_BYTES * (1 - density))
 
 
-class Patterns(Protocol):
-    """The blocks of each rank that are not zero. They are computed anew at each call, so that thousands of ranks need
-    no memory."""
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of the tensor."""
-
-    def of(self, rank: int) -> Array:
-        """The blocks that the rank has: bool (blocks,)."""
+def least_s(up_bytes: float, down_bytes: float, bytes_per_s: float) -> float:
+    """The seconds that a link needs at least, for bytes in both directions at once."""
+    return max(up_bytes, down_bytes) / bytes_per_s
 
 
-class DrawnPatterns:
-    """Each of `blocks` is not zero with probability `density`: drawn for each rank by itself ("random"), once for all
-    ranks ("full"), or so that at most one rank has a block ("none").
-
-    Raises UsageError if that is impossible.
-    """
-
-    def __init__(self, blocks: int, density: float, overlap: str, ranks: int, seed: int = 0) -> None:
-        if not 0 <= density <= 1:
-            raise UsageError(f"density {density:g}: expected from 0 to 1")
-        if overlap not in OVERLAPS:
-            raise UsageError(f"overlap {overlap!r}: expected one of {', '.join(OVERLAPS)}")
-        if overlap == "none" and density * ranks > 1 + 1e-9:
-            raise UsageError(
-                f"{ranks} ranks cannot have different blocks at density {density:g}; at most at {1 / ranks:g}"
-            )
-        self.blocks, self._density, self._overlap, self._seed = blocks, density, overlap, seed
-
-    def of(self, rank: int) -> Array:
-        alone = self._overlap == "random"
-        drawn = np.random.default_rng([self._seed, rank if alone else 0]).random(self.blocks, np.float32)
-        if self._overlap == "none":
-            drawn -= rank * self._density
-            return (drawn >= 0) & (drawn < self._density)
-        mask: Array = drawn < self._density
-        return mask
-
-
-class TracedPatterns:
-    """Blocks drawn for any number of ranks, as `ranks` ranks of a traced job had them. `density`: the share of blocks
-    that a rank had, mean over the ranks; `union_density`: the share that at least one rank had. Some blocks are
-    popular, as words of a language are: each block has its own probability, with which each rank has it."""
-
-    def __init__(self, blocks: int, density: float, union_density: float, ranks: int, seed: int = 0) -> None:
-        self.blocks, self._seed = blocks, seed
-        likelihoods, shares = popularity(density, union_density, ranks)
-        random = np.random.default_rng([seed, 0])
-        ends = np.floor(np.cumsum(shares) * blocks + random.random()).astype(np.int64)  # few blocks: right on average
-        ends[-1] = blocks
-        block_likelihoods = np.repeat(likelihoods.astype(np.float32), np.diff(ends, prepend=0))
-        self._likelihoods = random.permutation(block_likelihoods)
-
-    def of(self, rank: int) -> Array:
-        drawn = np.random.default_rng([self._seed, 1 + rank]).random(self.blocks, np.float32)
-        mask: Array = drawn < self._likelihoods
-        return mask
-
-
-def popularity(density: float, union_density: float, ranks: int) -> tuple[Array, Array]:
-    """Probabilities that a rank has a block, and the share of blocks with each of them: at most (LIKELIHOODS,) each. A
-    rank then has `density` of the blocks, and two or more `ranks` together have `union_density`.
-
-    The probabilities are Gauss nodes of a beta distribution: twice as many of its moments are exact. If ranks have
-    less in common than by chance, all blocks are equally likely.
-    """
-    density = min(1.0, max(0.0, density))
-    if density in (0.0, 1.0):
-        return np.full(1, density), np.ones(1)
-    others, missing = np.arange(ranks), math.log(max(1 - union_density, 1e-300))
-    low, high = LEAST_ALIKE, MOST_ALIKE
-    while high > low * (1 + 1e-9):
-        alike = math.sqrt(low * high)  # the sum of the two parameters
-        if np.log1p(-alike * density / (alike + others)).sum() > missing:  # what no rank has is too much
-            low = alike
-        else:
-            high = alike
-    return _gauss_nodes(low * density, low * (1 - density))
-
-
-def _gauss_nodes(a: float, b: float) -> tuple[Array, Array]:
-    """Nodes and weights of the beta distribution: eigenvalues of the Jacobi matrix of its orthogonal polynomials, and
-    the squares of the first elements of its eigenvectors (Golub and Welsch, 1969)."""
-    s, n = a + b, np.arange(1, LIKELIHOODS)
-    diagonal = np.concatenate(([(a - b) / s], (a - b) * (s - 2) / ((2 * n + s - 2) * (2 * n + s))))
-    n = n[1:]
-    beside = (
-        4 * n * (n + a - 1) * (n + b - 1) * (n + s - 2) / ((2 * n + s - 2) ** 2 * (2 * n + s - 1) * (2 * n + s - 3))
-    )
-    beside = np.sqrt(np.concatenate(([4 * a * b / (s * s * (s + 1))], beside)))
-    values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, -1))
-    return np.clip((values + 1) / 2, 0, 1), vectors[0] ** 2
-
-
-class RememberedPatterns:
-    """A cache of patterns: as many ranks as fit into `REMEMBERED_BYTES`, with one bit for each block."""
-
-    def __init__(self, patterns: Patterns) -> None:
-        self.blocks, self._patterns = patterns.blocks, patterns
-        self._known: dict[int, Array] = {}
-        self._most = REMEMBERED_BYTES // (1 + patterns.blocks // 8)
-
-    def of(self, rank: int) -> Array:
-        known = self._known.get(rank)
-        if known is not None:
-            return np.unpackbits(known, count=self.blocks).view(np.bool_)
-        mask = self._patterns.of(rank)
-        if len(self._known) < self._most:
-            self._known[rank] = np.packbits(mask)
-        return mask
-
-
-class KnownPatterns:
-    """Patterns that are given: the blocks of each rank, bool (blocks,) each."""
-
-    def __init__(self, masks: Sequence[Array]) -> None:
-        self.blocks, self._masks = masks[0].size, masks
-
-    def of(self, rank: int) -> Array:
-        return self._masks[rank]
-
-
-class SummedPatterns:
-    """The blocks that each group of `size` successive ranks has together, as those of one rank."""
-
-    def __init__(self, patterns: Patterns, size: int) -> None:
-        self.blocks, self._patterns, self._size = patterns.blocks, patterns, size
-
-    def of(self, rank: int) -> Array:
-        first = rank * self._size
-        mask = self._patterns.of(first).copy()
-        for other in range(first + 1, first + self._size):
-            mask |= self._patterns.of(other)
-        return mask
+def ring_s(nbytes: float, ranks: int, bytes_per_s: float) -> float:
+    """The seconds of a dense ring all-reduce at least (Patarasu and Yuan 2009)."""
+    return 2 * (ranks - 1) / ranks * nbytes / bytes_per_s
 
 
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought
@@ -487,3 +319,111 @@ class Processors:
         self._worked_s += np.bincount(at, seconds, len(self._worked_s))
         done: Array = np.maximum(start + seconds, self._worked_s[at] / self._cores)
         return done
+
+
+def predict_tree(
+    load: Load, of_racks: Load, block_bytes: int, hosts: Hosts, plan: Plan, *, messages: Messages, costs: Costs
+) -> Prediction:
+    """The all-reduce of a tensor with blocks of `block_bytes`. `load`: what each sender has; `of_racks`, cut into the
+    same windows: what each rack has together."""
+    return _Tree(load, of_racks, block_bytes, hosts, plan, messages=messages, costs=costs).run()
+
+
+class _Tree:
+    """Nodes are the hosts of ranks, then those of the relays, then those of the shards. All of a relay's shards are on
+    one host, and count as one."""
+
+    def __init__(
+        self, load: Load, of_racks: Load, block_bytes: int, hosts: Hosts, plan: Plan,
+        *, messages: Messages, costs: Costs,
+    ) -> None:  # fmt: skip
+        self._hosts, self._plan, self._messages, self._costs = hosts, plan, messages, costs
+        senders = hosts.number * plan.senders
+        self._home = np.arange(senders) // plan.senders
+        self._rack = hosts.rack_of(self._home)
+        self._relay = hosts.number + np.arange(hosts.racks)
+        self._node = hosts.number + hosts.racks + np.arange(plan.shards)
+        self._nodes = hosts.number + hosts.racks + plan.shards
+        self._members = np.bincount(self._rack, minlength=hosts.racks)
+        header = HEADER_BYTES * plan.shards
+        self._tensor = load.all.sum(1) * block_bytes  # (windows,)
+        self._up = load.own.sum(2) * block_bytes + header  # (senders, windows)
+        self._lifted = of_racks.own.sum(2) * block_bytes + header  # (racks, windows)
+        self._to_shard = of_racks.own.sum(0).T * block_bytes + HEADER_BYTES * hosts.racks  # (shards, windows)
+        self._result = load.union.T * block_bytes + HEADER_BYTES  # (shards, windows)
+        self._down = self._result.sum(0)  # (windows,)
+        lengths = messages.lengths
+        self._lengths = [lengths.of(int(nbytes)) for nbytes in (self._up.sum(1).mean(), self._lifted.sum(1).mean())]
+
+    def run(self) -> Prediction:
+        seconds, racks = self._seconds(), self._hosts.racks
+        out_of_relay = self._lifted.sum(1) + self._members * self._down.sum()
+        busiest = max(self._up.sum(1).max(), self._down.sum(), out_of_relay.max(), (self._result.sum(1) * racks).max())
+        slots = self._messages.slots * self._messages.lengths.longest
+        return Prediction(seconds, int(busiest), self._worked_s, (int(self._members.max()) + 2) * slots)
+
+    def _messages_of(self, nbytes: Array, level: int) -> Array:
+        """The number of messages for so many bytes, to or from all shards."""
+        counts: Array = np.maximum(self._plan.shards, -(-nbytes // self._lengths[level]))
+        return counts
+
+    def _seconds(self) -> float:
+        """When the last sender has placed the last window. Work is in seconds of processor."""
+        hosts, plan, costs, racks = self._hosts, self._plan, self._costs, np.arange(self._hosts.racks)
+        latency = hosts.latency_s
+        out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))
+        lift, lower = (Links(hosts.rack_bytes_per_s, hosts.burst_bytes, len(racks)) for _ in range(2))
+        cores = Processors(hosts, self._nodes)
+        packed, sent, got, placed = (np.zeros(len(self._home)) for _ in range(4))
+        joined, merged, relayed, lifted, lowered, back, passed, shown = (np.zeros(len(racks)) for _ in range(8))
+        taken, reduced, given = (np.zeros(plan.shards) for _ in range(3))
+        freed: list[float] = []
+        summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
+        moved = costs.network + costs.reduce
+        ahead = max(1, int(self._messages.slots // (1 + self._up.mean() // (self._lengths[0] * plan.shards))))
+        self._worked_s = 0.0
+
+        def work(at: Array, start: Array, seconds: Array) -> Array:
+            self._worked_s += float(seconds.sum())
+            return cores.work(at, start, seconds)
+
+        for window in range(len(self._tensor)):
+            up, lifting, down = self._up[:, window], self._lifted[:, window], self._down[window]
+            free = freed[window - ahead] if window >= ahead else 0.0
+            pack_s = costs.scan * self._tensor[window] * max(1, summed) + (costs.pack + costs.network) * up
+            pack_s = pack_s + costs.host_sum * summed * up + costs.message * self._messages_of(up, 0)
+            packed = work(self._home, np.maximum(packed, free), pack_s)
+            sent = out.carry(self._home, sent, packed, up)
+            from_members = np.bincount(self._rack, up)
+            ready = self._last_of_racks(sent) + latency
+            joined = into.carry(self._relay, joined, ready, from_members)
+            merge_s = moved * from_members + costs.network * lifting
+            merge_s = merge_s + costs.message * (self._members * self._messages_of(up.mean(), 0))
+            merge_s = merge_s + costs.message * self._messages_of(lifting, 1)
+            merged = work(self._relay, np.maximum(merged, joined), merge_s)
+            freed.append(float(merged.max()) + latency)
+            relayed = out.carry(self._relay, relayed, merged, lifting)
+            lifted = lift.carry(racks, lifted, relayed, lifting)
+            taken = into.carry(
+                self._node, taken, np.full(plan.shards, lifted.max() + latency), self._to_shard[:, window]
+            )
+            results = len(racks) * self._result[:, window]
+            reduce_s = moved * self._to_shard[:, window] + costs.network * results
+            reduce_s = reduce_s + costs.message * len(racks) * 2 * self._messages_of(down, 1) / plan.shards
+            reduced = work(self._node, np.maximum(reduced, taken), reduce_s)
+            given = out.carry(self._node, given, reduced, results)
+            lowered = lower.carry(racks, lowered, np.full(len(racks), given.max()), np.full(len(racks), down))
+            back = into.carry(self._relay, back, lowered + latency, np.full(len(racks), down))
+            pass_s = costs.network * down * (1 + self._members) + costs.message * self._messages_of(down, 1)
+            passed = work(self._relay, np.maximum(passed, back), pass_s)
+            shown = out.carry(self._relay, shown, passed, down * self._members)
+            got = into.carry(self._home, got, shown[self._rack] + latency, np.full(len(got), down))
+            place_s = (costs.place * max(1, summed) + costs.network) * down + costs.message * self._messages_of(down, 1)
+            placed = work(self._home, np.maximum(placed, got), np.broadcast_to(place_s, got.shape))
+        return float(placed.max())
+
+    def _last_of_racks(self, times: Array) -> Array:
+        """The last time of each rack's senders."""
+        last_times = np.zeros(self._hosts.racks)
+        np.maximum.at(last_times, self._rack, times)
+        return last_times

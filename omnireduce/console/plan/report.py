@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from omnireduce.console.plan.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
-from omnireduce.console.plan.model import Costs, DrawnPatterns, Hosts, KnownPatterns, TracedPatterns
-from omnireduce.console.plan.racks import read_all
-from omnireduce.console.traces.reduced import Reduced, read_reduced
+from omnireduce.console.plan.model import Costs, Hosts
+from omnireduce.console.plan.patterns import DrawnPatterns, KnownPatterns, TracedPatterns, read_all
+from omnireduce.console.plan.traced import Reduced, read_reduced
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import whole_numbers
