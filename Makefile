@@ -5,11 +5,12 @@ export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test lint types check package site simulate fuzz mutations faults siege bench bench-quick rdma torch keras ray test-rdma clean
+.PHONY: help install demo test-unit test test-all lint types check package site simulate fuzz mutations faults siege bench bench-quick rdma torch keras ray test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -19,9 +20,17 @@ install: $(READY) ## make .venv and install omnireduce there, with what the test
 demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## run the tests, three files at a time. ARGS="-n 0 tests/protocol -k window" runs those, one at a time
+test-unit: $(READY) ## run the tests of the pure parts, which start no processes: a minute
+	@echo "running the unit tests"
+	@$(PYTEST) -m unit $(ARGS)
+
+test: $(READY) ## run these and the tests with real daemons and ranks: four minutes. ARGS="-n 0 tests/cluster/test_tls.py -k expired" runs those alone
 	@echo "running the tests"
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(if $(findstring tests/,$(ARGS)),,-m "not slow") $(ARGS)
+
+test-all: $(READY) ## run all tests: twenty minutes
+	@echo "running all tests"
+	@$(PYTEST) $(ARGS)
 
 lint: $(READY) ## ruff: lint and format
 	@echo "checking lint and format"
@@ -35,7 +44,7 @@ types: $(READY) ## mypy --strict
 site: $(READY) ## build the documents as a site in site/; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-check: lint types test ## lint, types and tests: what CI runs
+check: lint types test-all ## lint, types and all tests: what CI runs
 
 package: ## build wheel and sdist, and try them in fresh environments with each Python at hand; a minute for each, and two to compile. ARGS=python3.12
 	@tools/test_package.sh $(ARGS)

@@ -1,14 +1,18 @@
-"""What all tests share: a daemon of three shards, and how hypothesis runs."""
+"""A daemon of three shards for all tests, the tiers of tests, and settings of hypothesis."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from local_cluster import Daemon
+from tiers import TESTS, TIERS, left_out, tier_of_test
 from transports import carriers
 
 from omnireduce.support.config.schema import SECRET_VARIABLE
@@ -30,9 +34,36 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ.pop(SECRET_VARIABLE, None)  # what a developer has set does not count
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of tiers that `-m` leaves out are not imported, which takes long where they load a framework."""
+    return True if left_out(collection_path, config.option.markexpr) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few tests that take long come first: else one of them runs alone at the end."""
+    """Each test gets its tier. Files of few tests that take long come first: else one of them runs alone at the end."""
+    for item in items:
+        own = {mark.name for mark in item.iter_markers() if mark.name in TIERS}
+        try:
+            tier = tier_of_test(item.path.relative_to(TESTS).as_posix(), own)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        if not own:
+            item.add_marker(tier)
+        item.user_properties.append(("tier", tier))  # reports have it
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of each tier: of setup, call and teardown of its tests, several of which run at the same time."""
+    seconds, tests = Counter[str](), dict[str, set[str]]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            tier = dict(report.user_properties)["tier"]
+            seconds[tier] += report.duration
+            tests.setdefault(tier, set()).add(report.nodeid)
+    for tier in (tier for tier in TIERS if tier in tests):
+        terminalreporter.write_line(f"tier {tier:<12} {len(tests[tier]):6} tests {seconds[tier]:6.0f} s of tests")
 
 
 @pytest.fixture(autouse=True)

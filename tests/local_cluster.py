@@ -41,7 +41,11 @@ READY_S = 2 * WAIT_S  # the first start on a machine compiles the kernels
 WHOLE_BYTES = 0  # `protocol.whole_bytes` in tests
 CLOSED = "closed"
 NURSERY = os.environ.get("NURSERY") != "0"  # processes are forked from one that has imported everything
-LATE = "OMNIREDUCE_", "PYTHONPATH"  # variables that count although the interpreter has started
+LATE = (
+    "OMNIREDUCE_",
+    *("OMNIRUN_", "HOROVOD_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"),
+    "PYTHONPATH",
+)  # variables that count although the interpreter has started
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 _T = TypeVar("_T")
@@ -93,7 +97,8 @@ class Lines:
 
 class Process:
     """A Python process of this project. Its standard output is read line by line. Its standard error is kept in a file,
-    or written to `stderr`. With `from_scratch` an interpreter starts; otherwise the process is forked where it can be.
+    or written to `stderr`. With `from_scratch` an interpreter starts; otherwise the process is forked where it can be,
+    from one that has imported the modules of `preloaded`.
     """
 
     def __init__(
@@ -102,6 +107,8 @@ class Process:
         environ: dict[str, str] | None = None,
         stderr: int | None = None,
         from_scratch: bool = False,
+        folder: Path = ROOT,
+        preloaded: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
@@ -112,10 +119,12 @@ class Process:
         errors = self._log.fileno() if stderr is None else stderr
         usual = arguments[0] == sys.executable and not options and all(name.startswith(LATE) for name in environ)
         if usual and NURSERY and not from_scratch:
-            self.popen: subprocess.Popen[bytes] | Forked = Forked(arguments[1:], kept | environ, errors)
+            self.popen: subprocess.Popen[bytes] | Forked = Forked(
+                arguments[1:], kept | environ, errors, folder, preloaded
+            )
         else:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            self.popen = subprocess.Popen(arguments, cwd=ROOT, env=kept | environ, **pipes, **options)
+            self.popen = subprocess.Popen(arguments, cwd=folder, env=kept | environ, **pipes, **options)
         assert self.popen.stdout is not None
         self._lines = Lines(self.popen.stdout.fileno())
 

@@ -32,26 +32,37 @@ IMPORTS = (
     "omnireduce.console.commands",
 )
 VERBS = "omnireduce.transport.verbs.link"  # where there is pyverbs
+TORCH = ("omnireduce.torch", "torch._dynamo")  # the second one is what optimizers import at first use
 MOST_BYTES = 1 << 17  # of an order
 WELL_KNOWN = 3  # standard input, output and error
 
 
 class Order(NamedTuple):
-    """What a process is to be: the words behind `python` (a file, `-m` a module or `-c` code), and its environment."""
+    """A process that is wanted: the words behind `python` (a file, `-m` a module or `-c` code), its environment, its
+    working directory."""
 
     words: Sequence[str]
     environ: Mapping[str, str]
+    folder: str
 
 
 class Forked:
-    """As much of `subprocess.Popen` as tests use. Standard input and output are pipes."""
+    """As much of `subprocess.Popen` as tests use. Standard input and output are pipes. Modules of `preloaded` have been
+    imported before."""
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str], stderr: int) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        stderr: int,
+        folder: Path = ROOT,
+        preloaded: tuple[str, ...] = (),
+    ) -> None:
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         self._news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = json.dumps(Order(words, environ)).encode()
-        _, server = _server()
+        order = json.dumps(Order(words, environ, str(folder))).encode()
+        _, server = _server(preloaded)
         socket.send_fds(server, [order], [theirs_in, theirs_out, stderr, theirs.fileno()])
         for descriptor in (theirs_in, theirs_out):
             os.close(descriptor)
@@ -97,10 +108,10 @@ class Forked:
 
 
 @functools.cache
-def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _server(preloaded: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process that forks, and the connection to it. It ends when this process does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, __file__, str(theirs.fileno())]
+    command = [sys.executable, __file__, str(theirs.fileno()), *preloaded]
     process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     return process, ours
@@ -166,6 +177,7 @@ def _be(order: Order) -> None:
     """Run what the order says, as `python` would."""
     os.environ.clear()
     os.environ.update(order.environ)
+    os.chdir(order.folder)
     sys.path[1:1] = filter(None, order.environ.get("PYTHONPATH", "").split(os.pathsep))
     first, *rest = order.words
     if first == "-c":
@@ -181,7 +193,7 @@ def _be(order: Order) -> None:
 
 def _main() -> None:
     sys.path[0] = str(ROOT)
-    for name in (*IMPORTS, *([VERBS] if find_spec("pyverbs") else [])):
+    for name in (*IMPORTS, *([VERBS] if find_spec("pyverbs") else []), *sys.argv[2:]):
         importlib.import_module(name)
     from omnireduce.kernels import warm
 

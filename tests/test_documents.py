@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -17,18 +18,23 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import dropwhile, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from free_ports import free_address
-from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, complaints
+from click.testing import CliRunner
+from free_ports import free_address, free_ports
+from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, complaints, unique_job
+from nursery import TORCH
 
 import omnireduce
 from omnireduce import Communicator
+from omnireduce.__main__ import main
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.kernels.warm import make_ready, worker_kernels
-from omnireduce.support.config import load_config
+from omnireduce.launch.environment import of_rank
+from omnireduce.launch.hosts import Host, place
+from omnireduce.support.config import Protocol, load_config
 from omnireduce.support.files.cache import cache_folders
 
 START = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -100,6 +106,7 @@ def site() -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_page_of_the_library_has_every_public_name() -> None:
     names = set(re.findall(r'<h[34] id="omnireduce\.([\w.]+)"', (site() / "api.html").read_text()))
     methods = {name for name in vars(Communicator) if not name.startswith("_")}
@@ -113,6 +120,7 @@ def test_the_protocol_says_its_version() -> None:
     assert f"Version {PROTOCOL_VERSION}." in (ROOT / "docs" / "protocol.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing() -> None:
     pages = list(site().glob("**/*.html"))
     assert {"index.html", "configuration.html", "contributing.html", "changelog.html"} <= {page.name for page in pages}
@@ -121,6 +129,7 @@ def test_the_site_fetches_nothing() -> None:
         assert not loaded, f"{page.name}: {loaded}"
 
 
+@pytest.mark.slow
 def test_the_site_can_be_searched_from_the_disk() -> None:
     """There the index is a script, as a page may not read files, and so is what stands in for a worker."""
     index = json.loads((site() / "search/search_index.js").read_text().removeprefix("var __index = "))
@@ -144,6 +153,11 @@ def blocks(language: str = "") -> list[Block]:
             line = text.count("\n", 0, each.start()) + 1
             found.append(Block(str(document.relative_to(ROOT)), line, each[1], each[2]))
     return [block for block in found if block.language == language or not language]
+
+
+def as_parameters(found: list[Block]) -> list[Any]:
+    """Those of the README are run by `make test`, all others with the slow tests."""
+    return [pytest.param(block, marks=() if block.document == "README.md" else pytest.mark.slow) for block in found]
 
 
 def named(block: Block) -> str:
@@ -180,11 +194,9 @@ def test_every_block_says_its_language(document: Path) -> None:
     assert not re.search(r"\n\n    \S", outside), "a block that is only indented; fence it and say its language"
 
 
-@pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
-@pytest.mark.parametrize("block", blocks("python"), ids=named)
+@pytest.mark.parametrize("block", as_parameters(blocks("python")), ids=named)
 def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) -> None:
-    """With the aggregator that the document starts before it, kernels that need not be compiled, and a cache that has
-    nothing else."""
+    """On two ranks, with the aggregator that the document starts before it, and a cache that has kernels only."""
     if "import torch" in block.text:
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
     if "import keras" in block.text and not (find_spec("torch") and find_spec("keras")):  # importing it needs a backend
@@ -194,16 +206,25 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     paths = [str(ROOT), *([str(NEEDLE)] if "import needle" in block.text else [])]
     make_ready([worker_kernels()])
     (tmp_path / "example.py").write_text(block.text)
-    done = subprocess.run(
-        [str(MPIRUN), "-n", "2", sys.executable, "example.py"],
-        cwd=tmp_path,
-        env=os.environ
-        | {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "PYTHONPATH": os.pathsep.join(paths)}
-        | {"OMNIREDUCE_CACHE": str(tmp_path)},
-        capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
-    )  # fmt: skip
-    said = [line for line in complaints(done.stderr) if not line.startswith("nothing travels as codec")]  # on one host
-    assert (done.returncode, said) == (0, [])
+    environ = {
+        "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "PYTHONPATH": os.pathsep.join(paths),
+        "OMNIREDUCE_CACHE": str(tmp_path), "OMNIREDUCE_PROTOCOL_WHOLE_BYTES": str(Protocol().whole_bytes),
+    }  # fmt: skip
+    slots, job, meet = place([Host("localhost", 2)], 2), unique_job(), ("127.0.0.1", free_ports())
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Process(
+                    sys.executable, "example.py", environ=environ | of_rank(slot, 2, job, meet), folder=tmp_path,
+                    preloaded=TORCH if "import torch" in block.text else (),
+                )
+            )
+            for slot in slots
+        ]  # fmt: skip
+        for rank in ranks:
+            status = rank.wait(2 * WAIT_S)
+            said = [line for line in complaints(rank.log) if not line.startswith("nothing travels as codec")]
+            assert (status, said) == (0, [])  # all on one host, where codecs have nothing to do
 
 
 def make_targets() -> set[str]:
@@ -249,7 +270,7 @@ def here(line: str, port: str) -> str:
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
-@pytest.mark.parametrize("block", [each for each in blocks("sh")[1:] if not reasons(each)], ids=named)
+@pytest.mark.parametrize("block", as_parameters([block for block in blocks("sh")[1:] if not reasons(block)]), ids=named)
 def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
     """In a folder of their own, with the aggregator that they start, or else with one that runs already."""
     starts = "omnireduce aggregator" in block.text
@@ -336,5 +357,7 @@ def commands_in(text: str) -> str:
 
 @cache
 def help_of(program: tuple[str, ...]) -> str:
+    if program[:2] == ("-m", "omnireduce"):
+        return CliRunner().invoke(main, [*program[2:], "--help"], catch_exceptions=False).stdout
     command = [sys.executable, *program, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout

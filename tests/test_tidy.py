@@ -119,6 +119,7 @@ def test_the_walk_sees_the_tree() -> None:
     assert {"Makefile", ".ci/run", "pyproject.toml", "tests/test_tidy.py", "CONTRIBUTING.md"} <= paths
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("statement", "names"),
     [
@@ -138,6 +139,7 @@ def test_an_import_loads_no_more_than_it_needs(statement: str, names: tuple[str,
     assert loaded_by(statement, names) == []
 
 
+@pytest.mark.integration
 def test_every_module_can_be_imported_first() -> None:
     """Imports form no circle: with a bare package object nothing else has been imported before."""
     names = [name.removesuffix(".__init__") for name, _ in modules() if layer_of(name) == "base"]
@@ -153,6 +155,7 @@ def test_every_module_can_be_imported_first() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.integration
 def test_the_light_import_check_sees_an_import() -> None:
     assert loaded_by("import colorsys, xml.dom", ("colorsys", "torch")) == ["colorsys"]
     assert "xml.dom" in loaded_by("import xml.dom", ("xml",))

@@ -69,6 +69,7 @@ def test_a_chunk_is_as_large_as_the_protocol_says(form: PassKind, hosts: int, at
     assert state["shards"] == 0 or layout.stripe_blocks == state["chunk_blocks"]
 
 
+@pytest.mark.integration  # a quarter of all seconds of the pure parts
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 @settings(max_examples=5)
 @given(
@@ -105,6 +106,7 @@ def test_bytes_arrive_as_they_are(seed: int, sizes: list[int], size: int, root: 
     several_hosts(spread(sizes, seed), 8, 9, seed, shards).check_broadcast(seed, size, root % sum(sizes))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype, op in CASES if op in ("sum", "mean")])
 @settings(max_examples=8)
 @given(

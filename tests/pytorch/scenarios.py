@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from local_cluster import ROOT, WAIT_S, Daemon, Process, unique_job
+from nursery import TORCH
 
 
 def play(daemon: Daemon, script: str, size: int, scenarios: Sequence[str]) -> None:
@@ -15,7 +16,9 @@ def play(daemon: Daemon, script: str, size: int, scenarios: Sequence[str]) -> No
     environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)}
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(Process(sys.executable, words[0], str(rank), *words[1:], environ=environ))
+            stack.enter_context(
+                Process(sys.executable, words[0], str(rank), *words[1:], environ=environ, preloaded=TORCH)
+            )
             for rank in range(size)
         ]
         for each in ranks:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_cluster import ROOT, WAIT_S, Daemon, Process, configured, run_job, unique_job
+from nursery import TORCH
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +34,9 @@ def test_ranks_learn_and_stay_the_same(daemon: Daemon, tmp_path: Path) -> None:
     meet, job = f"file://{tmp_path}/meet", unique_job("grace")
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(Process(sys.executable, SCRIPT, str(rank), str(SIZE), meet, job, environ=environ))
+            stack.enter_context(
+                Process(sys.executable, SCRIPT, str(rank), str(SIZE), meet, job, environ=environ, preloaded=TORCH)
+            )
             for rank in range(SIZE)
         ]
         for _ in range(11):
