@@ -23,13 +23,12 @@ TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs",
 LIBRARY = (
     "compression",
     "programs",
-    "elastic",
     "data_parallel",
     "launch",
     "optimizers",
 )  # what users call, on top of a communicator
 FRONTS = ("torch", "keras", "needle", "jax", "switchml", "console", "ray")
-ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, *FRONTS)  # of `omnireduce`, beside the base
+ROOMS = ("kernels", "protocol", "transport", "runtime", *LIBRARY, "elastic", *FRONTS)  # beside the base
 # A module may import from its own layer and all lower levels. Layers on one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("base",),
@@ -39,13 +38,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("tracing",),
     ("rank", "shard"),
     LIBRARY,
+    ("elastic",),
     ("face",),
     FRONTS,
     ("aggregator", "worker"),
     ("program",),
 )
 STRANGE = {  # a program on one side knows nothing of the other side's rooms
-    "aggregator": ("rank", *LIBRARY, "face"),
+    "aggregator": ("rank", *LIBRARY, "elastic", "face"),
     "worker": ("shard",),
 }
 BASE = {"core", "errors", "support", "torch_backend"}

@@ -20,9 +20,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 
+from omnireduce import elastic
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel import elastic
-from omnireduce.data_parallel.elastic import State
+from omnireduce.elastic import ObjectState
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.errors import NewcomersError as HostsUpdatedInterrupt
 from omnireduce.errors import UsageError
@@ -40,13 +40,12 @@ __all__ = [
     "run",
 ]
 
-ObjectState = State
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """`omnireduce.torch.elastic.run`, for what a compiled step raises, too."""
+    """`omnireduce.elastic.run`, which knows errors that a compiled step has raised in its own way."""
 
     @functools.wraps(train)
     def with_errors_of_host(state: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,8 +60,8 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
     return elastic.run(with_errors_of_host)
 
 
-class KerasState(State):
-    """The state of a training: the variables of a model and its optimizer, and values that are plain data.
+class KerasState(ObjectState):
+    """State of a training: the variables of a model and its optimizer, and values that are plain data.
 
     `optimizer`: None for that of the compiled model. It gets its variables now, if it has none. Raises UsageError for a
     model that is not built, or has no optimizer.
@@ -111,7 +110,7 @@ class CommitStateCallback(keras.callbacks.Callback):
     """Commits after each so many batches, and after each epoch: before the next one begins, or training ends. So all
     callbacks have changed the state by then, in whatever order they are."""
 
-    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+    def __init__(self, state: elastic.State, batches_per_commit: int = 1) -> None:
         super().__init__()
         if batches_per_commit < 1:
             raise UsageError(f"batches_per_commit {batches_per_commit}: expected 1 or more")

@@ -48,13 +48,13 @@ from omnireduce.data_parallel.session import (
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
 from omnireduce.torch.batch_norm import SyncBatchNorm
-from omnireduce.torch.compression import Compression
-from omnireduce.torch.elastic import (
+from omnireduce.torch.broadcasting import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from omnireduce.torch.compression import Compression
 from omnireduce.torch.grace import grace_hook
 from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.launch import local_first, tell_torch

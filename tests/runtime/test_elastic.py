@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from free_ports import free_address
 from local_cluster import SETTLE, Daemon, Ranks, configured, eventually, never_wait, run_job, unique_job
 from transports import WAYS, over
 
+import omnireduce as omni
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
+from omnireduce.elastic import ObjectState, State, run
 from omnireduce.errors import NewcomersError
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.runtime.rank import calls
@@ -288,6 +291,93 @@ def test_a_loop_that_gets_nowhere_gives_up(daemon: Daemon) -> None:
     failed = start(configured(daemon.addresses, *ELASTIC), 2, work).outcomes()
     assert all(isinstance(error, AbortedError) and "of float32 (10,)" in str(error) for error in failed)
     assert sorted(calls) == [0] * 2 + [1] * 2
+
+
+def test_a_loop_goes_on_however_many_ranks_are_lost(daemon: Daemon) -> None:
+    """Nobody commits, but each formation has fewer ranks."""
+
+    def work(comm: Communicator) -> object:
+        number = comm.rank
+
+        def train(source: int) -> object:
+            if number == comm.size - 1 > 0:
+                raise ZeroDivisionError("struck")
+            return comm.size, total(comm)
+
+        return run_elastic(comm, ElasticState(comm, {}), train, attempts=2)
+
+    last, *lost = start(configured(daemon.addresses, *ELASTIC), 4, work).outcomes()
+    assert last == (1, 1.0)
+    assert [type(error) for error in lost] == [ZeroDivisionError] * 3
+
+
+@pytest.fixture
+def alone(daemon: Daemon) -> Iterator[Communicator]:
+    with omni.init(configured(daemon.addresses, *ELASTIC), job=unique_job("alone"), rank=0, size=1) as comm:
+        yield comm
+
+
+STATES = {"arrays": lambda comm: ElasticState(comm, {}), "objects": lambda comm: ObjectState(batch=0)}
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+@pytest.mark.parametrize(("commits_at", "calls"), [((), 3), ((2,), 4), ((1, 2, 3, 4, 5), 7)], ids=str)
+def test_all_states_have_one_rule_for_giving_up(
+    alone: Communicator, make: Callable[[Communicator], State], commits_at: tuple[int, ...], calls: int
+) -> None:
+    """Three faults in a row without a commit."""
+    state, starts = make(alone), list[int]()
+
+    def train(*_: object) -> None:
+        starts.append(alone.generation)
+        if len(starts) in commits_at:
+            state.commit()
+        raise AbortedError("rank 1", "gone")
+
+    go_on = partial(run_elastic, alone, state, train) if isinstance(state, ElasticState) else partial(run(train), state)
+    with pytest.raises(AbortedError, match="rank 1: gone"):
+        go_on()
+    assert len(set(starts)) == len(starts) == calls
+
+
+def test_a_state_of_another_communicator_is_refused(alone: Communicator, daemon: Daemon) -> None:
+    with Communicator(configured(daemon.addresses, *ELASTIC), rank=0, size=1, job=unique_job()) as other:
+        state = ElasticState(other, {})
+        with pytest.raises(UsageError, match="the state belongs to another communicator"):
+            run_elastic(alone, state, lambda source: source)
+
+
+def test_newcomers_find_the_state_as_it_is(alone: Communicator) -> None:
+    """A fault takes it back to the last commit, and newcomers do not, even between two commits."""
+    state, seen = ObjectState(batch=0), list[int]()
+    errors = [NewcomersError("others wait"), AbortedError("rank 1", "gone")]
+
+    @run
+    def train(state: ObjectState) -> None:
+        seen.append(state.batch)  # type: ignore[attr-defined]
+        state.batch += 1  # type: ignore[attr-defined]
+        if errors:
+            raise errors.pop(0)
+
+    train(state)
+    assert seen == [0, 1, 1]
+
+
+def test_a_job_that_cannot_be_formed_anew_leaves_the_last_commit(alone: Communicator) -> None:
+    """The program can save it."""
+    state = ElasticState(alone, {"weights": np.zeros(3)})
+
+    def train(source: int) -> None:
+        state.arrays["weights"] += 1
+        alone.reform = refuse  # type: ignore[method-assign]
+        raise AbortedError("rank 1", "gone")
+
+    def refuse(**_: object) -> None:
+        raise RefusedError("too few ranks")
+
+    with pytest.raises(RefusedError, match="too few ranks"):
+        run_elastic(alone, state, train)
+    assert state.arrays["weights"].tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("prepare", [lambda comm: None, never_wait], ids=["waits", "never waits"])

@@ -1,12 +1,8 @@
-"""Training loops that outlive their workers: state as of the last commit, and a loop that goes on from it.
-
-The words are Horovod's ("Elastic Horovod", documentation): commit, restore, sync.
-"""
+"""State of a training that consists of arrays, over a communicator."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -14,41 +10,36 @@ import msgspec
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.errors import AbortedError, NewcomersError, UsageError
+from omnireduce.elastic.loop import ATTEMPTS, State, keep_training
+from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others
-from omnireduce.support.logs import tagged
 
 T = TypeVar("T")
-log = logging.getLogger("omnireduce")
 
 
-class ElasticState:
-    """What a training loop has achieved: `step`, the number of steps done, and `arrays`, which it changes in place.
+class ElasticState(State):
+    """State of a training: `step`, the number of steps done, and `arrays`, which the training changes in place.
 
     `arrays`: C-contiguous, of the same names, shapes and dtypes on all ranks. `fingerprint`: bytes that stand for
     whatever else has to be the same. A copy of the arrays is kept: first as they are at construction, then as of the
-    last commit.
+    last commit. `committed_step`: the number of steps at that commit.
     """
 
     def __init__(
         self, comm: Communicator, arrays: Mapping[str, Array], step: int = 0, *, fingerprint: bytes = b""
     ) -> None:
+        super().__init__()
         self._comm, self.arrays, self.step = comm, dict(arrays), step
         shapes = sorted((name, array.dtype.str, array.shape) for name, array in self.arrays.items())
         self._fingerprint = hashlib.sha256(msgspec.json.encode(shapes) + fingerprint).digest()
         self._kept = {name: array.copy() for name, array in self.arrays.items()}
         self.committed_step = step
 
-    def commit(self) -> None:
-        """Keep the state as it is now. All ranks call this after the same step.
-
-        Raises NewcomersError, after that, when workers wait to join; AbortedError when the job failed.
-        """
+    def save(self) -> None:
+        """Keep the state as it is now, on this rank. If that fails, the other ranks are told."""
         with told_to_others(self._comm):
             self._keep()
-        if self._comm.allreduce(np.array([self._comm.newcomers]), op="max", name="newcomers")[0]:
-            raise NewcomersError("other workers wait to join; call Communicator.reform on every rank")
 
     def restore(self) -> None:
         """Go back to the last commit."""
@@ -67,7 +58,8 @@ class ElasticState:
             mine = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
         all_ranks = self._comm.allgather(mine, name="step and fingerprint")[:, 0]
         steps = all_ranks["step"]
-        # Of the ranks with most steps, one of the majority: a worker that does not belong here should be the one to go.
+        # Several ranks may have most steps. One of the majority is taken, so that a worker with another state is the
+        # one to go.
         alike = [int((all_ranks["fingerprint"] == record["fingerprint"]).sum()) for record in all_ranks]
         source = max(range(len(steps)), key=lambda rank: (steps[rank], alike[rank], -rank))
         with told_to_others(self._comm):
@@ -82,34 +74,35 @@ class ElasticState:
         self._keep()
         return int(source)
 
+    def collect(self) -> None:
+        """Do nothing: each rank has its arrays."""
+
     def _keep(self) -> None:
         for name, array in self.arrays.items():
             np.copyto(self._kept[name], array)
         self.committed_step = self.step
 
+    def _communicator(self) -> Communicator:
+        return self._comm
 
-def run_elastic(comm: Communicator, state: ElasticState, train: Callable[[int], T], *, attempts: int = 3) -> T:
+    def _reform(self) -> None:
+        self._comm.reform()
+
+    def _newcomers(self) -> int:
+        return int(self._comm.allreduce(np.array([self._comm.newcomers]), op="max", name="newcomers")[0])
+
+
+def run_elastic(comm: Communicator, state: ElasticState, train: Callable[[int], T], *, attempts: int = ATTEMPTS) -> T:
     """Call `train(source)` until it returns, and return its result; all ranks of `comm` call this.
 
     `train` goes on from `state`, and commits now and then. When it is called, all ranks have the state that rank
     `source` had. When ranks or aggregators fail, or workers wait to join, the job is formed anew and `train` is called
     again from the last commit. `comm.rank` and `comm.size` may then be others.
 
-    Raises AbortedError when the job failed `attempts` times in a row without a commit, and what `train` and
-    `Communicator.reform` raise.
+    Raises AbortedError when the job failed `attempts` times in a row without a commit and without the loss of a rank.
+    Otherwise it raises what `train` and `Communicator.reform` raise. Raises UsageError for the state of another
+    communicator.
     """
-    fruitless, reached = 0, 0
-    while True:
-        try:
-            source = state.sync()
-            reached = state.committed_step
-            return train(source)
-        except AbortedError as error:
-            fruitless = 1 if state.committed_step > reached else fruitless + 1
-            if fruitless >= attempts:
-                raise
-            log.warning("forming the job anew: %s", error, extra=tagged("reforming"))
-        except NewcomersError:
-            log.info("forming the job anew, with those who wait", extra=tagged("reforming"))
-        comm.reform()
-        state.restore()
+    if state._communicator() is not comm:
+        raise UsageError("the state belongs to another communicator; expected ElasticState(comm, ...) with this one")
+    return keep_training(state, train, attempts)
