@@ -142,8 +142,8 @@ class InprocCluster:
                 self._join(shard, rank)
         members = [f"rank {rank} (host h{rank}, pid {100 + rank})" for rank in range(world_size)]
         self._slot_bytes = slot_bytes
-        neighbours = [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts)]
-        self.neighbours = {rank: each for each in neighbours for rank in each.ranks}
+        hosts_ranks = [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts)]
+        self.local_ranks = {rank: each for each in hosts_ranks for rank in each.ranks}
         self.sharding = Sharding(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
         self.aggregators = [
             AggregatorMachine(
@@ -153,7 +153,7 @@ class InprocCluster:
                 sizing=MessageSizing.up_to(message_bytes) if message_bytes else None,
                 shard=shard,
                 sharding=self.sharding,
-                delegates=[each.delegate(shard) for each in neighbours] if len(hosts) > 1 else (),
+                delegates=[each.delegate(shard) for each in hosts_ranks] if len(hosts) > 1 else (),
             )
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
@@ -189,11 +189,11 @@ class InprocCluster:
             timeout_s=timeout_s,
             sizing=self._sizing,
             host=self.hosts[rank],
-            neighbours=self.neighbours.get(rank),
+            local_ranks=self.local_ranks.get(rank),
         )
 
     def _host(self, rank: int, members: Sequence[str]) -> HostExchange | None:
-        mates = self.neighbours.get(rank)
+        mates = self.local_ranks.get(rank)
         if mates is None or len(mates.ranks) == 1 < mates.hosts:
             return None
         steps, names = self.random.choice([1, 1, 2, 16]), [members[each] for each in mates.ranks]

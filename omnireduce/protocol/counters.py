@@ -21,8 +21,8 @@ TOTALS = ("collectives", "blocks", "own_blocks", "union_blocks", "sent_bytes", "
 
 
 class Wait(NamedTuple):
-    """The collective `what` (a text) waits for `total` ranks, some of them in `ranks`, which `who` names; no result has
-    left for `seconds`.
+    """A collective, which `what` describes, waits for `total` ranks. `ranks` lists some of them, and `who` names those.
+    No result has left for `seconds`.
 
     Without ranks it waits for the aggregator itself, which has more work than fits into one turn.
     """
@@ -35,7 +35,7 @@ class Wait(NamedTuple):
 
 
 class Account:
-    """Statistics of a job, kept by the aggregator's machine. `numbers`: the ranks, by their place.
+    """Statistics of a job, kept by the aggregator's machine. `numbers[i]` is the rank of member i.
 
     `traffic` counts no bytes. In each collective only the last rank to begin is late: by the time from the first
     message of any rank to its own first message.
@@ -47,10 +47,10 @@ class Account:
         self._late_s = [0.0] * len(numbers)
         self._begun_at = 0.0
         self._senders = self._to_join = 0
-        self._reports: dict[int, tuple[Report, float]] = {}  # the last of each rank, and when it came
+        self._reports: dict[int, tuple[Report, float]] = {}  # the last report of each rank, and when it came
 
     def begin(self, senders: int, now: float) -> None:
-        """The first message of a collective is here; so many ranks bring blocks to it."""
+        """The first message of a collective is here. `senders`: the number of ranks that bring blocks to it."""
         self._begun_at = now
         self._senders = self._to_join = senders
 
@@ -72,10 +72,10 @@ class Account:
             traffic.union_blocks = min(traffic.union_blocks + done.sent_blocks, MOST)
 
     def report(self, rank: int, report: Report, now: float) -> None:
-        """What this rank has exchanged in memory. Raises ProtocolError for numbers that cannot be."""
+        """Take the report of a rank about its exchanges in memory. Raises ProtocolError for impossible numbers."""
         before, ranks = self._reports.get(rank, (NOTHING, now))[0], len(self._late_s)
         if any(getattr(report, name) < getattr(before, name) for name in TOTALS):
-            raise ProtocolError(f"a report that takes something back: {report} after {before}")
+            raise ProtocolError(f"a report with totals that have become smaller: {report} after {before}")
         if max(report.own_blocks, report.union_blocks) > report.blocks:
             raise ProtocolError(f"a report of more blocks than there were: {report}")
         if max([*report.late, *report.behind], default=0) >= ranks or len(report.late) != len(report.late_s):
@@ -83,8 +83,8 @@ class Account:
         self._reports[rank] = report, now
 
     def last_of(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks that `ranks` wait for, as their last reports say. A rank that reported nobody stands for itself. A
-        rank that has reported later is not late: then the waiting rank may have stopped."""
+        """The ranks that `ranks` wait for, as their last reports say. A rank whose report names nobody is late itself.
+        A named rank is not late if it has reported since: the rank that named it may have stopped."""
         late = set[int]()
         for rank in ranks:
             report, came_at = self._reports.get(rank, (Report(), 0.0))
@@ -105,7 +105,7 @@ class Account:
         """Everything, with the bytes that were exchanged in memory."""
         total = copy(self.traffic)
         reports = [report for report, _ in self._reports.values()]
-        if reports:  # of different moments: who is ahead says how many blocks there are
+        if reports:  # they were made at different moments: the rank that is ahead has the totals of the job
             collectives, blocks = (
                 max(getattr(report, name) for report in reports) for name in ("collectives", "blocks")
             )

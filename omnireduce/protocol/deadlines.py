@@ -1,4 +1,4 @@
-"""The deadline of a rank for its oldest collective: when its wait ends, and whom to name then."""
+"""Deadline of a rank's oldest collective: when its wait has been too long, and whom to blame then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from omnireduce.core.wire.control import Cause, Waiting
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.protocol.collective.stream import ShardStream
 
-LATE = 0.05  # part of the time limit: a worker so much late was stopped, or waited for a processor
+LATE = 0.05  # part of the time limit: a worker that notices it this much later was stopped, or had no processor
 
 
 class CollectiveDeadline:
@@ -17,7 +17,7 @@ class CollectiveDeadline:
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
         self.since = 0.0
-        self._extra_s = 0.0  # in which those judge who know more
+        self._extra_s = 0.0  # time for ranks that know more to judge first
         self.late_s = 0.0  # how long after the time limit this was noticed; 0: in time
         self._longest: Waiting | None = None  # the longest wait
 
@@ -33,29 +33,30 @@ class CollectiveDeadline:
 
     @property
     def ends_at(self) -> float:
-        """When to judge: at the time limit, later after `defer`, and later still for a worker that noticed it late."""
+        """The time to name a cause: the time limit, later after `defer`, and still later if this was noticed late."""
         grace_s = self.late_s + self.moment_s if self.late_s else 0.0
         return self.since + self.timeout_s + self._extra_s + grace_s
 
     def defer(self, moments: int) -> bool:
-        """Give other ranks, which know more, so many moments to judge first, but only once. Returns whether to wait."""
+        """Give other ranks, which know more, this many moments to judge first, but only once. Returns whether to
+        wait."""
         if self._extra_s or not moments:
             return False
         self._extra_s = moments * self.moment_s
         return True
 
     def moments_before(self, cause: Cause) -> int:
-        """How many moments to wait before this cause is named. A rank that is blamed may itself wait for a shard that
-        hangs: it knows that, and names the shard."""
+        """The moments to wait before this cause is named. A rank that is blamed may itself wait for a shard that hangs.
+        It knows that, and names the shard."""
         return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
 
     def moments_of_hosts(self, now: float, sees_who: bool, owing: Sequence[ShardStream], after_own: bool) -> int:
-        """How many moments to wait if there are several hosts. A rank that waits for shards which hang speaks at once.
-        Only the ranks of a host see which of them is late: a rank that `sees_who` comes next. Then come ranks to which
-        shards are `owing` results: they see delegates.
+        """The moments to wait before a cause is named, if there are several hosts. A rank that waits for shards which
+        hang speaks at once. Next is a rank that `sees_who` is late: only ranks of the same host see that. Then come
+        ranks that shards in `owing` still owe results: they see which delegates are late.
 
-        `after_own`: each rank got the result of the collective before from the shards by itself, as for float16. A rank
-        that is late may still wait for a shard in it. It names that shard before others name the rank.
+        `after_own`: each rank got the result of the previous collective from the shards by itself, as for float16. A
+        rank that is late may still wait for a shard in that collective. It names the shard before others name the rank.
         """
         if not sees_who and self._hanging(now, owing):
             return 0
@@ -82,18 +83,20 @@ class CollectiveDeadline:
             )
         longest_s = 0.0 if self._longest is None else self._longest.seconds
         long_wait = longest_s >= self.timeout_s / 2
-        if self.late_s and not long_wait:  # what this worker reads now may be old: it cannot judge others
+        if self.late_s and not long_wait:  # the news that this worker reads now may be old: it cannot judge others
             reason += f"; it noticed that {self.late_s:.1f} s late: was it stopped or overloaded?"
             return Cause(self._me, reason, timeout=True)
         latest = max(waits, key=lambda wait: wait.seconds, default=None)
         if latest is not None and (not long_wait or latest.seconds >= longest_s):
             return Cause(latest.who, reason, timeout=True)
         if self._longest is not None and long_wait:
-            return Cause(self._longest.who, f"{reason}; {self._longest.seconds:.1f} s of it all waited", timeout=True)
+            reason += f"; all ranks waited for {self._longest.seconds:.1f} s of this time"
+            return Cause(self._longest.who, reason, timeout=True)
         return Cause(self._me, f"{reason}, though it moves on; raise cluster.timeout_s", timeout=True)
 
     def cause_behind(self, reason: str, streams: Sequence[ShardStream], others: str) -> Cause:
-        """The cause, for a rank to which no shard owes anything: the `others` of its host know more."""
+        """The cause, for a rank to which no shard owes anything: the other ranks of its host, which `others` names,
+        know more."""
         waits = [stream.waiting for stream in streams if stream.waiting is not None]
         longest = max(waits, key=lambda wait: wait.seconds, default=None)
         return Cause(others if longest is None else longest.who, reason, timeout=True)

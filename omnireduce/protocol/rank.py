@@ -25,18 +25,19 @@ from omnireduce.protocol.host.faults import HostError, ShortageError
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.stalls import in_words
 
-WARN_AFTER_S = 1.0  # how long the ranks of a host may stand still before this rank says whom it waits for
-REPORT_S = 1.0  # between two reports to the first shard, while there is something to report
+WARN_AFTER_S = 1.0  # a wait in memory of this length makes this rank say whom it waits for
+REPORT_S = 1.0  # the least time between two reports of finished collectives
 
 
 class WorkerMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
-    in errors; `me` names this worker, whose number is `rank`. `lengths[i]`: how long messages to shard i are (without
-    it as fit in a slot). A collective that takes longer than `timeout_s` ends the job. `host`: with what the ranks of
-    this host exchange tensors. If they are all ranks of the job, shards get none. Else shards get tensors by host, as
-    `neighbours` says: one of its ranks sends the sum of all. `threads` work for the shards.
+    in errors; `me` names this worker, whose number is `rank`. `sizing[i]`: the length of messages to shard i; without
+    it they are as long as a slot. A collective that takes longer than `timeout_s` ends the job.
+
+    `host`: the exchange of tensors in memory with the other ranks of this host, `local_ranks`. If the job has no other
+    ranks, shards get no tensors. Else one rank of each host sends the sum of the host. `threads` work for the shards.
     """
 
     def __init__(
@@ -47,48 +48,52 @@ class WorkerMachine:
         timeout_s: float,
         sizing: Sequence[MessageSizing] = (),
         host: HostExchange | None = None,
-        neighbours: LocalRanks | None = None,
+        local_ranks: LocalRanks | None = None,
         threads: ThreadPool | None = None,
     ) -> None:  # fmt: skip
         long = sizing or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
         self._streams = [ShardStream(i, *both, scan_span, long[i]) for i, both in enumerate(slots)]
         self.rank, self.host = rank, host
-        self._neighbours = neighbours or LocalRanks((rank,))
+        self._local_ranks = local_ranks or LocalRanks((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]
         self.largest_block_bytes = min([*largest, *([host.largest_block_bytes] if host is not None else [])])
         self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
-        self._patience = CollectiveDeadline(me, addresses, timeout_s)
+        self._collective_deadline = CollectiveDeadline(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
         self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
         self._next, self._waiting_for = 0, ""
         self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
-        self._after_own = False  # of the collective before the oldest one each rank got the result from the shards
-        self._said_whom = False  # the last report said whom this rank waits for: it wants another one when that is over
-        self._accused: Cause | None = None  # why the job has to end, as far as memory shows
+        self._after_own = False  # in the collective before the oldest, each rank got the result from the shards itself
+        self._said_whom = False  # the last report said whom this rank waits for: when the wait ends, it reports again
+        self._accused: Cause | None = None  # the reason to end the job that the memory of the host shows
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
-        self._silent: set[int] = set()  # those of them whose link is over
-        self.newcomers = 0  # workers that wait to join the job, as a shard said last
+        self._silent: set[int] = set()  # the retired shards whose link is over
+        self.newcomers = 0  # workers that wait to join the job, by the last message of a shard
         self.ended: End | None = None
 
     @property
     def submitted(self) -> int:
-        """How many collectives there were so far."""
+        """The number of collectives submitted so far."""
         return self._next
 
     @property
     def under_way(self) -> int:
-        """How many collectives are unfinished."""
+        """The number of unfinished collectives."""
         return len(self._under_way)
 
     @property
     def deadline(self) -> float | None:
-        """When `timer` must be called, if nothing happens before."""
+        """The time to call `timer`, if nothing happens before; None: never."""
         if not self._under_way or self.ended is not None:
             return None
         if self._is_judged:
             return self._accused_at
-        return self._patience.ends_at if self.host is None else min(self._patience.ends_at, self._warn_at(self.host))
+        return (
+            self._collective_deadline.ends_at
+            if self.host is None
+            else min(self._collective_deadline.ends_at, self._warn_at(self.host))
+        )
 
     @property
     def _is_judged(self) -> bool:
@@ -96,9 +101,9 @@ class WorkerMachine:
         return self._accused is not None and not self._is_old_news
 
     def _warn_at(self, host: HostExchange) -> float:
-        """When to say whom this rank waits for, and each time again that the wait has doubled."""
+        """The time to say whom this rank waits for. It says so again each time that the wait has doubled."""
         if not host.is_busy:
-            return self._patience.ends_at
+            return self._collective_deadline.ends_at
         return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._said_at - host.moved_at))
 
     @property
@@ -107,7 +112,7 @@ class WorkerMachine:
         return len(self._goodbyes) == len(self._streams)
 
     def submit(self, descriptor: Descriptor, operand: Operand, now: float, codec: Codec | None = None) -> int:
-        """Queue a collective, whose blocks travel as `codec` says, and return its number."""
+        """Queue a collective, whose blocks are encoded by `codec`, and return its number."""
         assert self.ended is None, "submit after the end"
         collective = self._new_collective(descriptor, operand)
         if codec is not None:
@@ -116,27 +121,27 @@ class WorkerMachine:
         collective.parts_left = len(taking_part) + (0 if self.host is None else self.host.submit(collective, now))
         self._next += 1
         if not self._under_way:
-            self._patience.begin(now)
+            self._collective_deadline.begin(now)
         for stream in self._streams if not self._under_way else ():
-            stream.waiting = None  # that wait is over, or was most likely for this worker
+            stream.waiting = None  # the wait is over, or was most likely for this worker
         for stream in taking_part:
             stream.submit(collective)
         self._under_way.append(collective)
         return collective.number
 
     def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
-        if self._neighbours.hosts == 1 or not descriptor.summed_by_host:
+        if self._local_ranks.hosts == 1 or not descriptor.summed_by_host:
             return Collective(self._next, descriptor, operand, self.rank)
         host_sum = None if self.host is None else sum_of_host(operand)
-        return Collective(self._next, descriptor, operand, self._neighbours.host, host_sum=host_sum)
+        return Collective(self._next, descriptor, operand, self._local_ranks.host, host_sum=host_sum)
 
     def _taking_part(self, collective: Collective) -> list[ShardStream]:
         """The shards that this rank sends blocks to. All shards hear of a refusal, so that each knows the reason."""
-        if self.host is not None and self._neighbours.hosts == 1:
+        if self.host is not None and self._local_ranks.hosts == 1:
             return []
         layout, refused = collective.operand.layout, collective.descriptor.refused
         streams = [stream for stream in self._streams if refused or layout.takes_part(stream.shard)]
-        sums, delegate = collective.host_sum is not None, self._neighbours.delegate
+        sums, delegate = collective.host_sum is not None, self._local_ranks.delegate
         return [stream for stream in streams if delegate(stream.shard) == self.rank] if sums else streams
 
     def advance(self, now: float) -> Iterator[Effect]:
@@ -183,7 +188,8 @@ class WorkerMachine:
         yield from self._end_if_deserted(host, now)
 
     def _hand_over(self, host: HostExchange) -> None:
-        """With several hosts: give the shards what this host has summed, and show what has come back."""
+        """With several hosts: give the sums of this host to the shards, and the results to the other ranks of the
+        host."""
         current = host.current
         if current is not None and current.host_sum is not None:
             current.host_sum.ready = host.summed_blocks
@@ -191,7 +197,7 @@ class WorkerMachine:
             host.arrived(min([shard.missing_from(current) for shard in streams], default=current.operand.layout.blocks))
 
     def _accuse(self, cause: Cause, now: float) -> None:
-        """End the job because of what memory shows, unless an aggregator has told already why it is over."""
+        """End the job because of a fault that memory shows, unless another rank of this host has ended it before."""
         assert self.host is not None
         self._accused, self._accused_at = cause, now
         self.host.rest()
@@ -222,7 +228,7 @@ class WorkerMachine:
             yield from self._complete(now, shard)
 
     def _complete(self, now: float, shard: int | None = None) -> Iterator[Effect]:
-        """Finish the collectives of which everything has come, in order. The last of it came from `shard`, or from the
+        """Finish the collectives whose results are complete, in order. The last result came from `shard`, or from the
         other ranks of this host."""
         while self._under_way and self._under_way[0].parts_left == 0:
             collective = self._under_way[0]
@@ -232,7 +238,7 @@ class WorkerMachine:
                 yield from self._end(Cause(self._sender(shard), f"protocol error: {error}"))
                 return
             self._under_way.popleft()
-            self._patience.begin(now)
+            self._collective_deadline.begin(now)
             self._waiting_for, self._after_own = "", not collective.descriptor.summed_by_host
             yield Finish(collective.number)
         if self._retired:
@@ -260,8 +266,8 @@ class WorkerMachine:
             message = message.heard_from(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
-                self._patience.heard(message, now)
-            if news and self._me not in message.who:  # one warning for all shards, and none about ourselves
+                self._collective_deadline.heard(message, now)
+            if news and self._me not in message.who:  # one warning for all shards, and none about this rank itself
                 self._warned_at_s = message.seconds
                 yield Warn(in_words(message))
         elif isinstance(message, Newcomers):
@@ -270,13 +276,15 @@ class WorkerMachine:
             yield from self.violated(shard, f"unexpected {type(message).__name__}", now)
 
     def _retire(self, shard: int, cause: Cause, now: float) -> Iterator[Effect]:
-        """`shard` takes part in no further collective than those that it already knows."""
+        """`shard` is stopping: it takes part in no collectives but those that it already knows."""
         self._retired[shard] = cause
         yield from self._end_if_retired()
         if self.ended is None and self.host is not None:
             self.host.fatal_reasons = [BY_ITSELF, RETIRED]
             if self.host.is_busy:
-                yield Tell(shard, self.host.report(now))  # it waits a while for what it cannot see
+                yield Tell(
+                    shard, self.host.report(now)
+                )  # it waits a while for collectives in memory, which it cannot see
 
     def heard(self, shard: int, now: float) -> None:
         """A part of a message came from `shard`."""
@@ -296,46 +304,49 @@ class WorkerMachine:
             yield from self._end(Cause(self._sender(shard), f"protocol error: {reason}"))
 
     def _sender(self, shard: int | None) -> str:
-        """The sender of results: a shard, or the other ranks of this host, which may have them from shards."""
+        """The name of the sender of results: a shard; or, without one, the other ranks of this host. With several hosts
+        these have results from shards, so the shards are named, too."""
         if shard is not None:
             return f"aggregator {self._addresses[shard]}"
         assert self.host is not None
-        shards = [f"aggregator {address}" for address in self._addresses if self._neighbours.hosts > 1]
+        shards = [f"aggregator {address}" for address in self._addresses if self._local_ranks.hosts > 1]
         return listed([*shards, *(name for rank, name in enumerate(self.host.names) if rank != self.host.me)])
 
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue.
 
-        A worker that was stopped waits for a moment first: messages may have come meanwhile that it has not read.
+        A worker that was stopped waits for a moment first: it may not have read messages that came meanwhile.
         """
         deadline = self.deadline
         if deadline is None or now < deadline:
             return
-        deadline = self._patience.ends_at
+        deadline = self._collective_deadline.ends_at
         if self._is_judged:
             yield from self._end(self._accused)
         elif self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
-        elif not self._patience.late_s and (now - deadline >= self._patience.moment_s or self._is_old_news):
-            self._patience.late_s = max(now - deadline, 1e-6)
-        elif not self._patience.defer(self._moments_more(cause := self._overdue(now), now)):
+        elif not self._collective_deadline.late_s and (
+            now - deadline >= self._collective_deadline.moment_s or self._is_old_news
+        ):
+            self._collective_deadline.late_s = max(now - deadline, 1e-6)
+        elif not self._collective_deadline.defer(self._moments_more(cause := self._overdue(now), now)):
             yield from self._end(cause)
 
     def _moments_more(self, cause: Cause, now: float) -> int:
-        """How many moments to let others judge first."""
-        if self._neighbours.hosts == 1:
-            return 0 if self.host is not None else self._patience.moments_before(cause)
+        """The moments in which others may judge first."""
+        if self._local_ranks.hosts == 1:
+            return 0 if self.host is not None else self._collective_deadline.moments_before(cause)
         oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
         owing = [stream for stream in self._streams if stream.owes(oldest)]
-        return self._patience.moments_of_hosts(now, sees_who, owing, self._after_own)
+        return self._collective_deadline.moments_of_hosts(now, sees_who, owing, self._after_own)
 
     @property
     def _is_old_news(self) -> bool:
-        """Another rank of this host has ended the job already: the aggregator tells why."""
+        """Another rank of this host has ended the job already: the aggregator will say why."""
         return self.host is not None and self.host.has_failed
 
     def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
-        """Warn the user of the ranks that this one waits for."""
+        """Warn the user, and name the ranks that this rank waits for."""
         self._said_at = now
         if self._accused is not None:
             host.rest()  # another rank has ended the job since
@@ -344,18 +355,19 @@ class WorkerMachine:
             yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
 
     def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
-        """Report to the first shard what it cannot see: exchanges in memory. With several hosts, to all shards."""
+        """Report exchanges in memory to the first shard, which cannot see them. With several hosts all shards get a
+        report."""
         report = host.report(now)
         self._report_at, self._said_whom = now + REPORT_S, report.total > 0
         yield Tell(0, report)
-        yield from (Tell(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._neighbours.hosts > 1)
+        yield from (Tell(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._local_ranks.hosts > 1)
 
     def _named(self, ranks: Sequence[int]) -> str:
         assert self.host is not None
         return listed([self.host.names[rank] for rank in ranks])
 
     def leave(self, reason: str | Cause = "") -> Iterator[Effect]:
-        """Leave the job, because of `reason`, or of a cause elsewhere. Without a reason the work is done."""
+        """Leave the job. `reason`: the fault of this rank, or a cause elsewhere; empty if the work is done."""
         if self.ended is not None:
             return
         if not reason and self._under_way:
@@ -370,18 +382,20 @@ class WorkerMachine:
         if late := self.host and self.host.waited_for(except_left=FAILED):
             return Cause(self._named(late), reason, timeout=True)
         if self._is_old_news:  # no rank is late, and the first aggregator hangs
-            reason += "; another rank of this host has ended the job, and nothing from there says why: is it stopped?"
+            reason += (
+                "; another rank of this host has ended the job, and this aggregator does not say why: is it stopped?"
+            )
             return Cause(f"aggregator {self._addresses[0]}", reason, timeout=True)
         owing = [stream for stream in self._streams if stream.owes(oldest)]
         if oldest.host_sum is not None and not owing:
             assert self.host is not None
             others = self._named(self.host.owed()) or self._sender(None)
-            return self._patience.cause_behind(reason, self._streams, others)
-        return self._patience.cause(now, reason, owing)
+            return self._collective_deadline.cause_behind(reason, self._streams, others)
+        return self._collective_deadline.cause(now, reason, owing)
 
     def _end_if_retired(self) -> Iterator[Effect]:
-        """End as soon as a shard that has stopped is needed: for the oldest collective, or for the next one. In memory
-        a collective goes on as long as the shard waits for it."""
+        """End as soon as a shard that has stopped is needed, for the oldest collective or for the next one. A
+        collective in memory goes on as long as the link to the shard lasts."""
         for shard, cause in self._retired.items():
             gone = self.host is not None and shard in self._silent
             if not self._under_way or gone or self._streams[shard].owes(self._under_way[0]):
@@ -395,6 +409,8 @@ class WorkerMachine:
         if self.host is not None:
             yield from self.host.leave(BY_ITSELF if cause is None else RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
-            if stream.shard != told_by or (cause is not None and cause.orderly):  # it tells going from dying
+            if stream.shard != told_by or (
+                cause is not None and cause.orderly
+            ):  # the shard learns that this rank lives
                 yield Tell(stream.shard, Leave(cause))
         yield self.ended

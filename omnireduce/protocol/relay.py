@@ -3,9 +3,9 @@
     up     the members' blocks are merged as on any shard; the sums go to the upstream, as one rank would send them
     down   the results of the upstream go to the members as they are, out of the slots into which they have come
 
-Each member has a connection of its own to the upstream, its uplink, which carries its control messages both ways. The
-uplink of the first member carries the sums and the results, too. What must not be summed on the way each rank sends for
-itself, by its own uplink: the relay passes such messages on as they are.
+For each member the relay has a connection to the upstream, the member's uplink. It carries the control messages of the
+member both ways. The uplink of the first member carries the sums and the results, too. If tensors must not be summed on
+the way, each member's messages go through its own uplink as they are.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.protocol.counters import Wait
 from omnireduce.protocol.shard import AggregatorMachine, Inbox, ResultSlots
 
-REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # of one member: honest ones send a few in a second
+REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # reports of one member: an honest member sends a few in a second
 SILENT = 0.75  # of a wait: an upstream that waits says so each time that its wait has doubled
-NOTHING_YET = -1  # how far the results of a collective have come of which there is none
+NOTHING_YET = -1  # the frontier of a collective before its first message or result
 
 
 @dataclass(slots=True)
 class _Awaited:
-    """A collective of which something has gone up, and not all results have come back."""
+    """A collective that has sent something up, and waits for results from the upstream."""
 
     number: int
     blocks: int
     readers: Sequence[int]
-    sent: int = NOTHING_YET  # the frontier of what has gone up
-    returned: int = NOTHING_YET  # that of the results
-    total_bytes: int = 0  # what stands behind the last of them
+    sent: int = NOTHING_YET  # the frontier of the messages that have gone up
+    returned: int = NOTHING_YET  # the frontier of the results that have come back
+    total_bytes: int = 0  # the length of the program's totals behind the last result
 
 
 class RelayMachine(AggregatorMachine):
     """One generation of one job on a relay.
 
     Peers 0 to m - 1 are the members, in the order of their ranks, and m to 2m - 1 their uplinks, in the same order.
-    `results`: uint8 (slots, slot bytes), into which the results of aggregator `upstream` come. `sums`, of the same
-    shape, are the send slots of the first uplink; those of the others are the receive slots of their members.
-    `in_memory`: the ranks exchange everything in memory, and no blocks come here. Further arguments are those of the
+    `results`: uint8 (slots, slot bytes), the receive slots for results of aggregator `upstream`. `sums`, of the same
+    shape, are the send slots of the first uplink. Every other uplink sends from the receive slots of its member.
+    `in_memory`: the ranks exchange everything in memory, and no blocks come here. The options are the same as for the
     aggregator's machine.
     """
 
@@ -72,19 +72,19 @@ class RelayMachine(AggregatorMachine):
         super().__init__(members, arena, sums, divisor=1, **options)  # the last aggregator on the way up divides
         self._senders.states = None  # programs work on sums of all ranks
         self._address, self._upstream, self._returned = upstream, f"aggregator {upstream}", results
-        self._up = len(members)  # how many members there are, and the first uplink
+        self._up = len(members)  # the number of members; also the first uplink
         self._down = ResultSlots(len(results))  # slots with results that members still read
-        self._heads = [NO_HEADER] * len(members)  # of the message of each member that is open
+        self._heads = [NO_HEADER] * len(members)  # the header of each member's open message
         self._encodes_as = SUM + 1 + self._numbers[0]
         self._passes = False  # the current collective is not summed here
-        self.passing: list[set[int]] = [set() for _ in members]  # receive slots of which the messages are on their way
+        self.passing: list[set[int]] = [set() for _ in members]  # receive slots whose messages are on their way up
         self._awaited: deque[_Awaited] = deque()
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
-        self._heard_at = 0.0  # when the upstream said anything
+        self._heard_at = 0.0  # when the upstream was heard last
         self._in_memory, self._leaves_later = in_memory, False
-        self._allowed: dict[int, tuple[float, float]] = {}  # how many reports of each member may come, and since when
+        self._allowed: dict[int, tuple[float, float]] = {}  # reports that each member may send, and since when
         self._told_wait: Wait | None = None  # the upstream believes that members are late
-        self._reports: dict[int, tuple[Report, float]] = {}  # the last of each member, and when it came
+        self._reports: dict[int, tuple[Report, float]] = {}  # the last report of each member, and when it came
 
     @property
     def idle(self) -> bool:
@@ -109,8 +109,8 @@ class RelayMachine(AggregatorMachine):
             yield from super().told(peer, message, now)
 
     def _heard_report(self, peer: int, report: Report, now: float) -> Iterator[Effect]:
-        """A report of a rank goes up. That of a relay below, about nothing but a wait, does not: where this relay waits
-        for that one, it says whom."""
+        """Pass a rank's report on to the upstream. A report of a relay below is only about a wait, and stays here: it
+        says whom this relay waits for."""
         level, at = self._allowed.get(peer, (REPORTS_AT_ONCE, now))
         level = min(REPORTS_AT_ONCE, level + (now - at) * REPORTS_PER_S) - 1
         self._allowed[peer] = level, now
@@ -144,7 +144,7 @@ class RelayMachine(AggregatorMachine):
         if peer >= self._up:
             yield from self._upstream_lost(peer - self._up, reason, "lost")
         elif peer in self._gone:
-            yield from self._confirm(peer)  # it does not wait for the Goodbye
+            yield from self._confirm(peer)  # this member does not wait for the Goodbye
         else:
             yield from super().lost(peer, reason, now)
 
@@ -157,7 +157,7 @@ class RelayMachine(AggregatorMachine):
             yield from super().violated(peer, reason, now)
 
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
-        """End the job on every rank. The upstream tells those that do not come through this relay."""
+        """End the job on every rank. The upstream tells the ranks that do not come through this relay."""
         if self.ended is None:
             yield from (Tell(self._up + member, Leave(cause)) for member in range(self._up) if member not in self._gone)
         yield from super().abort(cause, kind, rank)
@@ -189,14 +189,14 @@ class RelayMachine(AggregatorMachine):
             yield Tell(self._up, Leave())
 
     def _admit_result(self, peer: int, header: Header) -> Sequence[int]:
-        """The members that get a result. Raises ProtocolError for an invalid one."""
+        """The members that get a result. Raises ProtocolError for an invalid result."""
         if peer != self._up:
             raise ProtocolError("a result for a rank that gets none here")
         awaited = self._awaited[0] if self._awaited else None
         if awaited is None or header.collective != awaited.number:
             raise ProtocolError(f"a result out of order: {header}")
         if header.extra_bytes != (awaited.total_bytes if header.frontier == awaited.blocks else 0):
-            raise ProtocolError(f"a result with totals that are not its program's: {header}")
+            raise ProtocolError(f"a result with totals that do not belong to its program: {header}")
         if header.left_out or not max(0, awaited.returned) <= header.frontier <= awaited.sent:
             raise ProtocolError(f"a result that does not fit its collective: {header}")
         awaited.returned = header.frontier
@@ -250,30 +250,30 @@ class RelayMachine(AggregatorMachine):
         if not self._awaited or self.ended is not None:
             return super().waiting(now)
         what = f"collective {self._awaited[0].number}"
-        if not self._down.free:  # members have not read what came last
+        if not self._down.free:  # members have not read the last results
             return self._wait(what, self._late(self._down.readers), now)
         if self._current is None:
             return Wait(what, [], 0, self._upstream, now - self._stalls.since)
         return super().waiting(now)
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
-        if self._up in ranks:  # it has not read what was sent
+        if self._up in ranks:  # the upstream has not read the last sums
             return Wait(what, [], 0, self._upstream, now - self._stalls.since)
         return super()._wait(what, ranks, now)
 
     def _waited_for(self, current: Reduction) -> list[int]:
         ranks = super()._waited_for(current)
         if max(ranks, default=0) >= self._up or any(self.passing[rank] for rank in ranks):
-            return [self._up]  # it has not read what was sent
+            return [self._up]  # the upstream has not read the last messages
         return self._late(ranks)
 
     def _late(self, members: Iterable[int]) -> list[int]:
-        """The late ones: of `members` those that wait for nobody, and those that the others wait for."""
+        """The late members: those of `members` that wait for nobody, and those that the others wait for."""
         return sorted({late for member in members for late in self._behind(member) or [member]})
 
     def _behind(self, rank: int) -> list[int]:
-        """The ranks that this member waits for, by its report: it is a relay below, or a rank that shares memory. A
-        rank that has reported later is not late."""
+        """The members that this member waits for, as its report says: it is a relay below, or a rank that shares
+        memory. A member that has reported since is not late."""
         report, came_at = self._reports.get(rank, (Report(), 0.0))
         latest = {member: at for member, (_, at) in self._reports.items() if at > came_at}
         return [member for member in range(self._up) if self._numbers[member] in report.behind and member not in latest]
@@ -288,8 +288,8 @@ class RelayMachine(AggregatorMachine):
         return replace(totals, what=wait.what, behind=behind, total=wait.total, waited_s=wait.seconds)
 
     def timer(self, now: float) -> Iterator[Effect]:
-        """Time has passed. A wait for members is told to the upstream, too. Whom the upstream waits for it says itself;
-        where it says nothing for long, the members learn that."""
+        """Time has passed. The upstream learns of a wait for members, too. During a wait for the upstream, it tells the
+        members itself whom it waits for. If it says nothing for long, this relay tells them that."""
         wait = None if self.idle else self.waiting(now)
         if wait is None or not self._stalls.is_due(now):
             return
@@ -313,7 +313,7 @@ class RelayMachine(AggregatorMachine):
             yield effect
 
     def _take_back(self) -> Iterator[Effect]:
-        """Something goes on: nobody is late any more, as far as the upstream was told."""
+        """Work goes on: tell the upstream that nobody is late any more, if it was told so."""
         if self._told_wait is not None:
             self._told_wait = None
             yield Tell(self._up, self._report())
@@ -360,8 +360,8 @@ class RelayMachine(AggregatorMachine):
         return moved
 
     def _pass_on(self, rank: int, row: int) -> Iterator[Effect]:
-        """Send a member's message up. It leaves from where it lies, and the member gets its credit back with ours. Only
-        the uplink of the first member has slots of its own."""
+        """Send a member's message up. It is sent from its receive slot, and the member's credit returns with that of
+        the uplink. Only the uplink of the first member has its own send slots."""
         slot, head = row - rank * self._slot_count, self._heads[rank]
         nbytes = head.list_stop + head.extra_bytes
         self.spent += nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FIRST_S = 1.0  # how long to wait before saying so the first time
+FIRST_S = 1.0  # the wait before the first reminder
 
 
 class Reminders:

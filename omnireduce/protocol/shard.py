@@ -59,7 +59,7 @@ class ResultSlots:
         self._readers[slot] = set(ranks)
 
     def release(self, rank: int, slot: int) -> bool:
-        """`rank` has read a result; return whether it was the last to read it."""
+        """`rank` has read the result in `slot`; return whether no other rank has to read it."""
         readers = self._readers[slot]
         if rank not in readers:
             return False
@@ -69,12 +69,12 @@ class ResultSlots:
         return not readers
 
     def release_all(self, rank: int) -> list[int]:
-        """`rank` reads nothing any more; return the slots of which it was the last reader."""
+        """`rank` reads nothing any more; return the slots that only `rank` still had to read."""
         return [slot for slot in range(len(self._readers)) if self.release(rank, slot)]
 
     @property
     def unread(self) -> list[int]:
-        """The slots that somebody has not read."""
+        """The slots that some rank has not read."""
         return [slot for slot, readers in enumerate(self._readers) if readers]
 
     @property
@@ -85,11 +85,13 @@ class ResultSlots:
 
 class Senders:
     """The `ranks` that send blocks to shard `shard` in the current collective, the `reduction` that has a place for
-    each, and the `readers` of its results. If hosts or relays send sums, the ranks `delegates` send them. In a
-    collective that must not be summed on the way, every rank sends for itself, and `readers` get the results. `waits`:
-    hosts go on with each result, as for tensors. `make` gives the work space for so many ranks. `marks`: results say
-    which blocks one sender alone has. `states`: what programs keep here; None on a relay, which only passes sums on.
-    `running`: the program of the current collective."""
+    each, and the `readers` of its results.
+
+    If hosts or relays send sums, the ranks `delegates` send them. In a collective that must not be summed on the way,
+    every rank sends for itself, and `readers` get the results. `waits`: hosts wait for each result to go on, as for
+    tensors. `make` gives the work space for a number of ranks. `states`: the states of programs on this shard; None on
+    a relay, which only passes sums on. `running`: the program of the current collective.
+    """
 
     def __init__(
         self,
@@ -104,26 +106,26 @@ class Senders:
     ) -> None:
         self._everybody, self.delegates = tuple(range(ranks)), tuple(delegates)
         self._readers, self._marks = tuple(readers or self._everybody), readers is None
-        self._dealing, self._shard = sharding, shard
+        self._sharding, self._shard = sharding, shard
         self.has_hosts = sharding.slot_bytes > 0
         self.states = states
         self.running: ProgramRun | None = None
         self._of_ranks = make(ranks)
         self._of_hosts = make(len(delegates)) if delegates else self._of_ranks
         self.ranks, self.readers, self.reduction = self._everybody, self._readers, self._of_ranks
-        self.places = {rank: rank for rank in self.ranks}  # in the reduction
+        self.places = {rank: rank for rank in self.ranks}  # the place of each sender in the reduction
         self.waits = False
 
     def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Reduction:
-        """Begin a collective. `codec`: of its blocks; `key`: of the random numbers for sums. Raises CodecError, and
-        ProtocolError when there is no room for what a program keeps."""
+        """Begin a collective. `codec` encodes its blocks; `key`: the key of the codec's random numbers for sums. Raises
+        CodecError, and ProtocolError when there is no room for the state of a program."""
         by_host = self.delegates != () and descriptor.summed_by_host
         self.waits = by_host and not descriptor.has_rows and self.has_hosts
         self.ranks = self.delegates if by_host else self._everybody
         self.readers = self.delegates if by_host else self._readers
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         self.reduction = self._of_hosts if by_host else self._of_ranks
-        stripes = self._dealing.layout(descriptor).stripes(self._shard)
+        stripes = self._sharding.layout(descriptor).stripes(self._shard)
         self.running = None
         if descriptor.program is not None and self.states is not None:
             self.running = self.states.begin(descriptor, descriptor.program, stripes)
@@ -142,7 +144,7 @@ class Senders:
 
 BUDGET = Budget()
 ONE_SHARD = Sharding()
-WHAT_CHARACTERS = 500  # of what a rank says about the collective under way
+WHAT_CHARACTERS = 500  # the longest text of a rank about the collective under way that is shown
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
@@ -151,17 +153,19 @@ class AggregatorMachine:
 
     `members[r]` names rank r in errors; on a relay `numbers[r]` is its rank in the job. `arena`: uint8 (ranks × slots,
     slot bytes), rank r's receive slots in rows r × slots onwards. `results`: uint8 (slots, slot bytes), the send slots
-    that all ranks share. Results are as long as `lengths` says (None: no longer than fit in a slot). `dealing`: how
-    tensors are dealt to shards, of which this one is number `shard`. A mean is a sum divided by `divisor` (None: by the
-    number of members). Where hosts or relays send sums, the ranks `delegates` send them. With relays, `readers` get
-    the results of what every rank sends for itself. To ranks in `inline` results go as bytes, not in slots that all
-    ranks share: they leave out what these ranks have already. Blocks may travel by `codecs`; programs keep `states`.
+    that all ranks share. Results are as long as `sizing` says (None: as long as a slot). `sharding` distributes tensors
+    among shards; this is shard number `shard`. A mean is a sum divided by `divisor` (None: by the number of members).
+
+    If hosts or relays send sums, the ranks `delegates` send them. With relays, `readers` get the results of collectives
+    in which every rank sends for itself. Ranks in `inline` get results as bytes, not in slots that all ranks share:
+    these results leave out blocks that the rank has already. `codecs`: the codecs that blocks may be encoded with.
+    `states`: the states of programs on this shard.
 
     When no result leaves for `warn_after_s`, all ranks are told whom they wait for. They are told again each time that
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
 
-    `account` counts what the job does. `budget` bounds one call of `advance`; `quantum` can bound the next one further.
-    `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space.
+    `account` has the statistics of the job. `budget` bounds one call of `advance`; `quantum` can bound the next call
+    further. `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space.
     """
 
     def __init__(
@@ -185,18 +189,18 @@ class AggregatorMachine:
             len(members), delegates, sharding, shard, lambda many: reduction(many, *work_space),
             readers=readers, states=states or ShardStates(0),
         )  # fmt: skip
-        first = dict.fromkeys([*delegates, *range(len(members))])  # those who can begin a collective
+        first = dict.fromkeys([*delegates, *range(len(members))])  # delegates first: they can begin a collective
         self._in_turn = [(rank, self._ranks[rank]) for rank in first]
         self._current: Reduction | None = None  # while a collective is under way
         self.quantum, self.spent, self.more = budget.work, 0, False
         self._round_work = ROUND_WORK + RANK_WORK * len(members)
         self._descriptor: Descriptor | None = None
-        self._first = 0, b""  # who opened the current collective, with which descriptor
-        self._number = 0  # of the current collective, or the lowest that may follow: this shard has no part in some
-        self._extra = b""  # what stands behind the next result
-        self._awaited: Collection[object] = ()  # results that come from elsewhere
+        self._first = 0, b""  # the rank that opened the current collective, and its encoded descriptor
+        self._number = 0  # number of the current collective, or the lowest that may follow: some skip this shard
+        self._extra = b""  # the bytes behind the blocks of the next result
+        self._awaited: Collection[object] = ()  # collectives whose results come from elsewhere
         self._stalls, self.account, self._codecs = StallDetector(warn_after_s), Account(self._numbers), codecs
-        self._encodes_as = SUM  # what codecs draw for it, nobody else draws
+        self._encodes_as = SUM  # the sender number of this shard: codecs draw other random numbers for each sender
         self.ended: End | None = None
 
     @property
@@ -206,13 +210,13 @@ class AggregatorMachine:
 
     @property
     def deadline(self) -> float | None:
-        """When `timer` must be called, if nothing happens before."""
+        """The time to call `timer`, if nothing happens before; None: never."""
         if self.idle or self.ended is not None:
             return None
         return self._stalls.deadline
 
     def waiting(self, now: float) -> Wait | None:
-        """Whom the collective under way waits for; None when no collective is under way."""
+        """The wait of the collective under way, or a wait that a rank has reported; None when nobody waits."""
         if self.ended is not None:
             return None
         if self._current is None and not self.idle:
@@ -239,7 +243,7 @@ class AggregatorMachine:
         return held, self._slot_count - len(self._slots.free)
 
     def named(self, ranks: Iterable[int]) -> str:
-        """What errors call these ranks."""
+        """The names of these ranks, for errors."""
         return listed([self._ranks[rank].name for rank in ranks])
 
     def has_left(self, rank: int) -> bool:
@@ -291,7 +295,7 @@ class AggregatorMachine:
             yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
 
     def violated(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
-        """`rank` broke the rules of its link, or sent what cannot be decoded; the link may be over."""
+        """`rank` broke the rules of its link, or sent a message that cannot be decoded; the link may be over."""
         if rank not in self._gone:
             yield from self._violation(rank, ProtocolError(reason))
 
@@ -315,7 +319,7 @@ class AggregatorMachine:
     # progress
 
     def advance(self, now: float) -> Iterator[Effect]:
-        """Merge and send what the messages at hand allow, until that is done or the budget of one turn is spent."""
+        """Merge and send the blocks that the messages at hand allow, within the budget of one turn."""
         if self._current is None and not (self._senders.delegates or self._awaited):
             self._stalls.begin(now)
         elif (still_s := self._stalls.turn(now)) and not self.idle and (wait := self.waiting(now)):
@@ -340,7 +344,7 @@ class AggregatorMachine:
                 return
             if taken and self.spent >= self.quantum:
                 continue
-            # Messages that were taken are merged now, or wait for other ranks: they alone need no other round.
+            # Messages that were taken are merged now, or wait for other ranks: they are no reason for another round.
             moved = self._merge(self._current)
             moved |= yield from self._return_used(self._current)
             if self._current is not None and self._worth_sending(self._current, moved):
@@ -373,14 +377,14 @@ class AggregatorMachine:
         senders = self._senders
         if self._current is None:
             if senders.delegates and rank not in senders.delegates:
-                return False  # it has no part in some collectives: only a delegate knows which one is next
+                return False  # this rank has no part in some collectives: only a delegate knows the next number
             self._begin(rank, row, header)
             self.account.begin(len(senders.ranks), now)
         elif not state.joined:
             if not self._compare(rank, row, header):
                 return False
         elif senders.reduction.union.ended(senders.places[rank]):
-            return False  # a later collective's
+            return False  # the message belongs to a later collective
         elif header.extra_bytes:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
@@ -408,15 +412,15 @@ class AggregatorMachine:
         self._first = rank, extra
 
     def _compare(self, rank: int, row: int, header: Header) -> bool:
-        """All ranks submit the same in the same place. Returns False for what is later, of a rank that has no part in
-        this one. Raises ProtocolError."""
+        """Check that the rank has begun the same collective as the first rank. Returns False if it has no part in this
+        collective, and has begun a later one. Raises ProtocolError."""
         if rank not in self._senders.places and header.collective > self._number:
             return False
         extra = message_extra(self._arena[row], header)
         if (header.collective, extra) != (self._number, self._first[1]):
             check_refusals(self._begun(*self._first, self._number), self._begun(rank, extra, header.collective))
         if rank not in self._senders.places:
-            raise ProtocolError(f"a message of collective {self._number}, of which another rank has its host's sum")
+            raise ProtocolError(f"a message of collective {self._number}; another rank sends the sum of its host")
         return True
 
     def _begun(self, rank: int, encoded: bytes, number: int) -> Begun:
@@ -432,7 +436,8 @@ class AggregatorMachine:
         return work > 0
 
     def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
-        """Give back the slots that are used up; return whether there were any. Other messages may wait behind them."""
+        """Return the credits of messages that are used up; return whether there were any. Other messages may wait
+        behind them."""
         returned = False
         for rank, place in self._senders.places.items():
             state = self._ranks[rank]
@@ -442,8 +447,8 @@ class AggregatorMachine:
         return returned
 
     def _worth_sending(self, current: Reduction, moved: bool) -> bool:
-        """Send full slots and the end at once; a half-full slot only while no input waits. Hosts go on with results
-        only, however few."""
+        """Whether to send the result slot now: when it is full or the last one; when it is half full and no input
+        waits; and, if hosts wait for results, when it has any news and no input waits."""
         if self._filling < 0:
             return False
         if current.union.complete or current.full:
@@ -502,7 +507,7 @@ class AggregatorMachine:
 
     @property
     def _missed(self) -> list[int]:
-        """The ranks that have left, though blocks of theirs are waited for. Of hosts not all ranks bring some."""
+        """The ranks that have left, though their blocks are needed. Only the delegates bring sums of hosts."""
         needed = self._senders.delegates if self._current is None else self._senders.ranks
         return [] if self.idle else [rank for rank in needed if rank in self._gone]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omnireduce.core.wire.control import ITSELF, Waiting
 from omnireduce.core.wire.safe_text import shown
 
-BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # for whom ranks wait, if for no rank
+BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # what ranks wait for, if for no rank
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 
@@ -31,7 +31,7 @@ class StallDetector:
     def begin(self, now: float) -> None:
         """A result has left now, or is awaited from now on."""
         self.since = self._turn_at = now
-        self.deadline = self._say_at = now + self.after_s  # when the next turn is due; when to speak
+        self.deadline = self._say_at = now + self.after_s  # `deadline`: the next turn is due; `_say_at`: time to warn
 
     def turn(self, now: float) -> float:
         """The shard has a turn while a result is awaited. Returns how long it stood still before; 0 if it did not."""
@@ -45,7 +45,7 @@ class StallDetector:
         return late_s
 
     def is_due(self, now: float) -> bool:
-        """Whether to name now the ranks that the shard waits for. If so, the caller does."""
+        """Whether to name the ranks that the shard waits for now. If so, the caller does."""
         if now < self._say_at:
             return False
         self._say_at = self.since + 2 * (now - self.since)

@@ -109,7 +109,7 @@ def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
         assert {(mine, shard, "vision") for shard in daemon.addresses} <= ranks.keys()
         assert {(theirs, shard, "speech") for shard in daemon.addresses} <= ranks.keys()
         assert f"job={mine} generation=1 team=vision" in daemon.log
-        refusal = f"job '{theirs}' is none of team 'vision': set cluster.job to 'vision', 'vision.*'"
+        refusal = f"job '{theirs}' does not belong to team 'vision': set cluster.job to 'vision', 'vision.*'"
         assert refusal in joins(daemon, vision, theirs)
         assert eventually(lambda: "event=refused" in daemon.log)
         [line, *_] = [line for line in daemon.log.splitlines() if "event=refused" in line]
@@ -318,6 +318,6 @@ def test_without_its_terminal_a_daemon_ends() -> None:
 def test_a_worker_that_was_refused_may_try_again(keys: Keys) -> None:
     with Daemon(1, *keys.aggregator) as daemon:
         config = configured(daemon.addresses, *keys.worker("vision", VISION))
-        with pytest.raises(OmniReduceError, match="is none of team 'vision'"):
+        with pytest.raises(OmniReduceError, match="does not belong to team 'vision'"):
             Communicator(config, rank=0, size=1, job="speech.x")
         assert run_job(config, 2, lambda comm: comm.size, job="vision") == [2, 2]

@@ -57,10 +57,10 @@ def test_a_job_is_of_one_team(team: str, survivor: bool) -> None:
     membership_of = {"job": "shared", **elastic}
     list(membership.hello(1, hello(0, team="one", **membership_of), 0.0))
     stranger = hello(0, team=team, host="secret-host", **membership_of, **survives)
-    own = f"of team '{team}'" if team else "of those without a team"
+    own = f"to team '{team}'" if team else "to workers without a team"
     expected = (
-        f"the job 'shared' that is here is none {own}: choose another cluster.job, or give all workers of the job the "
-        "same security.team"
+        f"the job 'shared' that is here does not belong {own}: choose another cluster.job, or give all workers of the "
+        "job the same security.team"
     )
     assert refusal(list(membership.hello(2, stranger, 0.0))) == expected
     assert [each.note for each in membership._pending_jobs.values()] == [""]

@@ -258,7 +258,7 @@ def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
         cluster.now = now
         cluster.settle(paused=[stopped])
     assert cluster.culprits() == {"aggregator 127.0.0.1:7401, which stood still"}
-    assert "3.5 s of it all waited" in str(cluster.worker_ends[0])
+    assert "all ranks waited for 3.5 s of this time" in str(cluster.worker_ends[0])
 
 
 def test_who_a_hostile_shard_names_still_fits_a_message() -> None:
@@ -312,7 +312,7 @@ def test_a_rank_that_came_just_before_the_end_is_the_one_that_was_waited_for() -
     cluster.now = 5.25  # others may judge first, for a moment
     cluster.settle()
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
-    assert "4.0 s of it all waited" in str(cluster.worker_ends[0])
+    assert "all ranks waited for 4.0 s of this time" in str(cluster.worker_ends[0])
 
 
 def test_a_rank_that_is_stopped_while_it_looks_for_input_does_not_blame_the_aggregator() -> None:

@@ -184,7 +184,9 @@ def test_a_team_has_job_names_of_its_own(team: str) -> None:
     for job in yes:
         assert gate.told(hello_of(job)) is None
     for job in no:
-        with pytest.raises(ProtocolError, match=f"is none of team '{team}': set cluster.job to '{team}'") as caught:
+        with pytest.raises(
+            ProtocolError, match=f"does not belong to team '{team}': set cluster.job to '{team}'"
+        ) as caught:
             gate.told(hello_of(job))
         assert repr(job) in str(caught.value)
 

@@ -123,7 +123,7 @@ def test_an_aggregator_that_does_not_say_why_the_job_is_over_is_blamed() -> None
     assert end is not None
     assert end.cause is not None
     assert (end.cause.culprit, end.cause.timeout) == ("aggregator 127.0.0.1:7400", True)
-    assert end.cause.reason.endswith("nothing from there says why: is it stopped?")
+    assert end.cause.reason.endswith("this aggregator does not say why: is it stopped?")
 
 
 def test_a_rank_that_does_not_come_is_blamed_though_another_one_has_ended_the_job() -> None:

@@ -364,7 +364,7 @@ def test_a_result_may_leave_out_what_this_worker_alone_has(indices: list[int], l
         assert bench.ended is not None
         assert bench.ended.cause is not None
         assert bench.ended.cause.culprit == "aggregator a:1"
-        assert "leaves out other blocks than those of this rank alone" in bench.ended.cause.reason
+        assert "leaves out other blocks than those that only this rank has brought" in bench.ended.cause.reason
 
 
 def test_a_worker_may_leave_nothing_out() -> None:

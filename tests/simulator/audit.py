@@ -31,7 +31,7 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
         yield f"{len(membership._pending_jobs)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():
         yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    ranks = [(each.meeting, rank) for each in membership._running.values() for rank in each.ranks]
+    ranks = [(each.formation_key, rank) for each in membership._running.values() for rank in each.ranks]
     if len(set(ranks)) < len(ranks):
         yield f"a rank is in two generations of its job: {sorted(ranks)}"
     if any(not pending_job.waiting_ranks for pending_job in membership._pending_jobs.values()):

@@ -163,7 +163,7 @@ class Worker(Process):
     @property
     def overslept_s(self) -> float:
         """For how long it has been stopped beyond the time limit of its oldest collective."""
-        limit = self._machine._patience.since + self.protocol.timeout_s - self._ahead_s
+        limit = self._machine._collective_deadline.since + self.protocol.timeout_s - self._ahead_s
         return min(self.world.now(), self._stalled_until) - limit
 
     def start(self) -> None:
@@ -282,13 +282,13 @@ class Worker(Process):
             else:
                 link.attach(private_slots(*shape), private_slots(*shape))
         host = None if self._group is None else self._host_exchange(self._group, joined)
-        self.place, self._seat, neighbours = (joined.rank, joined.size), joined.seat, joined.neighbours
+        self.place, self._seat, local_ranks = (joined.rank, joined.size), joined.seat, joined.local_ranks
         formation = joined.generation if joined.seat is None else joined.seat.formation  # no shard gives it twice
         self._generation = self.job.name, self.job.launch, formation
         places = self.cluster.places.setdefault(self._generation, {})
-        places[joined.rank] = self.protocol.way(self.rank), neighbours.host if neighbours.hosts > 1 else -1
-        self._dealing = Sharding.among(
-            neighbours.hosts, protocol.shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
+        places[joined.rank] = self.protocol.way(self.rank), local_ranks.host if local_ranks.hosts > 1 else -1
+        self._sharding = Sharding.among(
+            local_ranks.hosts, protocol.shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         )
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in self.links],
@@ -304,7 +304,7 @@ class Worker(Process):
                 for link in self.links
             ],
             host=host,
-            neighbours=neighbours,
+            local_ranks=local_ranks,
             threads=drawn_threads(self.world.random(f"{self.name} threads")),
         )
         self.driver = ParallelDriver(
@@ -319,11 +319,11 @@ class Worker(Process):
         self.log(f"joined as rank {joined.rank} of {joined.size}")
 
     def _host_exchange(self, group: Group, joined: Joined) -> HostExchange:
-        members = zip(joined.neighbours.ranks, group.members, strict=True)
+        members = zip(joined.local_ranks.ranks, group.members, strict=True)
         names = [worker_name(number, f"host{each.rank}", each.pid) for number, each in members]
-        me, protocol = joined.neighbours.ranks.index(joined.rank), self.protocol
+        me, protocol = joined.local_ranks.ranks.index(joined.rank), self.protocol
         return HostExchange(
-            group.regions, me, names, protocol.slots, protocol.slot_bytes, joined.neighbours,
+            group.regions, me, names, protocol.slots, protocol.slot_bytes, joined.local_ranks,
             steps=self._random.choice([1, 2, 16]), looks=1,
         )  # fmt: skip
 
@@ -363,7 +363,7 @@ class Worker(Process):
             what = self.program[self._submitted]
             self._submitted += 1
             descriptor = what.descriptor(self.place[0])
-            layout = self._dealing.layout(descriptor)
+            layout = self._sharding.layout(descriptor)
             work = Work(what, *self.place, layout, self._pool)
             number = self._machine.submit(descriptor, work.operand, now, BUILT_IN.get(what.codec))
             self._under_way[number] = work

@@ -1,4 +1,4 @@
-"""The list of a message: which of its three forms takes the least room, and what indices each of them stands for."""
+"""Messages: how many blocks they take, and how their list of indices is written in the shortest of three forms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from omnireduce.core.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTE
 from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
 
-LONGER = 4  # times as long as the shortest is the longest message
-SHARE = 64  # a message that is longer than the shortest one is at most so much of all that goes to its shard
+LONGER = 4  # the longest message is this many times as long as the shortest
+SHARE = 64  # a message that is longer than the shortest has at most this part, 1/64, of the bytes for its shard
 
 
 class MessageSizing(NamedTuple):
     """The blocks of a message take `shortest` to `longest` bytes together, or one block alone takes more.
 
-    Messages of a small tensor are short: only what has arrived can come back. Those of a large one are longer: each
-    message costs both sides the same, whatever its length.
+    Messages of a small tensor are short, because results can come back only for blocks that have arrived. Messages of a
+    large tensor are longer, because each message has a fixed cost on both sides.
     """
 
     shortest: int
@@ -28,11 +28,11 @@ class MessageSizing(NamedTuple):
 
     @classmethod
     def up_to(cls, longest: int) -> MessageSizing:
-        """Lengths for a network."""
+        """Sizing for a network."""
         return cls(longest // LONGER, longest)
 
     def of(self, nbytes: int) -> int:
-        """The bytes of a message, if so many go to its shard in all."""
+        """The bytes of a message, if `nbytes` go to its shard in all."""
         return min(self.longest, max(self.shortest, nbytes // SHARE))
 
     def most(self, block_bytes: int) -> int:
@@ -40,18 +40,18 @@ class MessageSizing(NamedTuple):
         return max(1, self.longest // block_bytes)
 
     def blocks(self, block_bytes: int, sent: int, at: int, end: int) -> int:
-        """The most blocks of the next message. `sent` blocks went before it; they were found below block `at` of `end`.
-        The rest is taken to be as dense."""
+        """The most blocks of the next message. `sent` blocks have gone before it, from those below block `at` of `end`.
+        The rest of the tensor is taken to be as dense."""
         if self.shortest == self.longest or at <= 0:
             return max(1, self.shortest // block_bytes)
         return max(1, self.of(sent * end // at * block_bytes) // block_bytes)
 
 
-TINY_BYTES = 16  # blocks of up to so many are listed as steps, and results do not mark them: a mark costs more
-MOST_OF_STEP = INDEX_BYTES // 2  # bytes of one, on average
+TINY_BYTES = 16  # blocks up to this size are listed as steps, and results do not mark them: a mark costs more
+MOST_OF_STEP = INDEX_BYTES // 2  # the most bytes of one step, on average
 ListPosition = tuple[
     int, int
-]  # in a list: which run, or byte of steps, and behind it which index of the run, or of all
+]  # in a list: the run, or the byte of steps, and then the index inside the run, or among all
 START: ListPosition = (0, 0)
 
 
@@ -67,8 +67,8 @@ class Lister:
         return self._runs.nbytes + self._steps.nbytes
 
     def shortest(self, indices: Array, shards: int, stripe_blocks: int, block_bytes: int) -> tuple[Array, Array]:
-        """The shortest list of `indices`, int64, ascending, of one shard: runs, as `list_runs` writes them, or steps,
-        as `list_steps` does, or neither."""
+        """The shortest list of the ascending `indices`, int64, of one shard: runs and steps, as `list_runs` and
+        `list_steps` write them, at most one of the two not empty. If both are empty, a plain list is shorter."""
         runs = self._runs[: list_runs(indices, shards, stripe_blocks, self._runs)]
         if block_bytes > TINY_BYTES:
             return runs, NO_STEPS
@@ -82,8 +82,8 @@ class Lister:
 def expand(listed: Array, place: ListPosition, stripes: Stripes, own: Array) -> tuple[int, ListPosition]:
     """Fill `own`, int64, with the next indices of a list: of runs, int64, or of steps, uint8, as they lie in a message.
 
-    Returns how many it has filled in, fewer if the list does not say more, and the place behind them. A list is used up
-    where that is behind its last run, or its last byte.
+    Returns how many indices it has filled in, and the place behind them. It fills in fewer than fit if the list ends or
+    is invalid. A list is used up when the place is behind its last run, or its last byte.
     """
     if listed.itemsize == 1:
         filled, *after = expand_steps(listed, *place, own)

@@ -25,7 +25,8 @@ class Totals:
 
     @property
     def sums(self) -> Array:
-        """Of all shards, in their order: float64 (totals,), the same on all ranks."""
+        """The totals over all shards: float64 (totals,). They are added in the order of the shards, so all ranks get
+        the same bits."""
         parts = [self._of_shards[shard] for shard in sorted(self._of_shards)]
         return np.sum(parts, axis=0) if parts else np.zeros(self._count)
 
@@ -35,7 +36,7 @@ class ProgrammedTensor(DenseTensor):
     there as they are.
 
     Both are flat contiguous arrays of float32 of one size. `source` None contributes nothing; `drops`: this worker does
-    not want the results. `results`: how many blocks come back, where that is known.
+    not want the results. `results`: the number of blocks that come back, if that is known.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class ProgrammedRows(RowSet):
             self._out.reshape(-1).view(row)[numbers] = np.ascontiguousarray(rows).reshape(-1).view(row)
 
 
-NUMBER_BYTES = 4  # of a float32
+NUMBER_BYTES = 4  # size of a float32
 
 
 def row_numbers(columns: int, cells: int, block_size: int) -> int:
-    """How many numbers a state keeps for one block."""
+    """The numbers that a state keeps for one block."""
     return columns * block_size + cells
 
 
@@ -113,14 +114,14 @@ class ShardStates:
         self._states: dict[int, tuple[tuple[object, ...], Array]] = {}
 
     def begin(self, descriptor: Descriptor, program: BlockProgram, stripes: Stripes) -> ProgramRun:
-        """Make a program ready for a collective whose blocks are dealt as `stripes` says. Raises ProtocolError when its
-        state was made for another tensor, or finds no room."""
+        """Make a program ready for a collective, of which this shard has `stripes`. Raises ProtocolError when its state
+        was made for another tensor, or finds no room."""
         layout = descriptor.layout
         kind = layout, stripes, program.columns, program.cells
         made_for, state = self._states.get(program.state, (kind, None))
         if state is None:
             state = self._new(program, stripes.count(layout.blocks), layout.block_size)
-            if state.size:  # of nothing there could be any number
+            if state.size:  # an empty state takes no memory: then peers could make any number of them
                 self._states[program.state] = kind, state
         if made_for != kind:
             raise ProtocolError(
@@ -159,13 +160,13 @@ class ProgramRun:
 
     @property
     def work(self) -> int:
-        """The cost of a block, in reads of a block from memory. The state is read from memory; a pass over data in the
-        nearest cache costs half as much."""
+        """The cost of a block, in units of one read of the block from memory. The state is read from memory. A pass
+        over data in the nearest cache costs half as much."""
         return self.program.columns + (1 + self.program.work) // 2
 
     def run(self, op: int, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array) -> None:
         """Combine `parts`, as `Union.plan` lists them, of `slots` into `out`, (blocks, block size), and run on each
-        block. `numbers`: of the blocks."""
+        block. `numbers`: the block numbers."""
         run_on_blocks(
             op, slots, parts, out, divisor,
             numbers=numbers, shards=self._stripes.shards, stripe_blocks=self._stripes.stripe_blocks,

@@ -1,4 +1,4 @@
-"""Blocks on their way: float32 in a tensor or a sum, encoded in a message.
+"""Encoding of blocks for messages. In a tensor or a sum they are float32.
 
 A scan lists the blocks, and the codec encodes them where they lie in the tensor. Results are decoded in the tensor
 itself. So a scan knows nothing of codecs, and a codec nothing of scans.
@@ -21,8 +21,8 @@ FLOAT_BYTES = 4
 
 
 def coding_of(descriptor: Descriptor, known: Codecs, number: int, sender: int) -> tuple[Codec, int]:
-    """The codec of a collective that has one, and the key of the random numbers that `sender` draws. `number`: of the
-    collective. Raises ProtocolError for a codec that is not `known`."""
+    """The codec of a collective, and the key of the random numbers that `sender` draws in collective `number`. Raises
+    ProtocolError for a codec that is not `known`."""
     if descriptor.codec not in known:
         raise ProtocolError(
             f"the codec '{descriptor.codec}' is not known here; expected {', '.join(known)}. A codec of your own "
@@ -51,7 +51,8 @@ class Coder:
     def pack(
         self, operand: Operand, shard: int, cursor: int, span: int, rows: Array, indices: Array, key: int
     ) -> Packed:
-        """As `operand.pack`; `rows`, uint8 (rows, block bytes), are encoded. `key`: of this rank's stream."""
+        """As `operand.pack`, with encoded `rows`, uint8 (rows, block bytes). `key`: the key of this rank's random
+        numbers."""
         packed = operand.find(shard, cursor, span, indices[: len(rows)])
         present: Array = indices[: packed.block_count]
 
@@ -63,7 +64,7 @@ class Coder:
         return packed
 
     def put(self, operand: Operand, rows: Array, indices: Array) -> None:
-        """As `operand.put`, of `rows`, uint8 (blocks, block bytes), that are encoded."""
+        """As `operand.put`, with encoded `rows`, uint8 (blocks, block bytes)."""
 
         def place(some: slice, where: Array, target: Array) -> None:
             with self._calling:
@@ -75,8 +76,8 @@ class Coder:
         self, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array, key: int, scratch: Array
     ) -> None:
         """Combine `parts`, as `Union.plan` lists them, of `slots`, uint8 (bytes,), into `out`, uint8 (blocks, block
-        bytes). A mean is their sum, divided by `divisor`. `numbers`: of the blocks; `key`: of the stream of sums.
-        `scratch`: float32 (PIECE_ELEMENTS,)."""
+        bytes). A mean is their sum, divided by `divisor`. `numbers`: the block numbers; `key`: the key of the random
+        numbers for sums. `scratch`: float32 (PIECE_ELEMENTS,)."""
         for piece in pieces(len(parts), self.block_size):
             some = parts[piece]
             totals = scratch[: len(some) * self.block_size].reshape(-1, self.block_size)
@@ -89,11 +90,11 @@ class Coder:
 
     def there_and_back(self, x: Array, keys: Array) -> Array:
         """Encode and decode the blocks of `x`, float32 (elements,); return an array like it. `keys`: uint64 (blocks,),
-        of the random numbers."""
+        the key of each block's random numbers."""
         padded = np.zeros(keys.size * self.block_size, np.float32)
         padded[: x.size] = x
         values = padded.reshape(keys.size, self.block_size)
-        present = np.flatnonzero(find_blocks(padded, self.block_size))  # others do not travel
+        present = np.flatnonzero(find_blocks(padded, self.block_size))  # blocks of zeros do not travel
         for piece in pieces(present.size, self.block_size):
             own = present[piece]
             encoded = np.empty((own.size, self.block_bytes), np.uint8)

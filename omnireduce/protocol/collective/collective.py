@@ -12,15 +12,15 @@ from omnireduce.protocol.collective.rows import RowSum
 
 
 def sum_of_host(operand: Operand) -> HostSum | RowSum:
-    """The operand that shards get from a host, one of whose ranks has this operand."""
+    """The operand that shards get from a host. `operand` belongs to one rank of the host."""
     return RowSum(operand) if isinstance(operand.blocks, RowBlocks) else HostSum(operand)
 
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """One collective under way on this worker. `sender`: the worker's number at the shards. `host_sum`: what shards get
-    from a host of several ranks, in place of one rank's operand. `codec`: of its blocks; `key`: of its random
-    numbers."""
+    """One collective under way on this worker. `sender`: the worker's number at the shards. `host_sum`: the operand
+    that shards get from a host of several ranks, in place of one rank's operand. `codec` encodes its blocks, and `key`
+    is the key of the codec's random numbers."""
 
     number: int
     descriptor: Descriptor
@@ -29,14 +29,14 @@ class Collective:
     parts_left: int = 0  # shards, and exchanges in the host, from which results are still to come
     host_sum: HostSum | RowSum | None = None
     codec: Codec | None = None
-    sent: Operand = field(init=False)  # what goes to the shards
+    sent: Operand = field(init=False)  # the operand that goes to the shards
     key: int = 0
 
     def __post_init__(self) -> None:
         self.sent = self.operand if self.host_sum is None else self.host_sum
 
     def use(self, codec: Codec) -> None:
-        """Let the blocks travel as `codec` says."""
+        """Encode the blocks with `codec` on their way."""
         self.codec, self.key = codec, stream_key(self.descriptor.seed, self.number, self.sender)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Effects of the machines of rank and shard: what they want to be done, and the causes with which they end."""
+"""Effects: the actions that the machines of rank and shard want to be done, and the causes of their end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 class Send(NamedTuple):
     """Send `nbytes` of send slot `slot` to each of `peers`. A peer in `instead` gets the message given there (uint8).
 
-    Such a message, too, stays as it is until the peer has returned the credit of the slot.
+    The slot and the messages in `instead` do not change until the peers have returned the credit of the slot.
     """
 
     peers: Sequence[int]
@@ -69,8 +69,8 @@ class End(NamedTuple):
 
 
 class Warn(NamedTuple):
-    """Tell the user about something that is slow, not wrong. `still_s`: for how long this process itself stood still; 0
-    if it did not."""
+    """Tell the user about something that is slow, not wrong. `still_s`: the seconds that this process itself stood
+    still; 0 if it did not."""
 
     text: str
     still_s: float = 0.0
@@ -80,7 +80,7 @@ Effect = Send | Return | Tell | Wake | Finish | End | Warn
 
 
 def kind_of(cause: Cause, *, own: bool) -> AbortKind:
-    """How an aggregator sorts the cause with which a worker leaves. `own`: it blames itself."""
+    """The kind of the cause that a worker gives when it leaves. `own`: the worker blames itself."""
     if cause.timeout:
         return "timeout"
     return "mismatch" if cause.mismatch else "worker" if own else "relayed"

@@ -20,7 +20,7 @@ from omnireduce.protocol.collective.codecs import FLOAT_BYTES, Coder
 
 NO_HEADER = Header(0, 0, 0, 0, 0)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet
-INDEX_WORK = 16  # of one index
+INDEX_WORK = 16  # the cost of one index
 
 
 class Shape(NamedTuple):
@@ -40,19 +40,19 @@ class Union:
     `slots`: uint8 (ranks × slots, slot bytes), the receive slots of all ranks, with their messages.
 
     The indices of a message are copied, checked and used window by window. `awaiting_window`: ranks that have used up
-    theirs.
+    their window.
     """
 
     def __init__(self, ranks: int, slots: Array, window: int) -> None:
         self._slots, self._words, self._window = slots, slots.view(np.int64), window
         self._indices = np.empty((ranks, window), np.int64)
         self._counters = np.zeros((4, ranks), np.int64)
-        # of each rank: which index comes next, how many there are, where its first block begins, and the blocks that it
-        # alone has brought
+        # for each rank: the next index, the number of indices, the start of its first block, and the number of blocks
+        # that it alone has brought
         self._position, self._count, self._start, self._soles = self._counters
-        self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and head
+        self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and header
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
-        self._ahead: dict[int, int] = {}  # by rank, blocks of it that are not in its window yet
+        self._ahead: dict[int, int] = {}  # by rank, the blocks of its message that are not in its window yet
         self._next = [START] * ranks  # in a list of runs or steps: the place behind the window
         self.awaiting_window: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
@@ -68,14 +68,14 @@ class Union:
         self._counters[:] = 0
         self._unused = [0] * len(self._unused)
         self._frontier = [NOT_STARTED] * len(self._frontier)
-        self._cursor = shape.stripes.first_block(shape.blocks) if shape.every else 0  # which comes next, of every one
+        self._cursor = shape.stripes.first_block(shape.blocks) if shape.every else 0  # next block of `_plan_every`
         self.watermark = NOT_STARTED  # the lowest frontier: below it nothing can be missing
         self.received_blocks = 0
 
     def open(self, rank: int, row: int, header: Header) -> int:
         """Take `rank`'s blocks from now on from the message in row `row` of the slots; return the work done. Raises
         ProtocolError."""
-        before = self._frontier[rank]  # a message that does not raise it would be one of endless many
+        before = self._frontier[rank]  # each message must raise it: else a peer could send messages without end
         blocks, block_bytes = self.shape.blocks, self.shape.block_bytes
         if header.left_out or header.block_bytes != block_bytes or not before < header.frontier <= blocks:
             raise ProtocolError(
@@ -99,7 +99,8 @@ class Union:
     def _admit(self, rank: int, low: int) -> int:
         """Fill the window of `rank` with its message's next indices, which must be `low` or higher.
 
-        They leave room for those that follow: no collective completes before all indices have been seen.
+        They must leave room below the frontier for the indices that follow. So no collective completes before all
+        indices have been seen.
         """
         row, header = self._open[rank]
         _, (shard, shards, stripe_blocks), block_size, block_bytes, _ = self.shape
@@ -129,7 +130,7 @@ class Union:
         return count * INDEX_WORK
 
     def _expanded(self, rank: int, listed: Array, own: Array) -> Array:
-        """Fill `own` with the next indices of the runs or steps of `rank`, and return it. Raises ProtocolError."""
+        """Fill `own` with the next indices of the runs or steps of `rank`, and return `own`. Raises ProtocolError."""
         header = self._open[rank][1]
         filled, self._next[rank] = expand(listed, self._next[rank], self.shape.stripes, own)
         is_used_up = self._next[rank][0] == (header.steps or header.runs)
@@ -138,11 +139,11 @@ class Union:
         return own
 
     def plan(self, numbers: Array, parts: Array, mark_sole: bool) -> int:
-        """List the next blocks of the union, no more than `numbers`, int64 (blocks,), takes; return how many there are.
+        """List the next blocks of the union in `numbers`, int64 (blocks,); return how many were listed.
 
-        `parts`, int64 (blocks or more, ranks), says of each where a rank's part begins, in elements from the start of
-        the slots, or ABSENT. With `mark_sole` a number says which rank alone has brought the block, if one has; see
-        `take_soles`.
+        `parts`, int64 (blocks or more, ranks), says for each block where each rank's part begins, in elements from the
+        start of the slots, or ABSENT. With `mark_sole`, the number of a block that a single rank has brought also says
+        which rank; see `take_soles`.
         """
         known = self.watermark
         if self._ahead:
@@ -157,7 +158,7 @@ class Union:
         return added
 
     def _plan_every(self, known: int, numbers: Array, parts: Array) -> int:
-        """As `plan`, where blocks that no rank has brought count, too."""
+        """As `plan`, but list also the blocks that no rank has brought."""
         added, self._cursor = plan_every(
             self._indices, self._position, self._count, self._start,
             block_size=self.shape.block_size, cursor=self._cursor, stop=known,
@@ -167,13 +168,13 @@ class Union:
         return added
 
     def take_soles(self) -> list[int]:
-        """How many of the blocks planned since the last call each rank alone has brought."""
+        """For each rank, the number of blocks that it alone has brought, among those planned since the last call."""
         soles: list[int] = self._soles.tolist()
         self._soles[:] = 0
         return soles
 
     def use(self) -> None:
-        """The blocks planned last are in a result: their ranks need them no more."""
+        """The blocks planned last are in a result: their parts in the slots are not needed any more."""
         self._unused = (self._count - self._position).tolist()
         for rank in self._ahead:
             if not self._unused[rank]:
@@ -181,7 +182,7 @@ class Union:
             self._unused[rank] += self._ahead[rank]
 
     def skip(self, rank: int) -> None:
-        """The rank's open message has been passed on as it is: nobody here needs its blocks."""
+        """The rank's open message has been passed on as it is: its blocks are not needed here."""
         self._unused[rank] = 0
         self._position[rank] = self._count[rank]
         self._ahead.pop(rank, None)
@@ -201,7 +202,7 @@ class Union:
 
     @property
     def used_up(self) -> bool:
-        """All blocks of the messages that are here are used, and those that nobody brings below the watermark."""
+        """All blocks of the messages that are here are used. With `every`, so are all blocks below the watermark."""
         return not any(self._unused) and not (self.shape.every and self._cursor < self.watermark)
 
     @property
@@ -216,10 +217,10 @@ class Union:
         return [rank for rank, frontier in enumerate(self._frontier) if frontier == self.watermark]
 
 
-BLOCK_WORK = 256  # of one rank's part of a block, beside its bytes
-HALF_WORK = 8  # of one byte of 16-bit floats, which go through float32 and back
-CODED_WORK = 2  # of one byte of float32 that is decoded and encoded
-FORMATS = 16  # that are kept: programs mix few
+BLOCK_WORK = 256  # the cost of one rank's part of a block, beside its bytes
+HALF_WORK = 8  # the cost of one byte of 16-bit floats, which go through float32 and back
+CODED_WORK = 2  # the cost of one byte of float32 that is decoded and encoded
+FORMATS = 16  # the number of formats that are kept: a job uses few
 HALF_COLUMNS = 1 << 14  # 16-bit elements of a block that are combined in one step
 _NO_NUMBERS, _NOTHING = np.empty(0, np.int64), np.empty(0, np.float32)
 
@@ -229,7 +230,7 @@ class Format(NamedTuple):
 
     `source`: the receive slots, (elements,). `rows`: the results, (slots, capacity of a slot, block size). `capacity`:
     blocks of a result. `columns`: elements of a block that are combined in one step. `byte_work`, `block_work`: the
-    cost of one byte, and of one block of all senders, in the budget. `coder`: of encoded blocks, which are seen as
+    cost of one byte, and of one block of all senders, in the budget. `coder`: for encoded blocks, which are seen as
     bytes.
     """
 
@@ -247,11 +248,11 @@ class Format(NamedTuple):
 
 
 class Combiner:
-    """Combines parts of so many `senders` in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots, slot
-    bytes). A mean is their sum, divided by `divisor`.
+    """Combines the parts of `senders` ranks in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots,
+    slot bytes). A mean is their sum, divided by `divisor`.
 
-    A result takes no more than `most_blocks`, and is no longer than `lengths` allow. `piece_bytes`: all senders' parts
-    of a block that are combined in one step.
+    A result takes at most `most_blocks`, and is no longer than `sizing` allows. `piece_bytes`: the most bytes of one
+    block, with the parts of all senders, that are combined in one step.
     """
 
     def __init__(
@@ -262,8 +263,10 @@ class Combiner:
         self._senders, self._slots, self._results = senders, slots, results
         self._sizing, self._most_blocks, self._piece_bytes = sizing, most_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
-        self._plain = _NOTHING  # of blocks that are encoded, once a codec is used
-        self._formats: dict[tuple[str, int, str], Format] = {}  # by dtype, block size and codec, the last used behind
+        self._plain = _NOTHING  # scratch memory for the float32 of encoded blocks, once a codec is used
+        self._formats: dict[
+            tuple[str, int, str], Format
+        ] = {}  # by dtype, block size and codec; the last used at the end
 
     @property
     def work_bytes(self) -> int:
@@ -273,8 +276,8 @@ class Combiner:
     def begin(
         self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0, running: ProgramRun | None = None
     ) -> Format:
-        """Make ready for a collective whose blocks travel as `codec` says; return how they lie. `key`: of what it draws
-        for sums. `running`: the program that works on sums. Raises CodecError."""
+        """Make ready for a collective whose blocks are encoded by `codec`; return their format. `key`: the key of the
+        codec's random numbers for sums. `running`: the program that works on sums. Raises CodecError."""
         kind = descriptor.element.name, descriptor.layout.block_size, descriptor.codec
         self._format = self._formats.pop(kind) if kind in self._formats else self._new_format(descriptor, codec)
         self._formats[kind] = self._format
@@ -316,7 +319,8 @@ class Combiner:
         )
 
     def combine(self, parts: Array, out: Array, numbers: Array) -> None:
-        """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size). `numbers`: of the blocks."""
+        """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size). `numbers`: the block
+        numbers."""
         form = self._format
         if form.coder is not None:
             form.coder.combine(
@@ -334,7 +338,7 @@ class Combiner:
             reduce_blocks(self._op, form.source, parts, out, self._divisor)
 
     def combine_piece(self, part: Array, row: Array, column: int) -> int:
-        """Combine one block from element `column` on, as far as one step goes; return how far that was."""
+        """Combine one block from element `column` on, as far as one step goes; return the element where to go on."""
         piece: Array = row[column : column + self._format.columns].reshape(1, -1)
         self.combine(np.where(part == ABSENT, ABSENT, part + column), piece, _NO_NUMBERS)
         return column + piece.size

@@ -1,7 +1,7 @@
-"""Ranks that have begun different collectives in the same place, and ranks that refuse their call there.
+"""Checks that all ranks have begun the same collective. Ranks may also all have refused their call.
 
-A rank that refuses a call by itself takes part in that place with a refusal. If all ranks refuse, the refusal is a
-collective like any other: it ends when all have begun it. Each rank may have another reason.
+A rank that refuses a call takes part with a refusal in place of the collective. If all ranks refuse, the refusal is a
+collective like any other: it ends when all have begun it. The reasons of the ranks may differ.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def check_refusals(one: Begun, other: Begun) -> None:
 
 
 def _refused(refusing: Begun, calling: Begun) -> Cause:
-    """The cause of the job's end if one rank refuses its call and another one does not. The other one may be at a later
-    collective, because its call took no part of this shard."""
+    """The cause of the job's end if one rank refuses its call and another rank does not. The other rank may be at a
+    later collective, because this shard had no part in its call."""
     called = f", which rank {calling.rank} called"
     if refusing.number == calling.number:
         called += f" as {calling.descriptor}"

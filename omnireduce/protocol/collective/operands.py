@@ -1,4 +1,4 @@
-"""Operands: a worker's input to a collective, and the place for its result. Here: dense tensors."""
+"""Operands that are dense tensors. An operand is a worker's input to a collective, and the place for its result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from omnireduce.kernels.pack import list_blocks, list_noted, pack_blocks, pack_l
 from omnireduce.kernels.scatter import scatter_blocks
 
 WORD = np.dtype(np.uint64)
-SHARES = 8  # of a tensor: shards and links get one while a host sums the next
-Memory = Callable[[int], Array]  # gives a flat array of so many bytes or more, with any content
+SHARES = 8  # a host's sum goes to the shards in at most this many parts: they work on one while it sums the next
+Memory = Callable[[int], Array]  # takes a number of bytes; gives a flat array of that size or more, with any content
 
 
 class Packed(NamedTuple):
@@ -28,9 +28,9 @@ class Packed(NamedTuple):
 
 
 class TensorBlocks(NamedTuple):
-    """A dense tensor as the exchange inside a host takes it: uint64 (full blocks, words per block), and the short last
-    block, filled up with zeros, (0 or 1, words per block). They are written only as `target`. A `silent` one
-    contributes nothing; `mask` as in `ElementType.zero_mask`."""
+    """A dense tensor for the exchange inside a host: uint64 (full blocks, words per block), and the short last block,
+    filled up with zeros, (0 or 1, words per block). Only `target` is written. A `silent` tensor contributes nothing;
+    `mask` as in `ElementType.zero_mask`."""
 
     source: Array
     source_tail: Array
@@ -42,14 +42,14 @@ class TensorBlocks(NamedTuple):
 
 
 _NO_BLOCK, _NO_BYTES = np.zeros((0, 1), WORD), np.zeros(0, np.uint8)
-# What ranks of several hosts send one by one. Inside a host they only agree that they have begun the same.
+# For tensors that every rank sends for itself: inside a host the ranks only check that all have begun the same.
 AGREEMENT = TensorBlocks(_NO_BLOCK, _NO_BLOCK, _NO_BLOCK, _NO_BLOCK, in_place=True, silent=True, mask=np.uint64(0))
 
 
 class RowBlocks(NamedTuple):
-    """Rows as the exchange inside a host takes them: their `numbers`, int64 (n,), strictly ascending, and `rows`, uint8
-    (n, row bytes). `hold` takes the numbers of the union and gives memory for its rows, uint8 (m, row bytes); `memory`
-    gives it for other rows on their way."""
+    """Rows for the exchange inside a host: their `numbers`, int64 (n,), strictly ascending, and `rows`, uint8 (n, row
+    bytes). `hold` takes the row numbers of the union and returns memory for its rows, uint8 (m, row bytes). `memory`
+    gives memory for rows on their way."""
 
     numbers: Array
     rows: Array
@@ -76,12 +76,12 @@ class Operand(Protocol):
 
     @property
     def blocks(self) -> TensorBlocks | RowBlocks:
-        """What is exchanged inside a host."""
+        """The blocks or rows that are exchanged inside a host."""
         ...
 
     @property
     def is_divisible(self) -> bool:
-        """Whether work for different shards may now go on in several threads: it touches nothing in common."""
+        """Whether threads may work for different shards at the same time: no two of them write to the same memory."""
         ...
 
     layout: Layout
@@ -108,7 +108,7 @@ class Operand(Protocol):
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this worker alone contributed.
 
-        `left_out`: what is unchanged has no row. Raises ProtocolError when this worker cannot have it.
+        `left_out`: unchanged blocks have no row. Raises ProtocolError when this worker has not contributed them.
         """
         ...
 
@@ -117,7 +117,7 @@ class Operand(Protocol):
         ...
 
     def take_totals(self, shard: int, totals: Array) -> None:
-        """Take what a program has added up on a shard, float64."""
+        """Take the totals that a program has added up on a shard, float64."""
         ...
 
     def finish(self) -> None:
@@ -129,7 +129,7 @@ class _Unprotected:
     """Shows NumPy the memory of a read-only array as one that can be written."""
 
     def __init__(self, array: Array) -> None:
-        self._array = array  # which owns the memory
+        self._array = array  # it owns the memory
         address = array.__array_interface__["data"][0]
         self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
 
@@ -169,7 +169,7 @@ class _Tensor:
 
     def __init__(self, blocks: TensorBlocks, layout: Layout, block_bytes: int, nbytes: int) -> None:
         self.blocks, self.layout, self.block_bytes, self.nbytes = blocks, layout, block_bytes, nbytes
-        self._scanned = blocks  # whose blocks of zeros the scan clears
+        self._scanned = blocks  # the scan clears its blocks of zeros
 
     @property
     def is_divisible(self) -> bool:
@@ -247,12 +247,12 @@ class DenseTensor(_Tensor):
 
     @property
     def is_divisible(self) -> bool:
-        return self._cleared or not self.blocks.silent  # the first shard's part clears all
+        return self._cleared or not self.blocks.silent  # a silent tensor is cleared by the first shard's `start`
 
     def start(self, shard: int) -> int:
         if not self.blocks.silent:
             return self.layout.first_block(shard)
-        if not self._cleared:  # not earlier: the target is ours only once the collective is under way
+        if not self._cleared:  # not earlier: the target may be written only once the collective is under way
             self._target.clear()
             self._cleared = True
         return self.layout.blocks
@@ -287,8 +287,8 @@ class DenseTensor(_Tensor):
 
 class HostSum(_Tensor):
     """The sum of the ranks of a host, in the target of `operand`, the dense tensor of one of them. Shards get each
-    block as soon as it is summed. Their results take its place. `notes`: uint8 (blocks,), what is known of each block,
-    as in `kernels.chunk`."""
+    block as soon as it is summed. Their results take its place. `notes`: uint8 (blocks,), the flags of each block that
+    `kernels.chunk` defines."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
@@ -297,11 +297,11 @@ class HostSum(_Tensor):
         super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes)
         self._ready = -1  # not even an empty tensor is summed yet
         self.notes = np.zeros(operand.layout.blocks, np.uint8)
-        self._full = np.zeros(operand.layout.blocks + 1, np.int32)  # of the blocks before each, how many are not 0
+        self._full = np.zeros(operand.layout.blocks + 1, np.int32)  # at i: how many blocks before block i are not 0
 
     @property
     def ready(self) -> int:
-        """The block below which all are summed. Their notes are written before."""
+        """The first block that is not summed yet, or -1. The notes of all blocks below it are written."""
         return self._ready
 
     @ready.setter
@@ -317,8 +317,8 @@ class HostSum(_Tensor):
         return self.layout.first_block(shard)
 
     def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
-        """Whether enough follows at this cursor for a message: the rest of the tensor, a good part of it, `span`
-        blocks, or `most` non-zero blocks of all shards together."""
+        """Whether enough blocks behind this cursor are summed for a message: the rest of the tensor, a good part of it,
+        `span` blocks, or `most` non-zero blocks of all shards together."""
         ready, blocks = self.ready, self.layout.blocks
         if ready == blocks or ready - cursor >= min(span, max(1, blocks // SHARES)):
             return True

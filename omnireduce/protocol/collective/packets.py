@@ -1,7 +1,7 @@
-"""Parts of any size, one from each rank, as a worker's share of a collective: packets, numbered by rank.
+"""Packets: the operand of a collective in which each rank sends a part of any size. They are numbered by rank.
 
 A part is the bytes of an array, with zeros up to the end of the last packet. The last 8 bytes hold its number of items.
-A rank may give a reason in place of its part: then the part is a text, and the highest bit of these 8 bytes is 1.
+A rank may refuse its part and say why. Then the part is that text, and the highest bit of these 8 bytes is 1.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ IS_REFUSAL = 1 << 63
 
 
 class Packets(RowSet):
-    """This worker's part, and in the end those of all `senders`.
+    """This worker's part, and in the end the parts of all `senders`.
 
-    `own`: the packets of this worker's part; none if it sends nothing. `like`: (0, ...), an empty array of the items of
-    all parts. `rank` is this worker's, and a part has at most `most` packets. After `finish`, `parts` holds an array
-    (items, ...) of each sender. `refused` then says why ranks have refused; the parts of these are empty.
+    `own`: the packets of worker `rank`, this one; none if it sends nothing. `like`: (0, ...), an empty array of the
+    items of all parts. A part has at most `most` packets. After `finish`, `parts` holds an array (items, ...) of each
+    sender. `refused` then says why ranks have refused; their parts are empty.
     """
 
     def __init__(
         self, own: Array, like: Array, layout: Layout, memory: Memory, *, rank: int, senders: Sequence[int], most: int
     ) -> None:
         super().__init__(rank * most + np.arange(len(own)), own, layout, memory)
-        self.nbytes = own.nbytes  # the other parts are as large as they are
+        self.nbytes = own.nbytes  # the sizes of the other parts are not known
         self._senders, self._most, self._like = senders, most, like
         self.parts: list[Array] = []
         self.refused: dict[int, str] = {}
@@ -64,7 +64,7 @@ class Packets(RowSet):
             raise ProtocolError(f"a result with {data.size} bytes of packets of rank {rank} for {items} items")
         try:
             return data[:nbytes].view(dtype).reshape(items, *shape)
-        except (ValueError, OverflowError) as error:  # of items without bytes there may be any number
+        except (ValueError, OverflowError) as error:  # the number of items without bytes is any that the peer wrote
             raise ProtocolError(f"a result with {items} items of rank {rank}: {error}") from None
 
     @staticmethod
@@ -74,7 +74,7 @@ class Packets(RowSet):
         except UnicodeDecodeError:
             text = ""
         if nbytes > REFUSED_BYTES or data.size != PACKET_BYTES or not (text and text.isprintable()):
-            raise ProtocolError(f"a refusal of rank {rank} of {nbytes} bytes in {data.size}, or one that is no text")
+            raise ProtocolError(f"a refusal of rank {rank} of {nbytes} bytes in {data.size}, or that is no text")
         return text
 
 
@@ -93,7 +93,8 @@ def packed(x: Array) -> Array:
 
 
 def packed_refusal(why: str) -> Array:
-    """The packets of a rank that refuses its part, as those of `packed`. `why`: printable, up to REFUSED_BYTES."""
+    """The packets of a rank that refuses its part: uint8 (packets, PACKET_BYTES). `why`: printable, up to
+    REFUSED_BYTES."""
     rows = packed(np.frombuffer(why.encode(), np.uint8))
     rows.reshape(-1)[-COUNT_BYTES:].view(np.uint64)[0] |= np.uint64(IS_REFUSAL)
     return rows

@@ -1,4 +1,4 @@
-"""Work for several shards at the same time, in threads."""
+"""A rank's work for several shards at the same time, in threads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ThreadPool(Protocol):
     worth_bytes: int
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Make all calls; return their results in the order of the calls. Raises the first error among them. No call
-        runs on when it has returned or raised."""
+        """Make all calls; return their results in the order of the calls. Raises the first error among them. When it
+        returns or raises, all calls have ended."""
         ...
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class Parallel:
 
     @property
     def is_on(self) -> bool:
-        """A collective under way is large, and in all of them the parts of different shards touch nothing in common."""
+        """Whether to use threads: a collective under way is large, and all of them are divisible."""
         large = any(collective.sent.nbytes >= self.pool.worth_bytes for collective in self._under_way)
         return large and all(collective.sent.is_divisible for collective in self._under_way)
 
@@ -47,6 +47,6 @@ class Parallel:
             yield from messages
 
     def place(self, shard: int, slot: int, nbytes: int) -> None:
-        """Do in advance the part of the machine's `received` that concerns this shard alone. Threads may do it for
+        """Do in advance the part of the machine's `received` that concerns this shard alone. Threads may call this for
         different shards at the same time."""
         self._streams[shard].place(slot, nbytes)

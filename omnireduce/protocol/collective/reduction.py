@@ -18,17 +18,17 @@ from omnireduce.protocol.collective.block_programs import ProgramRun
 from omnireduce.protocol.collective.merge import BLOCK_WORK, Combiner, Shape, Union
 
 assert MAX_BLOCKS == 1 << SOLE_SHIFT
-WORTH_LEAVING_OUT = 8  # one in so many blocks of a message; below that the copy costs more than the bytes
-PLANNED = 1 << 15  # parts of blocks, of all ranks, that are planned in one step
+WORTH_LEAVING_OUT = 8  # a shorter message leaves out at least one in 8 blocks; for fewer the copy costs more
+PLANNED = 1 << 15  # the most parts of blocks, over all ranks, that are planned in one step
 
 
 class Budget(NamedTuple):
-    """The work that an aggregator does for one job before others have their turn. It is counted in bytes read; work
-    without bytes counts as the bytes that take the same time.
+    """The work that an aggregator does for one job before others have their turn. It is counted in bytes read; other
+    work counts as the bytes that could be read in its time.
 
-    `work`: of one turn, if no other job is busy. A turn may exceed it by one step. A step is bounded, too: `window`,
-    indices of one message; `piece_bytes`, all ranks' parts of one block. `blocks`: most blocks of one result. `output`:
-    about how many bytes leave in one turn while other jobs are busy.
+    `work`: the work of one turn, if no other job is busy. A turn may exceed it by one step. A step is bounded, too:
+    `window`, indices of one message; `piece_bytes`, all ranks' parts of one block. `blocks`: the most blocks of one
+    result. `output`: about the bytes that leave in one turn while other jobs are busy.
     """
 
     work: int = 16 << 20
@@ -39,7 +39,7 @@ class Budget(NamedTuple):
 
 
 class MakeReduction(Protocol):
-    """`Reduction`, or what makes one that is observed."""
+    """`Reduction`, or a function that makes an observed `Reduction`."""
 
     def __call__(
         self, senders: int, divisor: int, arena: Array, results: Array, sizing: MessageSizing, budget: Budget, /
@@ -47,11 +47,11 @@ class MakeReduction(Protocol):
 
 
 class Reduction:
-    """Work space for the collectives of one job, whatever their blocks; `begin` makes it ready for one of them.
+    """Work space for the collectives of one job, with any kind of blocks; `begin` makes it ready for one of them.
 
     `senders` ranks bring blocks, each for itself or for its host. A mean is divided by `divisor`. `arena`: uint8 (ranks
     × slots, slot bytes), the receive slots of all ranks; `results`: uint8 (slots, slot bytes). Results are as
-    long as `lengths` says. `union`: the blocks that the senders have brought.
+    long as `sizing` says. `union`: the blocks that the senders have brought.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reduction:
     ) -> None:
         self._senders, self._results, self._sizing = senders, results, sizing
         self._lengths_vary = sizing.shortest < sizing.longest
-        self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # of a result's blocks
+        self._numbers = np.empty(min(budget.blocks, capacity(arena.shape[1], 1)), np.int64)  # the result's blocks
         self._lister = Lister(self._numbers.size)
         self._parts = np.empty((max(1, PLANNED // senders), senders), np.int64)
         self.union = Union(senders, arena, budget.window)
@@ -79,20 +79,21 @@ class Reduction:
         self, descriptor: Descriptor, stripes: Stripes,
         *, codec: Codec | None = None, key: int = 0, marks: bool = True, running: ProgramRun | None = None,
     ) -> None:  # fmt: skip
-        """Start a collective whose blocks are all of `stripes` and travel as `codec` says; `key`: of what it draws for
-        sums. `marks`: results say which blocks one sender alone has brought. `running`: the program that works on sums.
-        Raises CodecError."""
+        """Start a collective. Its blocks are all in `stripes`, and encoded by `codec`; `key`: the key of the codec's
+        random numbers for sums. `marks`: results say which blocks a single sender has brought. `running`: the program
+        that works on sums. Raises CodecError."""
         self._format = form = self._combiner.begin(descriptor, codec, key, running)
         every = descriptor.program is not None and descriptor.program.every_block and running is not None
         self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes, every))
-        # 16-bit floats go through float32 and back, which may change the bits of a NaN; a rank has no encoded blocks
+        # A result does not always equal the single rank's block: the way of 16-bit floats through float32 may change a
+        # NaN, and the rank's block is not encoded.
         may_mark = marks and codec is None and descriptor.program is None and form.block_bytes > TINY_BYTES
         self._sole_is_result = may_mark and descriptor.op == "sum" and not form.half
         self._returns = running is None or running.program.returns
         self.written = 0
-        self._column = 0  # of the next block of the result: how many of its elements are there
-        self.sent_blocks = 0  # of this collective, without `written`
-        self.sealed = 0  # up to which block results have gone
+        self._column = 0  # how many elements of the result's next block are combined
+        self.sent_blocks = 0  # blocks in the results of this collective so far, without `written`
+        self.sealed = 0  # the frontier of the last result
         self._room = form.capacity
         if self._lengths_vary:
             self._make_room()
@@ -108,7 +109,7 @@ class Reduction:
 
     @property
     def has_news(self) -> bool:
-        """There is something that no result has said yet."""
+        """A result sent now would carry blocks or a higher frontier."""
         return self.written > 0 or self.union.watermark > self.sealed
 
     @property
@@ -116,7 +117,7 @@ class Reduction:
         return 2 * self.written >= self._room
 
     def merge(self, slot: int, most: int) -> int:
-        """Reduce what the watermark allows into result slot `slot`: `most` work, or up to one block more.
+        """Reduce the blocks that the watermark allows into result slot `slot`: `most` work, or up to one block more.
 
         Returns the work done; 0 means that there was nothing to add.
         """
@@ -125,7 +126,7 @@ class Reduction:
         first, form = self.written, self._format
         if form.columns < form.block_size:
             return self._merge_piece(slot)
-        wanted = max(1, -(-most // form.block_work))  # to the end of the budget: what would be left costs a step, too
+        wanted = max(1, -(-most // form.block_work))  # rounded up: a rest of the budget would cost one more step
         added = self._plan(min(len(self._parts), self._room - first, wanted))
         if added:
             out, numbers = form.rows[slot, first : first + added], self._numbers[first : first + added]
@@ -134,7 +135,7 @@ class Reduction:
         return added * form.block_work
 
     def _merge_piece(self, slot: int) -> int:
-        """As `merge`, for blocks so large that one of them is too much for one step."""
+        """As `merge`, for blocks that are too large for one step."""
         if self._column == 0 and not self._plan(1):
             return 0
         form, before = self._format, self._column
@@ -146,7 +147,7 @@ class Reduction:
         return self._senders * (piece_bytes * form.byte_work + BLOCK_WORK)
 
     def _plan(self, most: int) -> int:
-        """List the next blocks of the union, at most `most`, behind those written; return how many there are."""
+        """List the next blocks of the union, at most `most`, behind those written; return how many were listed."""
         numbers = self._numbers[self.written : self.written + most]
         return self.union.plan(numbers, self._parts, self._sole_is_result)
 
@@ -159,9 +160,8 @@ class Reduction:
     ) -> tuple[int, dict[int, Array]]:
         """Complete the result message in `slot`, with this `extra`, and start an empty one.
 
-        Returns its length in bytes, and shorter messages for those ranks in `memories` for which they are worth it. A
-        shorter message leaves out the blocks that the rank has already. It lies in the memory given for the rank, uint8
-        (bytes,).
+        Returns its length in bytes, and shorter messages for those ranks in `memories` that already have enough of its
+        blocks: a shorter message leaves these out. It is written to the memory given for the rank, uint8 (bytes,).
         """
         numbers, block_bytes = self._numbers[: self.written], self._format.block_bytes
         cut_short = self.full and not self.union.used_up

@@ -1,4 +1,4 @@
-"""Operands of rows of a large sparse matrix: those of a worker, or the sums of a host's rows."""
+"""Operands that are rows of a large sparse matrix: a worker's rows, or the sums of a host's rows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from omnireduce.protocol.collective.operands import (
 
 
 class NumberedRows:
-    """Rows by their numbers, which are packed without a scan; collects the rows of the union.
+    """Numbered rows, which are packed without a scan; collects the rows of the union.
 
-    `numbers`: int64 (n,), strictly ascending; `rows`: uint8 (n, row bytes). What is collected lies in arrays that
-    `memory` gives.
+    `numbers`: int64 (n,), strictly ascending; `rows`: uint8 (n, row bytes). `memory` gives arrays for the collected
+    rows.
     """
 
     row_dtype = BYTES
@@ -31,7 +31,7 @@ class NumberedRows:
     def __init__(self, numbers: Array, rows: Array, layout: Layout, memory: Memory) -> None:
         self.layout, self.block_bytes = layout, rows.shape[1]
         self.numbers, self._rows, self._memory = numbers, rows, memory
-        self._order: list[Array] = []  # of each shard, where its rows are
+        self._order: list[Array] = []  # for each shard, the indices of its rows in `rows`
         self._count = 0
         self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
 
@@ -86,7 +86,7 @@ class NumberedRows:
         raise AssertionError("no program has run")
 
     def _brought(self, wanted: Array) -> Array:
-        """The rows of these numbers that were brought. Raises ProtocolError."""
+        """This worker's rows of these numbers. Raises ProtocolError when it lacks one of them."""
         places = np.searchsorted(self.numbers, wanted)
         if places.size and (places[-1] == len(self.numbers) or np.any(self.numbers[places] != wanted)):
             raise ProtocolError("a result that leaves out rows which this worker does not have")
@@ -103,7 +103,7 @@ class NumberedRows:
         return memory[: memory.size // self.block_bytes * self.block_bytes].reshape(-1, self.block_bytes)
 
     def collected(self) -> tuple[Array, Array]:
-        """What has been collected: row numbers, int64 (m,), ascending, and rows, uint8 (m, row bytes)."""
+        """The collected rows: their numbers, int64 (m,), ascending, and rows, uint8 (m, row bytes)."""
         numbers, union = self._union_numbers[: self._count], self._union[: self._count]
         if np.any(numbers[1:] < numbers[:-1]):  # stripes of several shards
             order = np.argsort(numbers, kind="stable")
@@ -148,10 +148,10 @@ class RowsInto(RowSet):
 
     @property
     def is_divisible(self) -> bool:
-        return self._cleared  # the first result clears all
+        return self._cleared  # the first result clears `out`
 
     def _clear(self) -> None:
-        """Once what goes first is on its way, and nobody has to wait."""
+        """Set `out` to zeros. This happens with the first result, when this worker's rows are already on their way."""
         if not self._cleared:
             self._out.view(BYTES)[:] = 0
             self._cleared = True
@@ -168,12 +168,12 @@ class RowsInto(RowSet):
         self._out[numbers] = rows.reshape(-1).view(self._row)
 
     def finish(self) -> None:
-        self._scatter(*self.collected())  # by the exchange in memory
+        self._scatter(*self.collected())  # rows that the exchange in memory has put into the union
 
 
 class RowSum(NumberedRows):
-    """The rows of all ranks of a host, summed. Shards get them in place of the rows of `operand`, which are one rank's.
-    This rank shares the results of the shards with its host."""
+    """The summed rows of all ranks of a host. Shards get them in place of the rows of `operand`, which belong to this
+    rank. It shares the results of the shards with its host."""
 
     def __init__(self, operand: Operand) -> None:
         own = operand.blocks
@@ -184,7 +184,7 @@ class RowSum(NumberedRows):
 
     @property
     def blocks(self) -> RowBlocks:
-        """This rank's rows, of which the host makes sums."""
+        """This rank's rows, for the sums of the host."""
         return self._own._replace(hold=self._hold)
 
     def _hold(self, numbers: Array) -> Array:
@@ -195,7 +195,7 @@ class RowSum(NumberedRows):
         """The results that shards have returned to this rank. The sums are not needed any more."""
         numbers, rows = self.collected()
         self.numbers, self._rows = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
-        self._union = self._rows  # it may have been copied
+        self._union = self._rows  # `collected` may have copied it: free its memory
         return self._own._replace(numbers=numbers, rows=rows)
 
     def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:

@@ -41,13 +41,13 @@ class ShardStream:
         self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
         self._sent_frontier = self._sent_blocks = 0
         self._result_frontier = 0
-        self.heard_at = 0.0  # when anything came
+        self.heard_at = 0.0  # when the shard was heard last
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
-        # What came of messages that were placed ahead; a text says what is wrong with one: an error would refer back.
+        # Results of messages that were placed ahead. A text is an error: an exception would keep objects alive.
         self._placed: deque[Collective | str | None] = deque()
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._lister = Lister(0)
-        self._coder: Coder | None = None  # the one used last
+        self._coder: Coder | None = None  # the coder used last
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -117,7 +117,7 @@ class ShardStream:
         return Send((self.shard,), slot, nbytes)
 
     def place(self, slot: int, nbytes: int) -> None:
-        """Do the work of `received` in advance. Other streams may do theirs at the same time."""
+        """Do the work of `received` in advance. Threads may call this for different streams at the same time."""
         try:
             self._placed.append(self._place(slot, nbytes))
         except ProtocolError as error:
@@ -158,7 +158,9 @@ class ShardStream:
         if fitting < indices.size:
             raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")
         if header.left_out and header.left_out != np.count_nonzero(unchanged):
-            raise ProtocolError(f"a result that leaves out other blocks than those of this rank alone: {header}")
+            raise ProtocolError(
+                f"a result that leaves out other blocks than those that only this rank has brought: {header}"
+            )
         rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)
         if coder is None:
             operand.put(rows, indices, unchanged, header.left_out > 0)
@@ -175,7 +177,7 @@ class ShardStream:
         return self._incoming.popleft()
 
     def _coder_of(self, collective: Collective) -> Coder:
-        """What encodes the blocks of a collective that has a codec. Raises CodecError."""
+        """The coder of a collective that has a codec. Raises CodecError."""
         descriptor = collective.descriptor
         if self._coder is None or not self._coder.suits(descriptor):
             assert collective.codec is not None
@@ -184,7 +186,7 @@ class ShardStream:
 
     @staticmethod
     def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
-        """The indices of a result. Those of runs or steps are listed in `indices`. Raises ProtocolError."""
+        """The indices of a result. Runs or steps are expanded into `indices`. Raises ProtocolError."""
         listed = message_steps(memory, header) if header.steps else message_list(memory, header)
         if not (header.runs or header.steps):
             return listed

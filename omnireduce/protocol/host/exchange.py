@@ -1,7 +1,7 @@
 """The exchange of one rank with the other ranks of its host, in memory that each of them writes and all read.
 
-The step function is compiled (`kernels.exchange`). Here are the collectives under way, in order, and what a rank says
-about those that it waits for. Pure: the memory is an array, and who sleeps is woken by an effect.
+The step function is compiled (`kernels.exchange`). This module keeps the collectives under way in order, and says which
+ranks this rank waits for. It is pure: the memory is an array, and an effect wakes a sleeping rank.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _NO_NOTES = np.zeros(0, np.uint8)
 
 
 class MemoryPass(NamedTuple):
-    """One pass of `blocks` through memory. `notes`: for a sum, what is known of each block, as in `HostSum`. `owed`:
-    the ranks, counted within the host, that have to wait for a shard before they begin."""
+    """One pass of `blocks` through memory. `notes`: for a sum, the flags of each block, as in `HostSum`. `owed`: the
+    ranks, counted within the host, that have to wait for a shard before they begin."""
 
     collective: Collective
     blocks: TensorBlocks | RowBlocks
@@ -74,7 +74,7 @@ class MemoryPass(NamedTuple):
 
 
 def passes_of(collective: Collective, ranks: int, hosts: int) -> list[MemoryPass]:
-    """The legs of a collective among the `ranks` of one host, in a job on so many `hosts`."""
+    """The passes of a collective through the memory of a host with `ranks` ranks. The job has `hosts` hosts."""
     blocks, host_sum = collective.operand.blocks, collective.host_sum
     if isinstance(host_sum, RowSum):
         layout, nothing_yet = host_sum.layout, host_sum.returned()
@@ -100,21 +100,21 @@ def _lowest_of_others(counters: Array) -> Array:
 
 
 def owed_ranks(counters: Array, s: Any, number: int, owed: Collection[int]) -> list[int]:
-    """The ranks other than `me` that this one may wait for in leg `number`, while shards owe them something. Arguments
-    as in `late_ranks`."""
+    """The other ranks that this rank may wait for in pass `number`, while shards owe them results. Arguments as in
+    `late_ranks`."""
     behind = counters[:, BEGUN] <= number if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
     return [rank for rank in np.flatnonzero(behind).tolist() if rank != s["me"] and (not owed or rank in owed)]
 
 
 def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
-    """The ranks other than `me` that could take a step and have not. `counters`: int64 (ranks, words), the beginning of
-    each region; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
+    """The other ranks that could take a step and have not. `counters`: int64 (ranks, words), the beginning of each
+    region; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
     begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
     has_begun = begun > s["number"]
     late = ~has_begun
-    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has passed the pass before
+    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has done the pass before
     staged, combined, collected = (column - s["base"] for column in (staged, combined, collected))
-    summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # what a shard owes is not theirs
+    summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # a rank is not late if a shard is
     free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)
     could = has_begun & (staged < s["chunks"]) & (free > staged - s["slots"])
     if has_begun.all():
@@ -124,26 +124,27 @@ def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
 
 
 PAGE = 4096
-EXTRA_BYTES = 4096  # of a slot, for counts and what fills cache lines: a block that fits the slots of links fits here
+EXTRA_BYTES = 4096  # of each slot, for counts and padding: so a block that fits a slot of a link fits here, too
 BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
-_AT = {name: at for at, name in enumerate(STATE.names or ())}  # where the words of the state have what
+_AT = {name: at for at, name in enumerate(STATE.names or ())}  # the index of each word of the state
 _COUNTS = slice(_AT[Counts._fields[0]], _AT[Counts._fields[-1]] + 1)
-STEPS, LOOKS = 16, 128  # in one call of the kernel: signals and other threads wait for it
+STEPS, LOOKS = 16, 128  # limits for one call of the kernel: signals and other threads wait until it returns
 
 
 def region_bytes(slots: int, slot_bytes: int, hosts: int = 1) -> int:
-    """The size of one rank's region, in whole pages. With several hosts, what shards return has slots, too."""
+    """The size of one rank's region, in whole pages. With several hosts it also has slots for results of shards."""
     slots *= 1 if hosts == 1 else 2
     return (SLOTS * 8 + slots * (slot_bytes + EXTRA_BYTES) + PAGE - 1) // PAGE * PAGE
 
 
 class HostExchange:
-    """What rank `me` of a host, counted within the host, exchanges with the others.
+    """The exchange of one rank with the other ranks of its host. `me`: its number, counted within the host.
 
-    `regions`: uint8 (ranks, region bytes), as `region_bytes` says; this rank writes its own, and reads the others'.
-    `names` says who the ranks are, in errors and warnings, and `neighbours` which ranks of the job they are; nothing
-    given: all of them. With several hosts the shards get what `summed_blocks` says, and `arrived` is told what has come
-    back. One turn takes up to `steps` steps, and ends after `looks` looks at the others' counters that allowed none.
+    `regions`: uint8 (ranks, region bytes), see `region_bytes`; this rank writes its own region, and reads the others.
+    `names`: the names of the ranks, for errors and warnings. `local_ranks`: their ranks in the job; None if the job has
+    no others. With several hosts the shards get the blocks below `summed_blocks`, and the caller reports their results
+    with `arrived`. One turn takes up to `steps` steps. It also ends after `looks` looks at the counters of the other
+    ranks that allowed no step.
     """
 
     def __init__(
@@ -153,14 +154,14 @@ class HostExchange:
         names: Sequence[str],
         slots: int,
         slot_bytes: int,
-        neighbours: LocalRanks | None = None,
+        local_ranks: LocalRanks | None = None,
         *,
         steps: int = STEPS,
         looks: int = LOOKS,
     ) -> None:
         ranks = len(regions)
-        self.neighbours = neighbours or LocalRanks(tuple(range(ranks)))
-        self._has_others = self.neighbours.hosts > 1
+        self.local_ranks = local_ranks or LocalRanks(tuple(range(ranks)))
+        self._has_others = self.local_ranks.hosts > 1
         self._steps, self._looks = steps, looks
         self.names, self.me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
@@ -174,16 +175,16 @@ class HostExchange:
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
         self._rows = HostRows(names)
-        self._called = np.zeros(ranks, np.int64)  # the sleep of each rank from which it was woken last
+        self._called = np.zeros(ranks, np.int64)  # for each rank, the number of the sleep from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
         self._queue: deque[MemoryPass] = deque()
-        self._begun, self._chunks = 0, 0  # passes, and chunks of those before the current one
+        self._begun, self._chunks = 0, 0  # the number of passes before the current pass, and of their chunks
         self._taken = 0  # steps in the current pass
         self._is_prepared = False  # the state is that of the first pass of the queue
         self._rests = False
-        self.fatal_reasons = [BY_ITSELF]  # who has left for one of these reasons ends the job, if it is waited for
-        self.own_blocks = 0  # that this rank brought to tensors, those of zeros left out
-        self.sent_bytes = self.received_bytes = 0  # of blocks that this rank put into its region, and took from others
+        self.fatal_reasons = [BY_ITSELF]  # a rank that left for one of these reasons ends the job when it is needed
+        self.own_blocks = 0  # the non-zero blocks that this rank brought to tensors
+        self.sent_bytes = self.received_bytes = 0  # bytes of blocks put into this rank's region, and taken from others
         self._account = HostAccount()
         self.moved_at = 0.0  # when a step was taken last
 
@@ -204,15 +205,15 @@ class HostExchange:
         """Queue a collective, which all ranks of the host queue in the same order. Returns how many passes it has."""
         if not self._queue:
             self.moved_at = now
-        passes = passes_of(collective, self._ranks, self.neighbours.hosts)
+        passes = passes_of(collective, self._ranks, self.local_ranks.hosts)
         self._queue.extend(passes)
         return len(passes)
 
     def report(self, now: float) -> Report:
-        """The result of the collectives so far, and the ranks that this rank waits for."""
+        """The statistics of the collectives so far, and the ranks that this rank waits for."""
         late_s = self._account.late_s
         late = sorted(late_s, key=lambda rank: -late_s[rank])[:LISTED]
-        behind, numbers = self.waited_for(), self.neighbours.ranks
+        behind, numbers = self.waited_for(), self.local_ranks.ranks
         what = str(self.current) if behind else ""
         return Report(
             **self._account.totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
@@ -222,8 +223,8 @@ class HostExchange:
         )  # fmt: skip
 
     def advance(self, now: float) -> Iterator[Collective | Wake]:
-        """Take the steps that the others' counters allow, as many as one turn may. Yields collectives, once for each
-        pass that is complete here, and ranks to wake.
+        """Take the steps that the counters of the other ranks allow, up to the limit of one turn. Yields a collective
+        for each pass that is complete here, and ranks to wake.
 
         Raises MismatchError when the ranks have begun different collectives, HostError when a region is not in order,
         and ShortageError when there is no memory for rows.
@@ -244,7 +245,7 @@ class HostExchange:
             elif did == DONE:
                 self._finish(collective.descriptor)
                 yield collective
-                return  # one in a turn: other threads may wait for theirs
+                return  # one collective in a turn: other threads may wait for theirs
             elif did == DIFFERS:
                 self._check_begun(collective)
             elif did == BROKEN:
@@ -275,7 +276,7 @@ class HostExchange:
         return did
 
     def _prepare(self, memory_pass: MemoryPass) -> None:
-        """Set the state to that before the first step, and put the descriptor where the other ranks compare it."""
+        """Set the state for the first step, and put the descriptor into the region, where other ranks compare it."""
         collective, blocks = memory_pass.collective, memory_pass.blocks
         known = self._preset(collective.descriptor, collective.operand.layout, memory_pass.form)
         state, ints, brought = self._state_words, self._ints, 0
@@ -306,12 +307,12 @@ class HostExchange:
         state, block_bytes = self._state_words, descriptor.block_bytes
         counts = Counts._make(state[_COUNTS].tolist())
         results = int(state[_AT["shown_blocks"]]) if self._has_others else counts.result_blocks
-        results = 0 if state[_AT["number_chunks"]] else results  # the sums of rows are everybody's own work
+        results = 0 if state[_AT["number_chunks"]] else results  # each rank adds up all rows itself: it sends no sums
         self.own_blocks += counts.staged_blocks + counts.own_blocks
         self.sent_bytes += (counts.staged_blocks + results) * block_bytes
         self.received_bytes += counts.collected_blocks * block_bytes
         if not self._has_others:  # else the shards count
-            self._account.count(counts, descriptor, says_who_is_late=self.me == 0)  # one rank says it for all
+            self._account.count(counts, descriptor, says_who_is_late=self.me == 0)  # the first rank says it for all
         self._chunks += int(state[_AT["chunks"]])
         self._begun += 1
         self._queue.popleft()
@@ -327,8 +328,8 @@ class HostExchange:
 
     @property
     def summed_blocks(self) -> int:
-        """The block below which this rank's sums of the current collective are ready for the shards. -1 for rows that
-        are not summed yet, for an empty tensor before it has passed its only chunk, and before anything has begun."""
+        """The block below which this rank's sums of the current collective are ready for the shards. -1 if rows are not
+        summed yet, if an empty tensor has not passed its only chunk, and before the collective has begun."""
         s, memory_pass = self._state[0], self._queue[0]
         blocks = memory_pass.collective.operand.layout.blocks
         if isinstance(memory_pass.blocks, RowBlocks):
@@ -338,8 +339,8 @@ class HostExchange:
         return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
 
     def arrived(self, blocks: int) -> None:
-        """The sums of all hosts have come for the current collective, up to this block of the part that this rank shows
-        or shares. Raises ShortageError when there is no memory to put returned rows in order."""
+        """Shards have returned the sums of all hosts to this rank, for the current collective, up to block `blocks`.
+        Raises ShortageError when there is no memory to put returned rows in order."""
         if not self._is_prepared:
             return
         self._state[0]["arrived"] = blocks
@@ -348,7 +349,7 @@ class HostExchange:
             self._share(memory_pass)
 
     def _share(self, memory_pass: MemoryPass) -> None:
-        """Everything that the shards owe this rank has come: begin to hand it over."""
+        """All rows that the shards owe this rank have come: begin to hand them over to the other ranks."""
         assert isinstance(memory_pass.collective.host_sum, RowSum)
         try:
             returned = memory_pass.collective.host_sum.returned()
@@ -368,14 +369,14 @@ class HostExchange:
         return not self._is_prepared or bool(next_step(self._state, self._ints) != WAITS)
 
     def await_step(self) -> bool:
-        """Look for a moment whether a step can be taken; return whether it can. Others may use the processor meanwhile.
-        Another thread may submit and advance at the same time: what is found then is only old."""
+        """Look for a moment whether a step can be taken; return whether it can. Other threads may use the processor
+        meanwhile. If another thread submits or advances at the same time, the answer may be out of date."""
         if not self._queue or self._rests:
             return False
         return not self._is_prepared or bool(await_step(self._state, self._ints, self._looks))
 
     def fall_asleep(self) -> bool:
-        """Let the others wake this rank, from now on, once they have moved; return False where a step can be taken."""
+        """Let other ranks wake this rank from now on, when they have moved. Returns False if a step can be taken."""
         self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
         if self.can_go_on or (not self._rests and any(self.departed(why) for why in self.fatal_reasons)):
@@ -385,13 +386,13 @@ class HostExchange:
 
     def rest(self) -> None:
         """Take no further step: the job is over, though the reason may not be known yet. If another rank has ended it,
-        this one says that it has left, too: so the others do not take it for a rank that is late."""
+        this rank says that it has left, too. So the others do not think that it is late."""
         self._rests = True
         if self.has_failed:
             self._publish(LEFT, FAILED)
 
     def wake_up(self) -> None:
-        """Be awake, so that nobody has to wake this rank."""
+        """Tell the other ranks that this rank is awake."""
         if self._sleep % 2 and self._ints.size:
             self._sleep += 1
             self._publish(ASLEEP, self._sleep)
@@ -407,14 +408,14 @@ class HostExchange:
         if not (self._is_prepared and anybody_left(self._state, self._ints)):
             return []
         left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
-        late, s = self.waited_for(), self._state[0]  # afterwards: who left had taken its last step
-        shown = s["base"] + s["chunks"] if s["shards"] else 0  # of several hosts a rank may also have left before this
+        late, s = self.waited_for(), self._state[0]  # read after `left`: a rank takes no step after it has left
+        shown = s["base"] + s["chunks"] if s["shards"] else 0  # with several hosts: it left before it passed results on
         late += [rank for rank in left if self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown]
         return [rank for rank in left if rank in late]
 
     @property
     def has_failed(self) -> bool:
-        """A rank has ended the job because of a fault, of which the aggregator is about to tell the others."""
+        """A rank has ended the job because of a fault. The aggregator will tell the other ranks about it."""
         return any(self._read(rank, LEFT) == FAILED for rank in range(self._ranks) if self._is_prepared)
 
     def _read(self, rank: int, line: int) -> int:
@@ -424,7 +425,7 @@ class HostExchange:
         set_counter(self._ints, self.me * self._region_words + line, value)
 
     def _sleepers(self) -> Iterator[Wake]:
-        """Wake the ranks that sleep, once each time."""
+        """Wake the ranks that sleep, once for each sleep."""
         if not anybody_sleeps(self._state, self._ints, self._called):
             return
         for rank in range(self._ranks):
@@ -434,8 +435,8 @@ class HostExchange:
                 yield Wake(rank)
 
     def waited_for(self, *, except_left: int | None = None) -> list[int]:
-        """The other ranks that could take a step, but have not. Ranks that wait for others themselves are not named,
-        nor those that have left for the reason `except_left`."""
+        """The other ranks that could take a step, but have not. It leaves out ranks that wait for others, and ranks
+        that have left for the reason `except_left`."""
         if not self._is_prepared:
             return []
         counters = self._counters
@@ -447,18 +448,18 @@ class HostExchange:
         return self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
 
     def owed(self) -> list[int]:
-        """The other ranks that may wait for a shard before they show or share what this rank waits for."""
+        """The other ranks that this rank waits for, and that may wait for a shard themselves."""
         return owed_ranks(self._counters, self._state[0], self._begun, self._queue[0].owed)
 
     def close(self) -> None:
-        """Let go of the memory; nothing is exchanged any more."""
+        """Release the memory; nothing is exchanged any more."""
         self._queue.clear()
         self._rows.clear()
         self._is_prepared = False
         self._ints, self._words = np.empty(0, np.int64), np.empty(0, np.uint64)
 
     def _check_begun(self, collective: Collective) -> None:
-        """Descriptors differ: that is right where all ranks have refused their call."""
+        """Compare the descriptors of all ranks. They may differ only if all ranks have refused their call."""
         encoded, s = [encoded_at(self._ints, self._descriptor_at(rank)) for rank in range(self._ranks)], self._state[0]
-        check_begun(collective.number, encoded, int(s["culprit"]), self.neighbours.ranks, self.names)
+        check_begun(collective.number, encoded, int(s["culprit"]), self.local_ranks.ranks, self.names)
         s["has_agreed"] = 1

@@ -12,7 +12,7 @@ from omnireduce.protocol.collective.mismatches import Begun, check_refusals
 
 
 class HostError(Exception):
-    """The memory of `rank` is not as the exchange leaves it."""
+    """The shared memory of `rank` holds values that the exchange never writes."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -27,7 +27,7 @@ class ShortageError(Exception):
 
 
 def encoded_at(ints: Array, at: int) -> bytes:
-    """The encoded descriptor of a rank, at this place in memory. Its length is bounded, not believed."""
+    """The encoded descriptor of a rank, at this place in memory. The length that the rank wrote is bounded."""
     size = max(0, min(int(ints[at]), EXTRA_WORDS * 8))
     padded: bytes = ints[at + 1 : at + 1 + EXTRA_WORDS].tobytes()
     return padded[:size]
@@ -36,9 +36,12 @@ def encoded_at(ints: Array, at: int) -> bytes:
 def check_begun(
     number: int, encoded: Sequence[bytes], culprit: int, ranks: Sequence[int], names: Sequence[str]
 ) -> None:
-    """Raises MismatchError when ranks of a host have begun what is not the same as collective `number`, unless all of
-    them have refused their call. `encoded` are their descriptors, and they are `ranks` of the job. Raises HostError for
-    a descriptor that cannot be read: the fault of `culprit`."""
+    """Check that the ranks of a host have begun the same collective. `encoded` are their descriptors, `ranks` their
+    ranks in the job, `number` is the number of the collective.
+
+    Raises MismatchError when the descriptors differ, unless all ranks have refused their call. Raises HostError for a
+    descriptor that cannot be read: it is the fault of rank `culprit`.
+    """
     try:
         begun = [
             Begun(rank, name, number, decode_descriptor(descriptor))

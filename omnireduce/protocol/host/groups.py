@@ -1,4 +1,4 @@
-"""The hosts of a job: which ranks share memory, and which of them exchanges the host's sums with each shard."""
+"""Hosts of a job: the ranks that share memory, and the rank that exchanges the host's sums with each shard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
 from omnireduce.core.wire.control import MOST_NEIGHBOURS, Hello
 
-CHUNK_BYTES = 1 << 19  # of a large tensor: fewer cost more looks at counters, more leave the caches
-SMALL_CHUNK_BYTES = 1 << 16  # smallest chunk that is worth its looks
-CHUNKS_AT_ONCE = 4  # in so many a small union, or small sum of a host, is cut: ranks and shards work side by side
-CHUNKS_OF_ONE_HOST = 2  # in so many a small tensor, where there is one host: all ranks share each chunk
+CHUNK_BYTES = (
+    1 << 19
+)  # chunk of a large tensor: smaller chunks cost more looks at counters, larger ones leave the caches
+SMALL_CHUNK_BYTES = 1 << 16  # the smallest chunk that is worth its looks
+CHUNKS_AT_ONCE = 4  # chunks of a small union, or of a small sum of a host: ranks and shards work on them side by side
+CHUNKS_OF_ONE_HOST = 2  # chunks of a small tensor in a job on one host: all ranks share each chunk
 
 
 class LocalRanks(NamedTuple):
-    """The ranks of one host, ascending: host number `host` of `hosts`. They share memory. Where no ranks of the job
-    share memory, this is one rank alone, and `hosts` is 1."""
+    """The ranks of one host, ascending: host number `host` of `hosts`. They share memory. If no ranks of the job share
+    memory, this is a single rank, and `hosts` is 1."""
 
     ranks: tuple[int, ...]
     host: int = 0
@@ -30,7 +32,7 @@ class LocalRanks(NamedTuple):
         return self.ranks[shard % len(self.ranks)]
 
     def can_be(self, rank: int, size: int) -> bool:
-        """Whether these can be the ranks of the host of `rank`, in a job of `size` ranks."""
+        """Whether these can be the local ranks of `rank`, in a job of `size` ranks."""
         ranks, host, hosts = self
         ascend = all(low < high for low, high in zip(ranks, (*ranks[1:], size), strict=True))
         return ascend and rank in ranks and host < hosts <= size and (hosts > 1 or len(ranks) == size)
@@ -38,7 +40,7 @@ class LocalRanks(NamedTuple):
 
 class JobRank(NamedTuple):
     """A rank as a shard or a relay sees it. `relay`: the key of the relay below through which it comes, or empty.
-    `host`: its host, if it shares memory with others."""
+    `host`: the ranks of its host, if it shares memory with others."""
 
     rank: int
     relay: bytes
@@ -46,8 +48,8 @@ class JobRank(NamedTuple):
 
 
 def delegates_of(members: Sequence[JobRank], shard: int) -> list[int]:
-    """The places in `members` of the ranks that send sums to this shard: the first rank of each relay, the delegate of
-    each host, and every rank that has neither. They are in the order of the first ranks. Empty if nobody sends sums:
+    """The indices in `members` of the ranks that send sums to this shard: the first rank of each relay, the delegate of
+    each host, and every rank that has neither. They are in the order of the first ranks. Empty if no rank sends sums:
     then every rank sends its own blocks."""
     several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
     delegates: dict[bytes | tuple[int, ...], int] = {}
@@ -60,14 +62,14 @@ def delegates_of(members: Sequence[JobRank], shard: int) -> list[int]:
 
 
 def readers_of(members: Sequence[JobRank]) -> list[int]:
-    """The places in `members` of the ranks that get results when every rank sends for itself: the first rank of each
-    relay, and every rank without one."""
+    """The indices in `members` of the ranks that get results when every rank sends for itself: the first rank of each
+    relay, and every rank without a relay."""
     first = dict[bytes, int]()
     return [at for at, member in enumerate(members) if not member.relay or first.setdefault(member.relay, at) == at]
 
 
 def hosts_of(hellos: Sequence[Hello]) -> list[LocalRanks]:
-    """The hosts of a job, in the order of their first ranks; `hellos[r]` is that of rank r. Empty where no two ranks
+    """The hosts of a job, in the order of their first ranks; `hellos[r]` is the hello of rank r. Empty if no two ranks
     share memory: then each rank sends its own blocks."""
     hosts: dict[str, list[int]] = {}
     for rank, hello in enumerate(hellos):
@@ -79,7 +81,7 @@ def hosts_of(hellos: Sequence[Hello]) -> list[LocalRanks]:
 
 
 def chunk_bytes(nbytes: int, most: int, at_once: int = CHUNKS_AT_ONCE) -> int:
-    """The wanted size of a chunk of a tensor or union of `nbytes`."""
+    """The size to aim at for a chunk of a tensor or union of `nbytes`, between the smallest size and `most`."""
     return min(most, max(SMALL_CHUNK_BYTES, nbytes // at_once))
 
 
@@ -100,7 +102,7 @@ class Sharding(NamedTuple):
 
     @classmethod
     def among(cls, hosts: int, shards: int, stripe_blocks: int, whole_bytes: int, slot_bytes: int) -> Sharding:
-        """The dealing of a job on so many hosts. With one, or none that shares memory, no host sends sums."""
+        """The sharding of a job on `hosts` hosts. On one host, or if no ranks share memory, no host sends sums."""
         return cls(shards, stripe_blocks, whole_bytes, slot_bytes if hosts > 1 else 0)
 
     def layout(self, descriptor: Descriptor) -> Layout:

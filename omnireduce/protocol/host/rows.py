@@ -1,6 +1,6 @@
-"""Rows inside a host: room for the numbers of all ranks' rows, for their union, and for its sums.
+"""Rows inside a host: memory for the numbers of all ranks' rows, for their union, and for its sums.
 
-How much is needed is known only when all ranks have begun, so the kernels ask for it; see `kernels.rows`.
+The sizes are known only when all ranks have begun, so the kernels ask for this memory; see `kernels.rows`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from omnireduce.protocol.collective.operands import RowBlocks
 from omnireduce.protocol.host.faults import ShortageError
 from omnireduce.protocol.host.groups import chunk_bytes
 
-CHUNK_BYTES = 1 << 18  # of a large union
+CHUNK_BYTES = 1 << 18  # chunk of a large union
 NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)
 
 
 class HostRows:
-    """Work space for the rows of one collective after the other: the arrays of `kernels.rows`. `names` says who the
-    ranks of the host are."""
+    """Work space for rows: the arrays of `kernels.rows`. It serves one collective after the other. `names`: the names
+    of the ranks of the host, for errors."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self.lists = names, np.zeros((5, len(names)), np.int64)
         self.clear()
 
     def clear(self) -> None:
-        """Let go of the rows."""
+        """Release the rows."""
         self.listed, self.union, self.result = NO_NUMBERS, NO_NUMBERS, NO_ROWS
 
     def make_room(self, state: Array, rows: RowBlocks) -> None:
-        """Make the room that the kernels want. Raises ShortageError when there is no memory for it."""
+        """Make the arrays that the kernels want. Raises ShortageError when there is no memory for them."""
         s, total = state[0], int(self.lists[STOP, -1])
         try:
             if s["is_listing"]:
@@ -44,7 +44,7 @@ class HostRows:
         except MemoryError as error:
             what = f"the numbers of {total} rows" if s["is_listing"] else f"a result of {len(self.union)} rows"
             brought = self.lists[STOP] - self.lists[FIRST]
-            most = int(np.argmax(brought))  # one that lies looks like one with many rows: so it is named, too
+            most = int(np.argmax(brought))  # a rank that writes a false number is named in the same way
             raise ShortageError(f"{what}, of which {self._names[most]} handed over {brought[most]}") from error
         s["wants_room"] = 0
 

@@ -1,4 +1,4 @@
-"""The state of an exchange for the compiled step function: what is preset before it, and the counters after it."""
+"""State of the exchange for the compiled step function: its values at the beginning, and the counters at the end."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def storage_of(element: ElementType) -> int:
 
 _STORAGE_OF = {element.name: storage_of(element) for element in (*ELEMENT_TYPES.values(), BOOL)}
 
-# What goes through memory: a tensor, or one of which hosts send the sum; rows, those of which hosts send sums, or those
-# that shards return; or only which collective it is.
+# The content of a pass through memory. On one host: a tensor, or rows. With several hosts: a tensor whose sum the host
+# sends, rows whose sums it sends, or rows that shards return. "agreement": only the descriptors are compared.
 PassKind = Literal["tensor", "sum", "rows", "sums of rows", "returned rows", "agreement"]
 
 
 class Group(NamedTuple):
     """Rank `me` of the `ranks` of a host, and their memory: `slots` of `slot_words` in regions of `region_words`. A
-    slot has room for blocks of `slot_bytes`. The other fields begin STATE, in this order."""
+    slot has room for blocks of `slot_bytes`. The fields before `slot_bytes` are the first of STATE, in this order."""
 
     me: int
     ranks: int
@@ -42,29 +42,29 @@ class Group(NamedTuple):
 
     @property
     def count_words(self) -> int:
-        """How many words of a slot the counts take, one for each part, in whole cache lines."""
+        """The words of a slot for counts, one count for each rank, rounded up to whole cache lines."""
         return (self.ranks + LINE - 1) // LINE * LINE
 
 
 class Preset(NamedTuple):
-    """`state`: an element of STATE as int64, but for what differs each time. `encoded`: int64, the length of the
-    encoded descriptor in bytes, and its words."""
+    """The part of the state that is the same for all calls with one descriptor. `state`: an element of STATE as int64.
+    `encoded`: int64, the length of the encoded descriptor in bytes, and its words."""
 
     state: Array
     encoded: Array
 
 
 def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind) -> Preset:
-    """The state before a call. `layout` says which shard gets what, where hosts send sums."""
+    """The preset for a descriptor. `layout` says which shard gets which blocks, if hosts send sums."""
     element, block_bytes, is_sum, has_rows = descriptor.element, descriptor.block_bytes, form == "sum", "rows" in form
     full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
     at_once = CHUNKS_AT_ONCE if is_sum else CHUNKS_OF_ONE_HOST
     blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes), at_once)
     rows = group.count_words + (blocks + LINE - 1) // LINE * LINE
     chunks = -(-full // blocks) + tail
-    if has_rows:  # the first chunk: what number chunks follow is known once all ranks have begun
+    if has_rows:  # the number of further chunks is known once all ranks have begun
         chunks = 1
-    elif is_sum:  # also where there is nothing to sum, hosts wait for each other
+    elif is_sum:  # hosts wait for each other even if the tensor is empty
         chunks = max(chunks, 1)
     state = np.zeros(1, STATE)
     for name, value in {
@@ -84,12 +84,11 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind)
     return Preset(state.view(np.int64), np.concatenate(([len(text)], words)))
 
 
-MOST_LATE_S = 3600.0  # in one collective
+MOST_LATE_S = 3600.0  # the most that counts for one collective
 
 
 class Counts(NamedTuple):
-    """Counters of one collective. The fields have the names and the order of those of STATE. Blocks are those of this
-    rank."""
+    """Counters of one collective, with blocks of this rank. The fields have the names and the order of STATE."""
 
     staged_blocks: int
     own_blocks: int
@@ -101,7 +100,7 @@ class Counts(NamedTuple):
 
 
 class HostAccount:
-    """Totals, as in `Report`, and for how long the others waited for each rank of the host."""
+    """Totals, as in `Report`, and the seconds that the others waited for each rank of the host."""
 
     def __init__(self) -> None:
         self.totals = {"collectives": 0, "blocks": 0, "own_blocks": 0, "union_blocks": 0}

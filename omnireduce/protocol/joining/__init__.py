@@ -1,1 +1,1 @@
-"""How the ranks of a job come together on a shard, or by a relay: admission, elastic jobs, refusals."""
+"""Joining: the ranks of a job come together on a shard or a relay. Admission, elastic jobs, refusals."""

@@ -41,8 +41,8 @@ UNHEARD = "is it stopped or overloaded, or does something else listen there?"
 class Gate:
     """Aggregator's side of one connection: lets no Hello pass before the handshake is complete.
 
-    `nonce` is fresh. `objection`: why no worker may say Hello here; empty when only the secret decides. `team` is the
-    one whose secret must be proved, or has been; `said` is the name that the worker gave for it.
+    `nonce` is fresh. `objection`: the reason why no worker may say Hello here; empty when only the secret decides.
+    `team` is the team whose secret must be proved, or has been; `said` is the name that the worker gave for it.
     """
 
     def __init__(self, teams: Teams | None, nonce: bytes, objection: str = "") -> None:
@@ -57,8 +57,8 @@ class Gate:
         return self._open and self._teams is not None
 
     def told(self, message: ControlMessage) -> Challenge | Proof | None:
-        """The answer to a message of the handshake. None: the message is no part of the handshake, and may be dealt
-        with.
+        """The answer to a message of the handshake. None: the message belongs to the time after the handshake, and is
+        allowed now.
 
         Raises ProtocolError for a message that a worker may not send, or not yet.
         """
@@ -102,11 +102,11 @@ class Gate:
 
     def _not_theirs(self, job: str) -> str:
         names = listed([f"'{name}'" for name in self.team.jobs])
-        return f"job {job[:SHOWN]!r} is none of team '{self.team.name}': set cluster.job to {names}"
+        return f"job {job[:SHOWN]!r} does not belong to team '{self.team.name}': set cluster.job to {names}"
 
 
 class Candidate:
-    """Worker's side of one connection. `greeting` is what to say first; `nonce` is fresh."""
+    """Worker's side of one connection. `greeting` is its first message; `nonce` is fresh."""
 
     def __init__(self, secret: Secret, nonce: bytes) -> None:
         self._secret, self._nonce = secret, nonce

@@ -1,4 +1,4 @@
-"""Checks of a Hello, by itself and against that of another worker of the same job."""
+"""Checks of a Hello, by itself and against the Hello of another worker of the same job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SETTLE_S = 3600
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
 _SAME_LIST = "list cluster.aggregators in the same order on every worker"
-ADVICE = {  # for ranks that disagree, by the field of their hello
+ADVICE = {  # for ranks that disagree about a field of their hellos
     "min_ranks": "give every worker the same elastic.enabled and elastic.min_ranks",
     "last_call_s": "give every worker the same elastic.last_call_s",
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",
@@ -32,12 +32,13 @@ ADVICE = {  # for ranks that disagree, by the field of their hello
 }
 
 
-# what a job keeps when it is formed anew
+# the fields of a hello that stay the same when a job is formed anew
 SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks", "state_bytes")
 
 
 def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
-    """How a hello differs from that of another worker of the same job; empty when it does not."""
+    """The first difference between two hellos to the same job, as a text; empty if they agree. `spec`: the hello of
+    another worker."""
     for name in names:
         ours, theirs = getattr(spec, name), getattr(hello, name)
         if ours != theirs:
@@ -53,13 +54,13 @@ def of_another_team(spec: Hello, hello: Hello) -> str:
     """
     if spec.team == hello.team:
         return ""
-    own = f"of team '{hello.team}'" if hello.team else "of those without a team"
+    own = f"to team '{hello.team}'" if hello.team else "to workers without a team"
     advice = "choose another cluster.job, or give all workers of the job the same security.team"
-    return f"the job '{hello.job}' that is here is none {own}: {advice}"
+    return f"the job '{hello.job}' that is here does not belong {own}: {advice}"
 
 
 def in_the_way(pending_job: PendingJob, survivor: Hello) -> dict[int, str]:
-    """The ranks that a survivor replaces, because they disagree with it or gave its rank; each with what is wrong."""
+    """The ranks that a survivor replaces, because they disagree with it or gave its rank; each with the reason."""
     wrong = dict[int, str]()
     for rank, (_, other, claim) in pending_job.waiting_ranks.items():
         if claim is not Claim.SURVIVOR:
@@ -73,12 +74,13 @@ def taken(other: Hello) -> str:
 
 
 def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
-    """A key that the generations of one elastic job have in common. On the first shard they have no formation yet."""
+    """A key that all generations of one elastic job have in common. A hello to the first shard has no formation, so
+    its key differs from the key on other shards."""
     return hello.team, hello.job, hello.launch, hello.min_ranks > 0, hello.formation > 0
 
 
 def memory_bytes(hello: Hello) -> int:
-    """Memory of the job on this shard: receive slots for every rank, the results, and what programs may keep."""
+    """Bytes of memory of the job on this shard: receive slots for every rank, the results, and states of programs."""
     return (hello.world_size + 1) * hello.slots * hello.slot_bytes + hello.state_bytes
 
 
@@ -97,7 +99,7 @@ def malformed(hello: Hello) -> str:
         return f"host {hello.host[:SHOWN]!r}; expected at most {HOST_CHARACTERS} characters that can be printed"
     if not "".join(hello.relays).isprintable() or "" in hello.relays or bool(hello.relays) != bool(hello.relay):
         return f"relays {str(hello.relays)[:SHOWN]}; expected addresses of characters that can be printed, and a key"
-    may_be_beyond = hello.min_ranks or hello.refuses  # of one that refuses it is the rank in the parent
+    may_be_beyond = hello.min_ranks or hello.refuses  # a refusal gives the rank in the parent job
     if hello.world_size < 1 or hello.rank < 0 or (hello.rank >= hello.world_size and not may_be_beyond):
         return f"rank {hello.rank} of {hello.world_size} does not exist"
     if not 2 <= hello.slots <= MAX_SLOTS:
@@ -106,7 +108,7 @@ def malformed(hello: Hello) -> str:
         expected = f"a multiple of {PAGE} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
         return f"slots of {hello.slot_bytes} bytes; expected {expected}"
     if hello.verbs is not None and hello.verbs.address + hello.slots * hello.slot_bytes > 1 << 64:
-        return f"slots from address {hello.verbs.address} on; expected them to end within 64 bits"
+        return f"slots from address {hello.verbs.address} on; expected an end below 2**64"
     if not MIN_TIMEOUT_S <= hello.timeout_s <= MAX_TIMEOUT_S:
         return f"a time-out of {hello.timeout_s:g} s; expected {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S}"
     return _malformed_shards(hello) or _malformed_elastic(hello) or _malformed_refusal(hello)
@@ -117,7 +119,9 @@ def _malformed_refusal(hello: Hello) -> str:
         return f"a refusal because of {hello.refuses[:SHOWN]!r}; expected characters that can be printed"
     is_first = hello.shard == hello.formation == hello.min_ranks == 0
     if hello.refuses and (hello.parent_rank != hello.rank or hello.compiling or not is_first):
-        return "a refusal of what is no group; expected one on shard 0, with the rank in the parent"
+        return (
+            "a refusal of a job that is no group; expected the refusal of a group, on shard 0, with the parent's rank"
+        )
     return ""
 
 
@@ -139,11 +143,9 @@ def _malformed_elastic(hello: Hello) -> str:
     if hello.survived and not hello.min_ranks:
         return f"a survivor of formation {hello.survived} in a job that is not elastic"
     if hello.min_ranks and hello.shard:
-        return f"an elastic hello on shard {hello.shard}; expected one on shard 0"
+        return f"an elastic hello on shard {hello.shard}; expected shard 0"
     if hello.formation < 0 or (hello.formation and not hello.shard):
-        return (
-            f"formation {hello.formation} on shard {hello.shard}; expected one above 0 on the others, none on shard 0"
-        )
+        return f"formation {hello.formation} on shard {hello.shard}; expected none on shard 0, a number on the others"
     if not 0 <= hello.last_call_s <= MAX_SETTLE_S:
         return f"a job that settles after {hello.last_call_s:g} s; expected 0 to {MAX_SETTLE_S}"
     return ""

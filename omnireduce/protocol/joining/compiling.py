@@ -1,7 +1,7 @@
-"""Ranks whose kernels compile: they have said who they are, and will come later.
+"""Ranks whose kernels compile: they have said who they are, and will join later.
 
-The other ranks wait for them meanwhile, and that does not count as time to join. This wait ends: nobody waits for a
-rank that is here, and no job waits for longer than COMPILING_S in all.
+The other ranks wait for them meanwhile, and that does not count as time to join. The wait is bounded: it ends when the
+rank has joined, and no job waits for longer than COMPILING_S in all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import JobKey, PendingJob
 from omnireduce.support.config.schema import Terms
 
-COMPILING_S = 1800.0  # longer than that nobody waits: a process that has been stopped says no more that it is
+COMPILING_S = 1800.0  # the longest wait: a process that has been stopped cannot say so
 TOO_LONG = f"the kernels were not ready after {COMPILING_S:g} s"
 
 
@@ -29,13 +29,13 @@ class _Compiler(NamedTuple):
 
 
 class Compilers:
-    """Ranks that compile, by their connections, which last until the ranks are ready. Each counts towards the limits on
-    ranks of the shard and of its team."""
+    """Ranks that compile, by connection. A connection lasts until the rank is ready. Each rank counts towards the
+    limits on ranks of the shard and of its team."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._all: dict[Hashable, _Compiler] = {}  # by connection, the oldest first
-        self._waited_for: dict[JobKey, dict[int, Hashable]] = {}  # of each rank the last connection, the oldest first
+        self._waited_for: dict[JobKey, dict[int, Hashable]] = {}  # each rank's last connection, the oldest first
         self._of_team = Counter[str]()
 
     @property
@@ -45,16 +45,16 @@ class Compilers:
 
     @property
     def deadline(self) -> float | None:
-        """When the time of the oldest of them is over."""
+        """The time when the wait for the oldest of them ends; None without any."""
         return next((compiler.until for compiler in self._all.values()), None)
 
     def over(self, now: float) -> list[Hashable]:
-        """The connections of those whose time is over."""
+        """The connections of ranks whose time is over."""
         return [key for key, _ in takewhile(lambda item: item[1].until <= now, self._all.items())]
 
     def objection(self, hello: Hello, terms: Terms, here: PendingJob | None) -> str:
-        """Why nobody is to wait for the worker of `hello`; empty if the others are to wait. `here`: those that wait
-        already."""
+        """The reason not to wait for the worker of `hello`; empty if the others are to wait. `here`: the pending job
+        that it wants to join."""
         wrong = ""
         if here is not None and here.place == JobKey.of(hello) and not hello.min_ranks:
             wrong = taken(hello) if hello.rank in here.waiting_ranks else difference(here.spec, hello)
@@ -76,7 +76,7 @@ class Compilers:
         ranks[hello.rank] = key
 
     def remove(self, key: Hashable) -> JobKey | None:
-        """A connection is over. Return where its rank was going to join; None if it was none of these."""
+        """A connection is over. Return the job that its rank was going to join; None for an unknown connection."""
         known = self._all.pop(key, None)
         if known is None:
             return None
@@ -88,7 +88,7 @@ class Compilers:
         return known.place
 
     def came(self, hello: Hello) -> None:
-        """The worker of `hello` is here: it compiles no more."""
+        """The worker of `hello` has joined: it compiles no more."""
         if hello.rank in self._waited_for.get(JobKey.of(hello), {}):
             self._forget(JobKey.of(hello), hello.rank)
 
@@ -98,10 +98,10 @@ class Compilers:
             del self._waited_for[place]
 
     def until(self, place: JobKey) -> float:
-        """When the ranks that gather there have waited long enough for them."""
+        """The time until which a pending job waits for its ranks that compile; 0 without any."""
         last = next(reversed(self._waited_for.get(place, {}).values()), None)
         return 0.0 if last is None else self._all[last].until
 
     def ranks(self, place: JobKey) -> list[int]:
-        """The first of them, in order."""
+        """The lowest ranks of a pending job that compile, ascending."""
         return sorted(self._waited_for.get(place, ()))[:LISTED]

@@ -1,16 +1,17 @@
 """Launches and groups that cannot start, because one of their ranks was refused for good, or has refused to come.
 
-Those of their ranks that wait are refused at once, and those that come later when they come.
+Their ranks that wait are refused at once. Their ranks that come later are refused when they come.
 
-Where a rank was refused, a launch cannot start. Only who could have joined the job can do that to it: the hello is in
-order, of the same team, job and launch, and gives a rank that is missing. A job that is not elastic starts with all its
-ranks or not at all. Only a launch with an id can fail, or a group: its name says to which generation of which job
-it belongs. Otherwise the refused rank may be of another job of the same name, or started again by hand with other
-settings. A rank that knows and comes again is of another start of the launch: then the shard forgets.
+A refused rank makes its launch fail, because a job that is not elastic starts with all its ranks or not at all. Only a
+worker that could have joined the job can make it fail: its hello is valid, names the same team, job and launch, and
+gives a rank that is missing. And only a launch with an id can fail, or a group, whose name says to which generation of
+which job it belongs. Without an id, the refused rank may belong to another job of the same name, or was started again
+by hand with other settings. If a rank that knows of the failure comes again, the launch was started again, and the
+shard forgets the failure.
 
-A rank of a job that runs may itself refuse to come to a group of ranks of this job. The ranks go on afterwards, and may
-form a group of the same name at their next attempt. So each rank hears once of each attempt that was refused, unless it
-has refused, too; of several in their order.
+A rank of a running job may itself refuse to come to a group of ranks of this job. The ranks go on afterwards, and may
+form a group of the same name at their next attempt. So each rank hears once of each refused attempt, in their order,
+unless it has refused this attempt, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from omnireduce.core.wire.control import Hello, other_version
 from omnireduce.protocol.joining.checks import difference
 from omnireduce.protocol.joining.pending_job import JobKey, PendingJob, member_name
 
-MAX_FAILED_LAUNCHES = 64  # launches and attempts of which a shard remembers that they cannot start
+MAX_FAILED_LAUNCHES = 64  # the launches and attempts that a shard remembers
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +31,10 @@ class _FailedLaunch:
     place: JobKey
     reason: str
     until: float
-    told: set[int]  # the ranks that know; of a group, by their numbers in its job
-    by_itself: bool  # a rank refuses
-    world_size: int = 0  # when so many ranks know, all do: the largest that those gave who have come,
-    guessed_size: int = 0  # or, until one has, who has refused, who may have it wrong
+    told: set[int]  # the ranks that know; for a group, by their numbers in its job
+    by_itself: bool  # a rank refuses to come, and was not refused
+    world_size: int = 0  # the largest that ranks have given; when this many ranks know, all know
+    guessed_size: int = 0  # the same from ranks that refuse, which may not know it; used until another rank has come
 
 
 class FailedLaunches:
@@ -44,14 +45,14 @@ class FailedLaunches:
         self._failed: deque[_FailedLaunch] = deque(maxlen=MAX_FAILED_LAUNCHES)  # the oldest first
 
     def add(self, pending_job: PendingJob, refused: Hello, wrong: str, now: float) -> str:
-        """The launch that gathers cannot start, because `refused` cannot join; return what to tell its ranks."""
+        """The launch of a pending job cannot start, because `refused` cannot join; return the text for its ranks."""
         reason = f"job '{refused.job}' cannot start: {member_name(refused)} was refused: {wrong}"
         self._remember(refused, pending_job, reason, now, by_itself=False)
         return reason
 
     def decline(self, hello: Hello, pending_job: PendingJob | None, now: float) -> str:
-        """The rank of `hello` refuses to come to a group; return what to tell the ranks that gather. Empty if they
-        gather for a later attempt than the refused one."""
+        """The rank of `hello` refuses to come to a group; return the text for the ranks that gather. Empty if they
+        gather for a later attempt."""
         if self.why(hello, now):
             return ""
         reason = f"group '{hello.job}' cannot start: {member_name(hello)} has refused: {hello.refuses}"
@@ -59,7 +60,7 @@ class FailedLaunches:
         return reason
 
     def why(self, hello: Hello, now: float) -> str:
-        """Why the launch or group of a worker cannot start; empty if it may, or was started again."""
+        """The reason why the launch or group of a worker cannot start; empty if it may, or was started again."""
         place, rank = JobKey.of(hello), _number(hello)
         for failed in [failed for failed in self._failed if failed.place == place]:
             if now >= failed.until or (rank in failed.told and not failed.by_itself):
@@ -91,15 +92,15 @@ class FailedLaunches:
 
 
 def _number(hello: Hello) -> int:
-    """A number that tells the ranks of a group apart, even where a rank does not know which ranks the group has."""
+    """A number that tells the ranks of a group apart, even if a rank does not know which ranks the group has."""
     return hello.rank if hello.parent_rank < 0 else hello.parent_rank
 
 
 def fails_launch(pending_job: PendingJob, hello: Hello, wrong: str, over: str) -> bool:
     """Whether the other ranks wait in vain, now that `hello` was refused because it is `wrong`.
 
-    `over`: the limit of this shard that it exceeds, if any. A duplicate of a rank, here or in a generation that still
-    runs, is refused for another reason.
+    `over`: the limit of this shard that it exceeds, if any. They do not wait in vain if `hello` was refused as a
+    duplicate of a rank, of the pending job or of a generation that still runs.
     """
     spec = pending_job.spec
     is_missing = hello.rank < spec.world_size and hello.rank not in pending_job.waiting_ranks

@@ -1,8 +1,8 @@
-"""Admission of jobs to a shard: of all jobs; while it drains, only of those that are here; in the end, of none. A job
-that somebody has ended is not admitted again.
+"""Intake of jobs on a shard: all jobs; while the shard drains, only jobs that it knows; in the end none. A job that a
+user has ended is not admitted again.
 
-An elastic job is here as long as the shard drains: its ranks may form it anew. Only its first shard knows which workers
-belong to it, so the other shards do the same.
+An elastic job counts as known for as long as the shard drains: its ranks may form it anew. Only the first shard knows
+which workers belong to it, so the other shards do the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omnireduce.protocol.joining.checks import kin
 
 DRAINING = "the aggregator is draining and takes no new jobs: use another one, or wait until it runs again"
 SHUTTING_DOWN = "the aggregator is shutting down"
-MAX_ENDED = 64  # jobs of which a shard remembers that somebody ended them
+MAX_ENDED = 64  # ended jobs that a shard remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class _Order(_Ended):
 
 
 class Intake:
-    """The answer of a shard to workers that want to begin a job. It remembers for `limit_s` that a job was ended."""
+    """The decision of a shard whether workers may begin a job. It remembers for `limit_s` that a job was ended."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self.state: Literal["open", "draining", "closed"] = "open"
-        self._here: set[tuple[str, str, str, bool, bool]] = set()  # while it drains
+        self._here: set[tuple[str, str, str, bool, bool]] = set()  # the known jobs while it drains
         self._ended: dict[tuple[str, str, str], _Ended] = {}  # by team, job and launch, the oldest first
         self._orders: deque[_Order] = deque(maxlen=MAX_ENDED)
 
     def drain(self, here: Iterable[Hello]) -> None:
-        """Take no jobs but those of `here`, a hello of each that runs."""
+        """Take only known jobs. `here`: a hello of each job that runs."""
         if self.state == "open":
             self.state, self._here = "draining", set(map(kin, here))
 
@@ -73,11 +73,13 @@ class Intake:
         self._ended[_name(spec)] = _Ended(reason, now + self._limit_s)
 
     def end_survivors(self, is_meant: Callable[[Hello], bool], reason: str, now: float, before: int) -> None:
-        """Jobs were ended whose ranks may have left already to form them anew: another shard told them first."""
+        """Jobs were ended. Refuse their ranks also if these have left already to form the job anew, because another
+        shard told them first."""
         self._orders.append(_Order(reason, now + self._limit_s, is_meant, before))
 
     def objection(self, hello: Hello, now: float, *, gathers: bool) -> tuple[str, bool]:
-        """Why a worker may not come, and whether it may later; empty when it may. `gathers`: others wait for it."""
+        """The reason to refuse a worker, and whether it may come later; empty when it may come now. `gathers`: other
+        workers wait for the same job."""
         if self.state == "closed":
             return SHUTTING_DOWN, True
         is_elastic = hello.min_ranks > 0 or hello.formation > 0
@@ -87,7 +89,7 @@ class Intake:
             if 0 < hello.survived < order.before and now < order.until and order.is_meant(hello):
                 return order.reason, False
         ended = self._ended.get(_name(hello))
-        # Where nothing tells launches apart, a worker that comes new may belong to another start of the job.
+        # Without a launch id, a worker that is new may belong to another start of the job.
         is_the_same = hello.launch != "" or hello.survived > 0
         return (ended.reason, False) if ended is not None and is_the_same and now < ended.until else ("", False)
 

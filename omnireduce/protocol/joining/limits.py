@@ -11,9 +11,9 @@ from omnireduce.support.config.schema import Terms
 
 
 def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
-    """Why one more job is too much for the team of `hello`; empty when it is not.
+    """The limit of a team that the job of `hello` would exceed, as a text; empty if there is room.
 
-    `jobs` has a hello of every other job that gathers or runs, `held` one of every job whose slots are taken.
+    `jobs` has a hello of every other job that gathers or runs, `held` of every job whose slots are taken.
     """
     team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
     count = sum(other.team == hello.team for other in jobs)
@@ -31,8 +31,8 @@ def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Se
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the number of jobs at once; on the ranks, and the bytes of slots and state, of one job; on the seconds
-    that a job may gather; on the ranks, and the bytes of slots and state, of all jobs together."""
+    """Limits of one shard: the number of jobs at once; ranks, and bytes of slots and state, of one job; the seconds
+    that a job may wait for its ranks; ranks, and bytes of slots and state, of all jobs together."""
 
     max_jobs: int
     max_world_size: int
@@ -42,7 +42,7 @@ class Limits:
     max_bytes: int = 1 << 62
 
     def over(self, hello: Hello) -> str:
-        """Which limit the job of `hello` breaks by itself; empty when none."""
+        """The limit that the job of `hello` exceeds by itself, as a text; empty if it exceeds none."""
         if hello.min_ranks and hello.last_call_s >= self.join_timeout_s:
             limit = f"aggregator.join_timeout_s, {self.join_timeout_s:g} s"
             return f"elastic.last_call_s is {hello.last_call_s:g} s, expected less than {limit}"
@@ -58,7 +58,7 @@ class Limits:
         return ""
 
     def beyond(self, hello: Hello, jobs: int, others: Collection[Hello]) -> str:
-        """Which limit one more job like this breaks beside `jobs` other ones; empty when none.
+        """The limit that the job of `hello` would exceed beside `jobs` other jobs, as a text; empty if there is room.
 
         `others`: the jobs that have memory, or want it.
         """

@@ -1,15 +1,15 @@
 """Admission of workers to the jobs of one shard: a pure state machine. Connections are opaque keys.
 
 States of a job name: nobody → pending (some ranks said hello) → running (all are here; one generation) → nobody. A
-new generation may gather while the ranks of the last one are still leaving; a rank that is still there cannot join
-twice.
+new generation may gather while the ranks of the last generation are still leaving. A rank cannot join before its
+connection of the last generation is over.
 
-Ranks of different launches never meet, even where they give their jobs the same name.
+Ranks of different launches never meet, even if their jobs have the same name.
 
-In an elastic job the first shard decides who is in it and what their ranks are. It gives this formation a number. The
-workers tell the number to the other shards, where workers of different formations never meet. A ticket proves to the
-first shard that a worker was in the last formation. Such a survivor goes before newcomers, and may end the last
-generation if that still runs.
+In an elastic job the first shard decides who is in it, and their ranks. It gives this formation a number. The workers
+tell the number to the other shards, where workers of different formations never meet. A ticket proves to the first
+shard that a worker was in the last formation. Such a survivor goes before newcomers, and may end the last generation if
+that still runs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Relayed(NamedTuple):
 
 class Admit(NamedTuple):
     """All ranks of a job are here: start generation `generation` with these connections, in rank order. On a relay
-    these are its members, and `relayed` says what it is part of."""
+    these are its members, and `relayed` describes the job on its upstream."""
 
     generation: int
     job: str
@@ -101,19 +101,21 @@ class Replace(NamedTuple):
 MembershipEffect = Answer | Admit | Announce | Replace
 
 
-NEWS_S = 1.0  # between two news of who waits or is missing: telling all of each newcomer takes N² messages
+NEWS_S = (
+    1.0  # seconds between two news of who waits or is missing: to tell all ranks of each newcomer takes N² messages
+)
 
 
 class Announcements:
     """Generations whose ranks know that workers wait. Workers that come and go before that are not announced."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[int, float]] = {}  # how many, and when
-        self._deserted: set[int] = set()  # all who waited have gone
+        self._told: dict[int, tuple[int, float]] = {}  # by generation: how many workers it knows of, and since when
+        self._deserted: set[int] = set()  # generations for which no worker waits any more
 
     @property
     def deadline(self) -> float | None:
-        """When `taken_back` has something to tell, if nobody comes before."""
+        """The time to call `taken_back`, if no worker comes before; None: never."""
         return min((self._told[generation][1] + NEWS_S for generation in self._deserted), default=None)
 
     def is_news(self, generation: int, workers: int, now: float) -> bool:
@@ -124,7 +126,7 @@ class Announcements:
         return workers != before
 
     def nobody_waits(self, generation: int) -> None:
-        """The last of those who waited has gone."""
+        """The last waiting worker has gone."""
         if generation in self._told:
             self._deserted.add(generation)
 
@@ -145,24 +147,25 @@ class Announcements:
 
 
 class RunningJob(NamedTuple):
-    """`spec`: the hello of its first worker. `formation`: a number that no other generation has. `ranks`: those that
-    have not left. `asked`: the ranks that its workers gave in their hellos, also those that have left."""
+    """A job that has all its ranks. `spec`: the hello of its first worker. `formation`: a number that no other
+    generation has. `ranks`: the ranks that have not left. `asked`: the ranks that its workers gave in their hellos,
+    with those that have left."""
 
-    meeting: FormationKey
+    formation_key: FormationKey
     spec: Hello
     formation: int
     ranks: dict[int, Hello]
     asked: frozenset[int]
 
     def has_group(self, hello: Hello) -> bool:
-        """Whether one of its ranks has said this hello, which is to a group of them: the name of a group begins with
-        that of its job."""
+        """Whether one of its ranks has said this hello to join a group. The name of a group begins with the name of
+        its job."""
         mine, spec = self.ranks.get(hello.parent_rank), self.spec
         is_named = hello.job.startswith(f"{spec.job}+") and (hello.team, hello.launch) == (spec.team, spec.launch)
         return is_named and mine is not None and (mine.host, mine.pid) == (hello.host, hello.pid)
 
     def objection(self, hello: Hello, claim: Claim) -> str:
-        """What is wrong with a hello to this job while it runs."""
+        """The reason to refuse a hello to this job while it runs; empty if there is none."""
         if not hello.min_ranks:
             if self.spec.min_ranks:
                 return f"job '{hello.job}' runs, and is elastic: {ADVICE['min_ranks']}"
@@ -171,31 +174,31 @@ class RunningJob(NamedTuple):
 
 
 def welcomes_of(generation: int, hellos: Sequence[Hello], draw: Callable[[], bytes]) -> list[Welcome]:
-    """The welcome of each rank, except what concerns its link; `hellos[r]` is that of rank r. `draw` gives random
-    tokens, by which the ranks of a host meet."""
+    """The welcome of each rank, without the fields for its link; `hellos[r]` is the hello of rank r. `draw` gives
+    random tokens. The ranks of a host find each other by such a token."""
     whole_bytes = min(hello.whole_bytes for hello in hellos)
     welcomes = [Welcome(generation, whole_bytes=whole_bytes) for _ in hellos]
     if hellos[0].shard == 0:
-        welcomes = [replace(welcome, seat=_seat(rank, hellos[rank])) for rank, welcome in enumerate(welcomes)]
+        welcomes = [replace(welcome, seat=_assignment(rank, hellos[rank])) for rank, welcome in enumerate(welcomes)]
     for host in hosts_of(hellos):
-        meeting = draw() if hellos[0].shard == 0 else None  # the first shard tells the ranks where
+        token = draw() if hellos[0].shard == 0 else None  # the first shard tells the ranks
         for rank in host.ranks:
             welcomes[rank] = replace(
-                welcomes[rank], meeting=meeting, neighbours=host.ranks, host=host.host, hosts=host.hosts
+                welcomes[rank], meeting=token, neighbours=host.ranks, host=host.host, hosts=host.hosts
             )
     return placed(welcomes, hellos)
 
 
 def placed(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Welcome]:
-    """The welcomes of those who are connected here, in this order, with their places, and the number of ranks of each
-    relay."""
+    """The welcomes of the ranks that are connected here, in this order. Each gets its place, and the number of ranks
+    of its relay."""
     relayed = Counter(hello.relay for hello in hellos if hello.relay)
     both = zip(welcomes, hellos, strict=True)
     return [replace(welcome, place=place, relayed=relayed[hello.relay]) for place, (welcome, hello) in enumerate(both)]
 
 
 def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[JobRank]:
-    """Who is connected here, in this order."""
+    """The ranks that are connected here, in this order."""
     return [
         JobRank(
             hello.rank,
@@ -206,12 +209,12 @@ def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Job
     ]
 
 
-def _seat(rank: int, hello: Hello) -> RankAssignment:
+def _assignment(rank: int, hello: Hello) -> RankAssignment:
     return RankAssignment(rank, hello.world_size, hello.formation, hello.ticket)
 
 
 class Room:
-    """The room for jobs of a membership: jobs that gather and run, and `held`, whose memory is not given back."""
+    """The room of a shard for jobs: jobs that gather, jobs that run, and jobs in `held`, whose memory is in use."""
 
     def __init__(
         self, limits: Limits, pending_job: Mapping[FormationKey, PendingJob], running: Mapping[int, RunningJob],
@@ -222,8 +225,8 @@ class Room:
     def lacks(self, pending_job: PendingJob) -> bool:
         """Whether the job has to wait until the generation that it replaces has given back its memory.
 
-        It need not wait where there is room for both. Room that is promised to others does not count: a job that
-        gathers, and replaces no other one, will want room of its own.
+        It need not wait if there is room for both. Room that other pending jobs will need does not count, unless they
+        replace a generation themselves.
         """
         if pending_job.replaces not in self._held:
             return False
@@ -233,26 +236,31 @@ class Room:
         held = [*self._held.values(), *(other.spec for other in others if other.replaces not in self._held)]
         return bool(self._too_much(pending_job.spec, pending_job.terms, jobs, held))
 
-    def why_none(self, hello: Hello, terms: Terms, going: PendingJob | None) -> str:
-        """Why there is no room for one more job in place of `going`; those that gather count as if they ran."""
-        leaving = self.replaced_by(hello, going)
-        gather = [other.spec for other in self._pending_jobs.values() if other is not going]
+    def why_none(self, hello: Hello, terms: Terms, displaced: PendingJob | None) -> str:
+        """The reason why there is no room for one more job in place of `displaced`; empty if there is room. Pending
+        jobs count like running jobs."""
+        leaving = self.replaced_by(hello, displaced)
+        gather = [other.spec for other in self._pending_jobs.values() if other is not displaced]
         jobs = gather + [job.spec for number, job in self._running.items() if number != leaving]
         held = gather + [spec for number, spec in self._held.items() if number != leaving]
         return self._too_much(hello, terms, jobs, held)
 
-    def replaced_by(self, hello: Hello, going: PendingJob | None = None) -> int | None:
-        """The generation whose room an elastic job takes: its last, unless a pending job other than `going` does."""
+    def replaced_by(self, hello: Hello, displaced: PendingJob | None = None) -> int | None:
+        """The generation whose room an elastic job takes over: its last generation, unless a pending job other than
+        `displaced` takes it."""
         if not hello.min_ranks and not hello.formation:
             return None
         mine = [number for number, spec in self._held.items() if kin(spec) == kin(hello)]
         last = max(mine, default=None)
         return (
-            None if any(other.replaces == last for other in self._pending_jobs.values() if other is not going) else last
+            None
+            if any(other.replaces == last for other in self._pending_jobs.values() if other is not displaced)
+            else last
         )
 
     def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
-        """Why a job like this is too much beside `jobs`, and `held`, whose slots are taken; empty when it is not."""
+        """The limit that the job of `hello` would exceed beside `jobs`, and `held`, whose slots are taken; empty if
+        there is room."""
         return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
 
 
@@ -262,17 +270,17 @@ NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 class Membership:
     """Admission to the jobs of one shard."""
 
-    descriptors_of_one = 1  # worker: its connection
+    descriptors_of_one = 1  # file descriptors for one worker: its connection
 
     def __init__(self, limits: Limits, salt: int = 0, key: bytes = b"") -> None:
-        """`salt` differs between processes, so that the numbers of their formations differ, too. `key` is for tickets:
-        nobody else knows it, and a process that takes the place of this one has the same."""
+        """`salt` differs between processes, so that the numbers of their formations differ, too. `key` is for tickets.
+        It is secret; a process that takes the place of this process has the same key."""
         self._limits, self._salt, self._key = limits, salt, key
         self._pending_jobs: dict[FormationKey, PendingJob] = {}
-        self._of_name: dict[tuple[str, str, int], list[PendingJob]] = {}  # the same by team, job and formation
+        self._of_name: dict[tuple[str, str, int], list[PendingJob]] = {}  # pending jobs by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a pending job
         self._running: dict[int, RunningJob] = {}
-        self._held: dict[int, Hello] = {}  # by generation until it is released: size and memory follow from this
+        self._held: dict[int, Hello] = {}  # by generation until it is released; size and memory follow from the hello
         self._room, self._compilers = Room(limits, self._pending_jobs, self._running, self._held), Compilers(limits)
         self._next_generation = 1
         self._announced = Announcements()
@@ -282,57 +290,56 @@ class Membership:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` must be called, if nothing happens before."""
+        """The time to call `expire`, if nothing happens before; None: never."""
         others = [at for at in (self._announced.deadline, self._compilers.deadline) if at is not None]
-        if not self._pending_jobs:  # as nearly always
+        if not self._pending_jobs:  # nearly always true
             return min(others, default=None)
         waiting = self._pending_jobs.values()
         ends = others + [self._ends_at(job) for job in waiting if not job.held]
         ends += [job.told_at + NEWS_S for job in waiting if self._has_news(job)]
         ends += [at for job in waiting if not self._room.lacks(job) and (at := job.settles_at()) is not None]
         ends += [0.0] if any(job.untold for job in waiting) else []
-        # a formation that replaces one may have waited for the room, whosever it was
+        # a job that replaces a generation may have waited for room, no matter which job had it
         ends += [0.0] if self._has_freed_room and any(job.replaces is not None for job in waiting) else []
         return min(ends, default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
-        """A worker asks to join. `terms` are those of its team."""
-        meeting, claim, going = FormationKey.of(hello), Claim.NEWCOMER, dict[int, str]()
+        """A worker asks to join. `terms`: the limits of its team."""
+        formation_key, claim, displaced = FormationKey.of(hello), Claim.NEWCOMER, dict[int, str]()
         # first: nothing may depend on numbers without bounds
         wrong, temporary = other_version(hello.version) or malformed(hello) or self._limits.over(hello), False
         if not wrong and hello.refuses:
-            yield from self._decline(key, hello, meeting, now)
+            yield from self._decline(key, hello, formation_key, now)
             return
         if not wrong:
-            claim = self._standing(hello, meeting)
-            here = self._pending_jobs.get(meeting)
-            going = in_the_way(here, hello) if here is not None and claim is Claim.SURVIVOR else {}
-            wrong = (
-                "" if hello.compiling else self._failed_launches.why(hello, now)
-            )  # who compiles hears it when it comes
+            claim = self._claim_of(hello, formation_key)
+            here = self._pending_jobs.get(formation_key)
+            displaced = in_the_way(here, hello) if here is not None and claim is Claim.SURVIVOR else {}
+            # a worker that compiles hears of the failure when it comes to join
+            wrong = "" if hello.compiling else self._failed_launches.why(hello, now)
         if not wrong:
-            wrong, temporary = self.intake.objection(hello, now, gathers=meeting in self._pending_jobs)
+            wrong, temporary = self.intake.objection(hello, now, gathers=formation_key in self._pending_jobs)
         if not wrong and hello.compiling:
-            wrong, temporary = self._compilers.objection(hello, terms, self._pending_jobs.get(meeting)), True
+            wrong, temporary = self._compilers.objection(hello, terms, self._pending_jobs.get(formation_key)), True
         elif not wrong:
-            wrong, temporary = self._objection(hello, meeting, claim, terms, going)
+            wrong, temporary = self._objection(hello, formation_key, claim, terms, displaced)
         if wrong:
             yield Answer(key, Refused(wrong, temporary))
-            yield from self._tell_of_refusal(meeting, hello, wrong, now)
+            yield from self._tell_of_refusal(formation_key, hello, wrong, now)
             return
         if hello.compiling:
             self._compilers.add(key, hello, now)
             yield Answer(key, Pending([], 0))
             return
-        yield from self._make_way(hello, meeting, claim, going, now)
-        if meeting not in self._pending_jobs:
-            self._open(meeting, hello, now, terms)
-        pending_job = self._pending_jobs[meeting]
+        yield from self._make_way(hello, formation_key, claim, displaced, now)
+        if formation_key not in self._pending_jobs:
+            self._open(formation_key, hello, now, terms)
+        pending_job = self._pending_jobs[formation_key]
         pending_job.add(WaitingRank(key, hello, claim), now)
         self._compilers.came(hello)
         self._waiting[key] = hello
         if self._may_start(pending_job, now):
-            yield self._admit(meeting)
+            yield self._admit(formation_key)
         else:
             yield Answer(key, self._pending(pending_job, now))
 
@@ -343,22 +350,22 @@ class Membership:
         return None if rival is None else rival.key
 
     def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
-        """A connection that was not yet admitted is over, because of `cause`: nobody needs to know it here."""
+        """A connection that was not yet admitted is over, because of `cause`, which is not needed here."""
         place = self._compilers.remove(key)
         if (
             place is not None
-            and place.meeting in self._pending_jobs
-            and self._pending_jobs[place.meeting].place == place
+            and place.formation_key in self._pending_jobs
+            and self._pending_jobs[place.formation_key].place == place
         ):
-            self._pending_jobs[place.meeting].since = now  # time to join begins anew
+            self._pending_jobs[place.formation_key].since = now  # time to join begins anew
         hello = self._waiting.pop(key, None)
         if hello is not None:
-            meeting = FormationKey.of(hello)
-            pending_job = self._pending_jobs[meeting]
+            formation_key = FormationKey.of(hello)
+            pending_job = self._pending_jobs[formation_key]
             pending_job.remove(hello.rank, now)
             if not pending_job.waiting_ranks:
-                self._close(meeting)
-                generation = self._generation_of(meeting)
+                self._close(formation_key)
+                generation = self._generation_of(formation_key)
                 if pending_job.held and generation is not None:
                     self._announced.nobody_waits(generation)
 
@@ -371,8 +378,12 @@ class Membership:
         """A running generation is over; its ranks may still be leaving."""
         over = self._running.pop(generation, None)
         self._announced.forget(generation)
-        if over is not None and over.meeting in self._pending_jobs and self._generation_of(over.meeting) is None:
-            self._pending_jobs[over.meeting].release(now)
+        if (
+            over is not None
+            and over.formation_key in self._pending_jobs
+            and self._generation_of(over.formation_key) is None
+        ):
+            self._pending_jobs[over.formation_key].release(now)
         self._has_freed_room |= bool(self._pending_jobs)
 
     def released(self, generation: int) -> None:
@@ -381,26 +392,26 @@ class Membership:
         self._has_freed_room |= bool(self._pending_jobs)
 
     def expire(self, now: float) -> Iterator[MembershipEffect]:
-        """Time has passed: start jobs that have settled, refuse those that gather for too long, tell who is missing."""
+        """Time has passed: start jobs that have settled, refuse jobs that gather for too long, tell who is missing."""
         limit_s, self._has_freed_room = self._limits.join_timeout_s, False
         for key in self._compilers.over(now):
             self.gone(key, now)
             yield Answer(key, Refused(TOO_LONG, temporary=True))
         for generation in self._announced.taken_back(now):
             yield Announce(generation, 0)
-        for meeting, pending_job in list(self._pending_jobs.items()):
+        for formation_key, pending_job in list(self._pending_jobs.items()):
             if self._may_start(pending_job, now):
-                yield self._admit(meeting)
+                yield self._admit(formation_key)
             elif not pending_job.held and now >= self._ends_at(pending_job):
-                yield from self._disband(meeting, pending_job.too_late(limit_s), temporary=True)
+                yield from self._disband(formation_key, pending_job.too_late(limit_s), temporary=True)
             elif pending_job.held and pending_job.has_settled(now):
-                yield from self._replace(meeting, pending_job, now)
+                yield from self._replace(formation_key, pending_job, now)
             elif pending_job.untold or (self._has_news(pending_job) and now - pending_job.told_at >= NEWS_S):
-                yield from self._tell_news(meeting, pending_job, now)
+                yield from self._tell_news(formation_key, pending_job, now)
 
     @property
     def gathers(self) -> int:
-        """How many jobs wait for ranks."""
+        """The number of pending jobs."""
         return len(self._pending_jobs)
 
     def pending_jobs(self, now: float) -> list[JobStatus]:
@@ -413,31 +424,31 @@ class Membership:
         return list(self._held.values())
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
-        """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
+        """Jobs whose hellos match are ended: refuse the workers that wait for them, and workers that come again."""
         self.intake.end_survivors(is_meant, reason, now, self._salt + self._next_generation)
         for job in self._running.values():
             if is_meant(job.spec):
                 self.intake.end(job.spec, reason, now)
-        for meeting, pending_job in list(self._pending_jobs.items()):
+        for formation_key, pending_job in list(self._pending_jobs.items()):
             if is_meant(pending_job.spec):
                 self.intake.end(pending_job.spec, reason, now)
-                yield from self._disband(meeting, reason)
+                yield from self._disband(formation_key, reason)
 
     def turn_away(self) -> Iterator[MembershipEffect]:
         """Admit nobody any more."""
         self.intake.close()
-        for meeting in list(self._pending_jobs):
-            yield from self._disband(meeting, SHUTTING_DOWN, temporary=True)
+        for formation_key in list(self._pending_jobs):
+            yield from self._disband(formation_key, SHUTTING_DOWN, temporary=True)
         for key in self._compilers.keys:
             yield Answer(key, Refused(SHUTTING_DOWN, temporary=True))
 
     def close(self) -> None:
-        """The shard ends. Nothing of this machine has to."""
+        """The shard ends. There is nothing to close here."""
 
     # pending jobs
 
     def _ends_at(self, pending_job: PendingJob) -> float:
-        """When its ranks have waited long enough for the others."""
+        """The time when its ranks have waited long enough for the others."""
         until = max(pending_job.since, self._compilers.until(pending_job.place))
         return min(until, pending_job.begun + COMPILING_S) + self._limits.join_timeout_s
 
@@ -445,13 +456,13 @@ class Membership:
         return pending_job.is_news or self._compilers.until(pending_job.place) > 0
 
     def _pending(self, pending_job: PendingJob, now: float) -> Pending:
-        """The news for those who wait: who is missing, and whose kernels compile."""
+        """The news for the waiting ranks: which ranks are missing, and whose kernels compile."""
         ranks = self._compilers.ranks(pending_job.place) if now < pending_job.begun + COMPILING_S else []
         return msgspec.structs.replace(pending_job.pending(), compiling=ranks)
 
-    def _open(self, meeting: FormationKey, hello: Hello, now: float, terms: Terms) -> None:
-        """Begin to gather. Where ranks of another launch wait under the same name, both are told."""
-        generation = self._generation_of(meeting) if hello.min_ranks else None
+    def _open(self, formation_key: FormationKey, hello: Hello, now: float, terms: Terms) -> None:
+        """Begin to gather. If ranks of another launch wait under the same name, both launches are told."""
+        generation = self._generation_of(formation_key) if hello.min_ranks else None
         last = frozenset[int]()
         if generation is not None:
             self._announced.somebody_waits(generation)
@@ -460,49 +471,54 @@ class Membership:
             hello, terms, since=now, begun=now, told_at=now, changed_at=now,
             held=generation is not None, expected=last, replaces=self._room.replaced_by(hello),
         )  # fmt: skip
-        pending_job.namesakes = self._of_name.setdefault((hello.team, meeting.job, meeting.formation), [])
+        pending_job.namesakes = self._of_name.setdefault((hello.team, formation_key.job, formation_key.formation), [])
         for other in pending_job.namesakes[:1]:
             other.is_news = True
         pending_job.namesakes.append(pending_job)
-        self._pending_jobs[meeting] = pending_job
+        self._pending_jobs[formation_key] = pending_job
 
     def _tell_of_refusal(
-        self, meeting: FormationKey, hello: Hello, wrong: str, now: float
+        self, formation_key: FormationKey, hello: Hello, wrong: str, now: float
     ) -> Iterator[MembershipEffect]:
-        """Those who wait for a rank that was refused learn it. They are refused, too, if it can never join."""
-        pending_job = self._pending_jobs.get(meeting)
+        """Tell the ranks that wait for a refused rank. If it can never join, they are refused, too."""
+        pending_job = self._pending_jobs.get(formation_key)
         if pending_job is None or malformed(hello) or of_another_team(pending_job.spec, hello):
             return
         if fails_launch(pending_job, hello, wrong, self._limits.over(hello)):
-            yield from self._disband(meeting, self._failed_launches.add(pending_job, hello, wrong, now))
+            yield from self._disband(formation_key, self._failed_launches.add(pending_job, hello, wrong, now))
         else:
             pending_job.refused = hello.rank, f"{member_name(hello)} was refused: {wrong}"
             pending_job.is_news = True
 
-    def _decline(self, key: Hashable, hello: Hello, meeting: FormationKey, now: float) -> Iterator[MembershipEffect]:
-        """A rank refuses by itself to come to a group. Only one of a job that runs here can, and of its own groups."""
+    def _decline(
+        self, key: Hashable, hello: Hello, formation_key: FormationKey, now: float
+    ) -> Iterator[MembershipEffect]:
+        """A rank refuses to come to a group. Only a rank of a job that runs here can, and only for groups of this
+        job."""
         if not any(job.has_group(hello) for job in self._running.values()):
-            yield Answer(key, Refused("a refusal from outside of the job; expected one of its ranks"))
+            yield Answer(key, Refused("a refusal from outside the job; expected it from one of its ranks"))
             return
         yield Answer(key, Refused(hello.refuses))
-        here = self._pending_jobs.get(meeting)
+        here = self._pending_jobs.get(formation_key)
         pending_job = here if here is not None and here.place == JobKey.of(hello) else None
         reason = self._failed_launches.decline(hello, pending_job, now)
         if pending_job is not None and reason:
-            yield from self._disband(meeting, reason)
+            yield from self._disband(formation_key, reason)
 
-    def _disband(self, meeting: FormationKey, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
-        """Refuse all who gather."""
-        pending_job = self._pending_jobs[meeting]
-        self._close(meeting)
+    def _disband(
+        self, formation_key: FormationKey, reason: str, *, temporary: bool = False
+    ) -> Iterator[MembershipEffect]:
+        """Refuse all ranks of a pending job."""
+        pending_job = self._pending_jobs[formation_key]
+        self._close(formation_key)
         for key, *_ in pending_job.waiting_ranks.values():
             del self._waiting[key]
             yield Answer(key, Refused(reason, temporary))
 
-    def _close(self, meeting: FormationKey) -> None:
-        pending_job = self._pending_jobs.pop(meeting)
+    def _close(self, formation_key: FormationKey) -> None:
+        pending_job = self._pending_jobs.pop(formation_key)
         pending_job.namesakes.remove(pending_job)
-        name = pending_job.spec.team, meeting.job, meeting.formation
+        name = pending_job.spec.team, formation_key.job, formation_key.formation
         if not pending_job.namesakes:
             del self._of_name[name]
         self._has_freed_room |= bool(self._pending_jobs)
@@ -510,32 +526,34 @@ class Membership:
     def _may_start(self, pending_job: PendingJob, now: float) -> bool:
         return pending_job.complete(now) and not self._room.lacks(pending_job)
 
-    def _admit(self, meeting: FormationKey) -> Admit:
-        """Start a job with the workers that are here. Those who are left over wait for the next generation."""
-        pending_job = self._pending_jobs[meeting]
+    def _admit(self, formation_key: FormationKey) -> Admit:
+        """Start a job with the workers that are here. Workers that are left over wait for the next generation."""
+        pending_job = self._pending_jobs[formation_key]
         before = frozenset(pending_job.waiting_ranks)
         ranked = pending_job.take()
         for key, _ in ranked:
             del self._waiting[key]
         generation, self._next_generation = self._next_generation, self._next_generation + 1
-        formation, hellos = meeting.formation, [hello for _, hello in ranked]
+        formation, hellos = formation_key.formation, [hello for _, hello in ranked]
         if not formation:  # this is the first shard: the job may be formed anew
             formation = self._salt + generation
             entry = tickets.ticket(self._key, pending_job.spec, formation)
             hellos = [msgspec.structs.replace(hello, formation=formation, ticket=entry) for hello in hellos]
         asked = before - pending_job.waiting_ranks.keys()
         ranks = {hello.rank: hello for hello in hellos}
-        self._running[generation] = RunningJob(meeting, pending_job.spec, formation, ranks, asked)
-        self._held[generation] = msgspec.structs.replace(hellos[0], formation=meeting.formation)
+        self._running[generation] = RunningJob(formation_key, pending_job.spec, formation, ranks, asked)
+        self._held[generation] = msgspec.structs.replace(hellos[0], formation=formation_key.formation)
         self.intake.begins(pending_job.spec)
         pending_job.held, pending_job.expected, pending_job.is_news = True, asked, True
         pending_job.replaces = generation
         if not pending_job.waiting_ranks:
-            self._close(meeting)
+            self._close(formation_key)
         return Admit(generation, pending_job.spec.job, [key for key, _ in ranked], hellos)
 
-    def _tell_news(self, meeting: FormationKey, pending_job: PendingJob, now: float) -> Iterator[MembershipEffect]:
-        """Tell some of the waiting workers who is missing. When all are told and the job is held back, tell the running
+    def _tell_news(
+        self, formation_key: FormationKey, pending_job: PendingJob, now: float
+    ) -> Iterator[MembershipEffect]:
+        """Tell some of the waiting workers who is missing. When all know, and the job is held back, tell the running
         ranks how many wait."""
         if not pending_job.untold:
             pending_job.told_at, pending_job.is_news = now, False
@@ -544,7 +562,7 @@ class Membership:
         for key in list(islice(pending_job.untold, NEWS_AT_ONCE)):
             del pending_job.untold[key]
             yield Answer(key, pending)
-        generation = self._generation_of(meeting)
+        generation = self._generation_of(formation_key)
         if pending_job.held and generation is not None and not pending_job.untold:
             running = self._running[generation]
             room = (
@@ -556,44 +574,45 @@ class Membership:
             if self._announced.is_news(generation, workers, now):
                 yield Announce(generation, workers)
 
-    def _replace(self, meeting: FormationKey, pending_job: PendingJob, now: float) -> Iterator[MembershipEffect]:
-        """End the generation that still runs: the survivors who left it have waited long enough."""
+    def _replace(self, formation_key: FormationKey, pending_job: PendingJob, now: float) -> Iterator[MembershipEffect]:
+        """End the generation that still runs: the survivors that have left it have waited long enough."""
         pending_job.changed_at = now
-        generation = self._generation_of(meeting)
+        generation = self._generation_of(formation_key)
         assert generation is not None
         late = listed([f"rank {rank}" for rank in sorted(self._running[generation].ranks)])
         why = "had not left when the others had waited long enough to form the job anew"
         yield Replace(generation, Cause(late, why))
 
-    def _generation_of(self, meeting: FormationKey) -> int | None:
-        """The newest generation that runs of a job, if this is the job's first shard; else None."""
-        if meeting.formation:
+    def _generation_of(self, formation_key: FormationKey) -> int | None:
+        """The newest running generation of a job, if this is the job's first shard; else None."""
+        if formation_key.formation:
             return None
-        return max((number for number, job in self._running.items() if job.meeting == meeting), default=None)
+        return max(
+            (number for number, job in self._running.items() if job.formation_key == formation_key), default=None
+        )
 
     # who may come
 
-    def _standing(self, hello: Hello, meeting: FormationKey) -> Claim:
-        """The standing of a worker, whose hello is in order, in its job. While a generation runs, only its members are
-        survivors."""
+    def _claim_of(self, hello: Hello, formation_key: FormationKey) -> Claim:
+        """The claim of a worker with a valid hello. While a generation runs, only its members are survivors."""
         if not hello.survived:
             return Claim.NEWCOMER
-        generation, has_ticket = self._generation_of(meeting), tickets.is_valid(self._key, hello)
+        generation, has_ticket = self._generation_of(formation_key), tickets.is_valid(self._key, hello)
         if generation is None:
-            pending_job = self._pending_jobs.get(meeting)
+            pending_job = self._pending_jobs.get(formation_key)
             is_known = pending_job is not None and pending_job.is_led
             return Claim.SURVIVOR if has_ticket else Claim.NEWCOMER if is_known else Claim.CLAIMANT
         is_member = has_ticket and hello.survived == self._running[generation].formation
         return Claim.SURVIVOR if is_member else Claim.NEWCOMER
 
     def _make_way(
-        self, hello: Hello, meeting: FormationKey, claim: Claim, going: dict[int, str], now: float
+        self, hello: Hello, formation_key: FormationKey, claim: Claim, displaced: dict[int, str], now: float
     ) -> Iterator[MembershipEffect]:
-        """Nothing is wrong with `hello`. If a survivor said it, those who are in its way are refused in its place."""
-        pending_job = self._pending_jobs.get(meeting)
+        """Nothing is wrong with `hello`. If it comes from a survivor, refuse the ranks that are in its way."""
+        pending_job = self._pending_jobs.get(formation_key)
         if pending_job is None or claim is not Claim.SURVIVOR:
             return
-        for rank, wrong in going.items():
+        for rank, wrong in displaced.items():
             key, _, others_claim = pending_job.waiting_ranks[rank]
             self.gone(key, now)
             yield Answer(key, Refused(wrong, temporary=others_claim is Claim.CLAIMANT))
@@ -601,32 +620,34 @@ class Membership:
             pending_job.lead(hello)
 
     def _objection(
-        self, hello: Hello, meeting: FormationKey, claim: Claim, terms: Terms, going: dict[int, str]
+        self, hello: Hello, formation_key: FormationKey, claim: Claim, terms: Terms, displaced: dict[int, str]
     ) -> tuple[str, bool]:
-        """Why `hello` cannot join beside those who are here, except the ranks `going`, and whether it might later;
-        empty when it can."""
-        wrong, temporary = self._conflict(hello, meeting, claim, going)
-        here = self._pending_jobs.get(meeting)
-        stays = here is not None and len(here.waiting_ranks) > len(going)
+        """The reason why `hello` cannot join beside the ranks that are here, except the ranks `displaced`, and whether
+        it might later; empty when it can join."""
+        wrong, temporary = self._conflict(hello, formation_key, claim, displaced)
+        here = self._pending_jobs.get(formation_key)
+        stays = here is not None and len(here.waiting_ranks) > len(displaced)
         full = "" if wrong or stays else self._room.why_none(hello, terms, here)
         return wrong or full, temporary or bool(full) or claim is Claim.CLAIMANT
 
-    def _conflict(self, hello: Hello, meeting: FormationKey, claim: Claim, going: dict[int, str]) -> tuple[str, bool]:
+    def _conflict(
+        self, hello: Hello, formation_key: FormationKey, claim: Claim, displaced: dict[int, str]
+    ) -> tuple[str, bool]:
         for running in self._running.values():
-            if running.meeting == meeting:
+            if running.formation_key == formation_key:
                 wrong = of_another_team(running.spec, hello) or running.objection(hello, claim)
                 if wrong:
                     return wrong, False
-        pending_job = self._pending_jobs.get(meeting)
+        pending_job = self._pending_jobs.get(formation_key)
         if pending_job is None:
             return "", False
         if of_another_team(pending_job.spec, hello):
             return of_another_team(pending_job.spec, hello), False
-        if hello.rank in pending_job.waiting_ranks and hello.rank not in going:
+        if hello.rank in pending_job.waiting_ranks and hello.rank not in displaced:
             return taken(pending_job.waiting_ranks[hello.rank].hello), False
-        is_survivor, count = claim is Claim.SURVIVOR, len(pending_job.waiting_ranks) - len(going)
+        is_survivor, count = claim is Claim.SURVIVOR, len(pending_job.waiting_ranks) - len(displaced)
         spec = hello if is_survivor and not pending_job.is_led else pending_job.spec
         if hello.min_ranks and count >= spec.world_size * (2 if is_survivor else 1):  # with newcomers that they replace
             wrong = f"{count} workers wait to join job '{hello.job}' already; it has no place for more"
-            return wrong, hello.survived > 0  # those who wait have no more right to a place
+            return wrong, hello.survived > 0  # a worker that survived has as much right to a place as those that wait
         return difference(spec, hello), False

@@ -17,21 +17,21 @@ from omnireduce.support.config.schema import Terms
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:
-    """How errors call a worker."""
+    """The name of a worker in errors."""
     return f"rank {rank} (host {host}, pid {pid})"
 
 
-THROUGH, WAY_CHARACTERS = " through relay ", 200  # names of several workers must fit one text
+THROUGH, WAY_CHARACTERS = " through relay ", 200  # bounded: the names of several workers must fit one text
 
 
 def member_name(hello: Hello) -> str:
-    """How errors call the worker that sent this hello, and the relays through which it came."""
+    """The name in errors of the worker that sent this hello, with the relays through which it came."""
     through = THROUGH + shown(", ".join(hello.relays)[:WAY_CHARACTERS]) if hello.relays else ""
     return worker_name(hello.rank, hello.host, hello.pid) + through
 
 
 class FormationKey(NamedTuple):
-    """The place where the workers of a job come together: only those of the same job, launch and formation meet."""
+    """The key of one formation of a job: only workers with the same job, launch and formation meet."""
 
     job: str
     launch: str
@@ -43,10 +43,10 @@ class FormationKey(NamedTuple):
 
 
 class JobKey(NamedTuple):
-    """The meeting of one team: workers of other teams have no say there."""
+    """A formation key with its team: workers of other teams must not influence it."""
 
     team: str
-    meeting: FormationKey
+    formation_key: FormationKey
 
     @classmethod
     def of(cls, hello: Hello) -> JobKey:
@@ -54,7 +54,7 @@ class JobKey(NamedTuple):
 
 
 class Claim(IntEnum):
-    """The standing of a worker in an elastic job."""
+    """The claim of a worker to a place in an elastic job."""
 
     NEWCOMER = 0
     CLAIMANT = 1  # says that it was in the job, but this shard cannot know, as after a restart of the daemon
@@ -75,20 +75,19 @@ class PendingJob:
 
     A job that is not elastic starts when all its ranks are here.
 
-    An elastic job (`spec.min_ranks` > 0) is held back while its last generation still runs: nobody leaves a job that is
-    well. It starts at once when `spec.world_size` workers are here, with all of `expected` among them: these are the
-    ranks that the workers of the last generation gave. When no survivor has come or gone for `spec.last_call_s`, it
-    starts without waiting for `expected`, and also with fewer workers, at least `spec.min_ranks`, if one of them
-    survived, or says so.
+    An elastic job (`spec.min_ranks` > 0) is held back while its last generation still runs: a job that works is not
+    stopped for newcomers. It starts at once when `spec.world_size` workers are here, with all of `expected` among them.
+    These are the ranks that the workers of the last generation gave. When no survivor has come or gone for
+    `spec.last_call_s`, it starts without waiting for `expected`. Then it may even start with fewer workers, but at
+    least `spec.min_ranks`, if one of them survived, or says so.
 
-    The job may take the room of generation `replaces`, once that has given it back. `terms` are those of the job's
-    team.
+    The job may take the room of generation `replaces`, once that has given it back. `terms`: the limits of its team.
     """
 
     spec: Hello
     terms: Terms
-    since: float  # from then on time to join counts
-    begun: float  # not only since the last rank that compiled was ready
+    since: float  # the time to join counts from here on; moved when a rank has compiled
+    begun: float  # when the job began to gather; not moved when a rank has compiled
     told_at: float  # when all waiting ranks were told last who is missing
     changed_at: float
     held: bool = False
@@ -96,9 +95,9 @@ class PendingJob:
     replaces: int | None = None
     is_news: bool = False  # who is missing has changed since
     waiting_ranks: dict[int, WaitingRank] = field(default_factory=dict)
-    refused: tuple[int, str] | None = None  # the rank that was refused last and a note of why, until it joins
-    namesakes: list[PendingJob] = field(default_factory=list)  # all of this name: this one, and those of other launches
-    untold: dict[Hashable, None] = field(default_factory=dict)  # who still has to hear the last news
+    refused: tuple[int, str] | None = None  # the rank that was refused last and the reason, until it joins
+    namesakes: list[PendingJob] = field(default_factory=list)  # all pending jobs of this name, with this job itself
+    untold: dict[Hashable, None] = field(default_factory=dict)  # connections that still have to hear the last news
     _from: int = 0  # all ranks below it are here
     _inside: int = 0  # waiting ranks whose rank is below the world size
     _claims: Counter[Claim] = field(default_factory=Counter)
@@ -109,7 +108,7 @@ class PendingJob:
         self._claims[waiting_rank.claim] += 1
         self.waiting_ranks[rank] = waiting_rank
         if waiting_rank.claim is Claim.SURVIVOR or len(self.waiting_ranks) == 1:
-            self.changed_at = now  # newcomers may come and go as they like: they keep nobody waiting
+            self.changed_at = now  # newcomers that come and go do not make the others wait longer
         self.is_news = self.held or len(self.waiting_ranks) > 1
         if self.refused is not None and self.refused[0] == rank:
             self.refused = None
@@ -126,7 +125,7 @@ class PendingJob:
             self.changed_at = now
 
     def lead(self, survivor: Hello) -> None:
-        """From now on the others are compared with this survivor. Workers that only say that they survived become
+        """Compare hellos with the hello of this survivor from now on. Workers that only say that they survived become
         newcomers."""
         self.spec = survivor
         self._make_newcomers()
@@ -139,7 +138,7 @@ class PendingJob:
         self._claims = Counter(waiting_rank.claim for waiting_rank in self.waiting_ranks.values())
 
     def release(self, now: float) -> None:
-        """The last generation is over: time counts from now on."""
+        """The last generation is over: the time to join counts from now on."""
         self.held, self.since, self.begun, self.changed_at = False, now, now, now
 
     @property
@@ -152,7 +151,7 @@ class PendingJob:
 
     @property
     def is_led(self) -> bool:
-        """Somebody is here who has proved to have been in the job."""
+        """A worker is here that has proved that it was in the job."""
         return self._claims[Claim.SURVIVOR] > 0
 
     @property
@@ -160,7 +159,8 @@ class PendingJob:
         return len(self.waiting_ranks) >= self.spec.world_size
 
     def settles_at(self) -> float | None:
-        """When the workers here have waited long enough for others, or for the last generation; None: never."""
+        """The time when the workers here have waited long enough for others, or for the last generation; None:
+        never."""
         enough = self.held or len(self.waiting_ranks) >= self.spec.min_ranks
         ready = (self.has_survivors and enough) or (self.is_full and not self.held)
         return self.changed_at + self.spec.last_call_s if self.spec.min_ranks and ready else None
@@ -170,14 +170,14 @@ class PendingJob:
         return settles_at is not None and now >= settles_at
 
     def complete(self, now: float) -> bool:
-        """Whether the job starts with those who are here."""
+        """Whether the job starts with the workers that are here."""
         if self.held:
             return False
         return (self.is_full and self.expected <= self.waiting_ranks.keys()) or self.has_settled(now)
 
     def take(self) -> list[tuple[Hashable, Hello]]:
-        """Take out the workers with which the job starts, in rank order, with the ranks that they get. If there are too
-        many, survivors go first. Workers that stay were not in this generation, so to its ranks they are newcomers."""
+        """Take out the workers that the job starts with, in rank order, with the ranks that they get. If there are too
+        many, survivors go first. Workers that stay are not in this generation, so for its ranks they are newcomers."""
         order = sorted(self.waiting_ranks, key=lambda rank: (-self.waiting_ranks[rank].claim, rank))
         taken = [self.waiting_ranks.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._make_newcomers()
@@ -214,7 +214,7 @@ class PendingJob:
         return "" if other is None else _rival(other.spec, self.spec)
 
     def too_late(self, limit_s: float) -> str:
-        """What to say to workers that have waited for the others for longer than `limit_s`."""
+        """The text for workers that have waited for the others for longer than `limit_s`."""
         missing = self.missing()
         what = "rank " + ", ".join(map(str, missing)) + (" …" if self.total_missing > len(missing) else "")
         if not missing:
@@ -236,8 +236,7 @@ class PendingJob:
 
 
 def _rival(other: Hello, hello: Hello) -> str:
-    """The text for a worker while `other`, of another launch, waits under the same name: perhaps they belong
-    together."""
+    """The text for a worker if `other`, of another launch, waits under the same name. They may belong together."""
     launches = " and ".join(shown(rival.launch or "none") for rival in (hello, other))
     return (
         f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "

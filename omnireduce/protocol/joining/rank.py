@@ -1,16 +1,17 @@
 """The join protocol of a worker: a pure state machine, from the first connection to the last Welcome.
 
-    to each aggregator in turn   connect; prove the secret and have it proved, where there is one; say Hello
+    to each aggregator in turn   connect; if there is a secret, prove it and have it proved; say Hello
     then                         wait until all of them have said Welcome
 
-In an elastic job the first aggregator decides the ranks. The worker says Hello to that one alone. The Welcome has a
-seat, and the worker shows this seat to the others. It has less time for that: one that has a seat and does not come to
-them is left out of the next attempt. The ranks of a group of a job go to the first one alone, too: where it refuses
-them because one does not come, no other aggregator knows of this attempt when they come again.
+In an elastic job the first aggregator decides the ranks. The worker says Hello first to this aggregator alone. Its
+Welcome has a seat, and the worker shows the seat to the other aggregators. It has less time for that: a worker that has
+a seat and does not come to them is left out of the next attempt. The ranks of a group of a job go to the first
+aggregator alone, too. If it refuses them because a rank does not come, no other aggregator knows of this attempt when
+they come again.
 
-A connection that is lost before the Hello is made once more: nobody counts on this worker yet. Any other failure ends
+If a connection is lost before the Hello, it is made once more: nobody counts on this worker yet. Any other failure ends
 the attempt. A worker of an elastic job then hangs up, pauses and tries again, until its time to join is over or the
-failure is one that will not pass. A worker of another job gives up.
+failure will not pass. A worker of another job gives up.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class HangUp(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Tell the user about something that takes long. `event` names it; `shard` is the aggregator, or -1 for none."""
+    """Tell the user about a long wait. `event` names its kind; `shard` is the aggregator, or -1 for none."""
 
     event: str
     text: str
@@ -72,7 +73,7 @@ class Joined(NamedTuple):
     """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
 
     `generation`: the first aggregator's number. `seat` proves later that this worker was in this generation. Tensors of
-    up to `whole_bytes` go to the first aggregator as a whole. `neighbours`: the ranks that share memory with it.
+    up to `whole_bytes` go to the first aggregator as a whole. `local_ranks`: the ranks that share memory with it.
     """
 
     welcomes: list[Welcome]
@@ -81,12 +82,12 @@ class Joined(NamedTuple):
     generation: int
     whole_bytes: int
     seat: RankAssignment | None
-    neighbours: LocalRanks
+    local_ranks: LocalRanks
 
 
 class Meet(NamedTuple):
     """Meet the other ranks of this host at the place that `token` names. This worker is number `rank` of `size` there.
-    The job has so many `hosts`."""
+    The job has `hosts` hosts."""
 
     token: bytes
     rank: int
@@ -107,7 +108,7 @@ JoinEffect = JoinAction | JoinFailed
 def perform(effects: Iterator[JoinEffect], do: Callable[[JoinAction], Iterator[JoinEffect] | None]) -> None:
     """Carry out effects in order by `do`, then the effects that each call of `do` has returned.
 
-    Raises the error of Failed.
+    Raises the error of JoinFailed.
     """
     queue = deque([effects])
     while queue:
@@ -119,12 +120,12 @@ def perform(effects: Iterator[JoinEffect], do: Callable[[JoinAction], Iterator[J
                 queue.append(outcome)
 
 
-RETRY_S = 0.1  # between attempts to reach an aggregator that is not up yet; the first pause between attempts to join
+RETRY_S = 0.1  # pause between attempts to reach an aggregator that is not up yet; first pause between attempts to join
 LONGEST_PAUSE_S = 2.0
-SEATED_S = 5.0  # how long a worker has at least to go from the first aggregator of an elastic job to the others
-MOST_SAID = 400  # characters of an error that the other ranks are told
-NEWS_LATE_S = 5.0  # in which that a rank compiles, which is said once a second, is said again
-QUIET_S = 2.0  # an attempt, or a wait for a proof, that takes longer tells something
+SEATED_S = 5.0  # the least time that a worker has from the first aggregator of an elastic job to the others
+MOST_SAID = 400  # the most characters of an error that the other ranks are told
+NEWS_LATE_S = 5.0  # news that a rank compiles comes once a second, and extends the time to join by at least this
+QUIET_S = 2.0  # the error of an attempt, or of a wait for a proof, that took longer tells something
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ class _Visit:
 class Joining:
     """One worker, until it is a rank of a job or knows why it cannot be.
 
-    `hello` is what the worker says to the first aggregator of `addresses`. It has `limit_s` seconds to join.
+    `hello` is the worker's message to the first aggregator of `addresses`. It has `limit_s` seconds to join.
     `transport` is the name of the transport in its errors.
     """
 
@@ -151,15 +152,15 @@ class Joining:
         self._hello, self._addresses, self._secret = hello, addresses, secret
         self._limit_s, self._transport = limit_s, transport
         self._join_by = self._latest = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
-        self._last_error: OmniReduceError | None = None  # of the attempt before
-        self._reminders = Reminders(0.0)  # of what this attempt waits for
-        self._failures = Reminders(0.0)  # of attempts that fail for the same reason
+        self._last_error: OmniReduceError | None = None  # the error of the attempt before
+        self._reminders = Reminders(0.0)  # reminders of the wait of this attempt
+        self._failures = Reminders(0.0)  # reminders of attempts that fail for the same reason
         self._again_at: float | None = None  # when to connect again or, in a pause, to try again
         self._pauses = False
         self._pause_s = RETRY_S
-        self._reason = ""  # why the aggregator in turn could not be reached, or was lost before the Hello
+        self._reason = ""  # why the current aggregator could not be reached, or was lost before the Hello
         self._visits: list[_Visit] = []
-        self._shards = 0  # how many aggregators to visit so far
+        self._shards = 0  # the number of aggregators to visit so far
         self._seat: RankAssignment | None = None
         self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
@@ -169,7 +170,7 @@ class Joining:
 
     @property
     def deadline(self) -> float | None:
-        """When `timer` must be called, if nothing happens before."""
+        """The time to call `timer`, if nothing happens before; None: never."""
         if self._has_joined or self._has_failed:
             return None
         if self._pauses:
@@ -181,13 +182,13 @@ class Joining:
     def start(self, now: float) -> Iterator[JoinEffect]:
         """Begin."""
         self._join_by, self._failures = now + self._limit_s, Reminders(now)
-        self._latest = now + COMPILING_S + self._limit_s  # whatever an aggregator says of ranks that compile
+        self._latest = now + COMPILING_S + self._limit_s  # the latest end, even if ranks compile for longer
         yield self._attempt(now)
 
     def connected(self, shard: int, nonce: bytes, now: float, hint: str = "") -> Iterator[JoinEffect]:
-        """There is a connection to this aggregator. `nonce` is fresh. `hint`: what may be wrong if it is lost."""
+        """There is a connection to this aggregator. `nonce` is fresh. `hint`: a possible reason if it is lost."""
         if shard != len(self._visits):
-            return  # of an attempt that has ended
+            return  # the connection belongs to an attempt that has ended
         candidate = None if self._secret is None else Candidate(self._secret, nonce)
         self._visits.append(_Visit(now, hint, candidate))
         self._again_at = None
@@ -217,7 +218,7 @@ class Joining:
             yield from self._answered(shard, visit, message, now)
 
     def lost(self, shard: int, reason: str, now: float, *, for_good: bool = False) -> Iterator[JoinEffect]:
-        """The connection to this aggregator is over. `for_good`: the next one would end like it."""
+        """The connection to this aggregator is over. `for_good`: the next connection would end in the same way."""
         if shard >= len(self._visits):
             return
         visit, address = self._visits[shard], self._addresses[shard]
@@ -247,10 +248,10 @@ class Joining:
                 yield Connect(len(self._visits), self._by)
 
     def failed(self, error: OmniReduceError, now: float, cause: Cause | None = None) -> Iterator[JoinEffect]:
-        """This attempt has failed: one of the events above says so, or the caller could not do what was asked.
+        """This attempt has failed: one of the events above says so, or the caller could not carry out an effect.
 
-        Some aggregators may have begun the job by now, so its other ranks are told why: because of `cause` or, without
-        one, because of `error`.
+        Some aggregators may have begun the job by now. So the other ranks are told `cause` or, without a cause,
+        `error`.
         """
         cause = cause or Cause(self._me, f"could not begin: {error}")
         leave = Leave(replace(cause, culprit=cause.culprit[:MOST_SAID], reason=cause.reason[:MOST_SAID]))
@@ -261,7 +262,7 @@ class Joining:
         self._visits.clear()
         self._has_joined, self._place = False, None
         if self._last_error is not None and now >= self._join_by and now < self._begun + QUIET_S:
-            error = self._last_error  # an attempt that had hardly begun tells less than the one before
+            error = self._last_error  # the attempt had hardly begun: the error of the attempt before says more
         self._last_error = error
         if self._is_final(error) or now + self._pause_s >= self._join_by:
             self._has_failed = True
@@ -304,8 +305,8 @@ class Joining:
         return is_news
 
     def _say_hello(self, shard: int, now: float) -> Iterator[JoinEffect]:
-        """Say Hello at once: an aggregator drops a connection without a Hello, and the next one may take long to come
-        up."""
+        """Say Hello at once: an aggregator drops a connection without a Hello, and the next aggregator may take long to
+        start."""
         self._reminders, self._reason = Reminders(now), ""
         hello, seat = replace(self._hello, shard=shard), self._seat
         if seat is not None:
@@ -330,8 +331,9 @@ class Joining:
             yield from self._say_hello(shard, now)
 
     def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
-        """One shard may admit a job while another still gathers it. Ranks that have all their welcomes go ahead, so the
-        first shard can say Waiting, or Aborted, to a rank that waits for the second."""
+        """An aggregator answered the Hello, or said something later. One shard may admit a job while another still
+        gathers it. Ranks that have all their welcomes go ahead. So the first shard can say Waiting, or Aborted, to a
+        rank that waits for the second shard."""
         address = self._addresses[shard]
         if isinstance(message, Pending):
             visit.pending = message
@@ -359,7 +361,7 @@ class Joining:
         if self._is_elastic and self._seat is None:
             seat = self._seat = welcomes[0].seat
             if seat is None or seat.rank >= seat.world_size or seat.world_size > self._hello.world_size:
-                error = TransportError(f"aggregator {self._addresses[0]} gave no place in an elastic job")
+                error = TransportError(f"aggregator {self._addresses[0]} gave no valid place in an elastic job")
                 yield from self.failed(error, now)
                 return
             if self._hello.survived:
@@ -384,29 +386,29 @@ class Joining:
             return
         seat, first = self._seat, welcomes[0]
         rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
-        neighbours = LocalRanks((rank,))
+        local_ranks = LocalRanks((rank,))
         if max(welcome.place for welcome in welcomes) > rank:
-            error = TransportError(f"an aggregator gave slots that are not those of rank {rank}")
+            error = TransportError(f"an aggregator gave slots that do not belong to rank {rank}")
             yield from self.failed(error, now)
             return
         if first.neighbours:
-            neighbours = LocalRanks(first.neighbours, first.host, first.hosts)
-            shares_none = len(neighbours.ranks) > 1 and not self._hello.memory
-            if shares_none or not neighbours.can_be(rank, size):
+            local_ranks = LocalRanks(first.neighbours, first.host, first.hosts)
+            shares_none = len(local_ranks.ranks) > 1 and not self._hello.memory
+            if shares_none or not local_ranks.can_be(rank, size):
                 error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
                 yield from self.failed(error, now)
                 return
         place = Joined(
-            welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, neighbours=neighbours
+            welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, local_ranks=local_ranks
         )
         most = max(welcome.shards for welcome in welcomes)
         is_first = rank == 0 and not self._hello.survived and not self._hello.job.endswith(URGENT)
         if is_first and len(welcomes) < most:
             text = f"has {most} shards, and cluster.aggregators lists {len(welcomes)}: the others have nothing to do"
             yield Notice("idle_shards", f"aggregator {self._addresses[0]} {text}", 0)
-        if first.meeting is not None and len(neighbours.ranks) > 1:
+        if first.meeting is not None and len(local_ranks.ranks) > 1:
             self._place = place
-            yield Meet(first.meeting, neighbours.ranks.index(rank), len(neighbours.ranks), neighbours.hosts)
+            yield Meet(first.meeting, local_ranks.ranks.index(rank), len(local_ranks.ranks), local_ranks.hosts)
         else:
             self._has_joined = True
             yield place
@@ -428,7 +430,7 @@ class Joining:
         return Notice("waiting_for_ranks", f"waiting for {self._what_is_missing()} {since}")
 
     def _overdue(self, now: float) -> OmniReduceError:
-        """The error that says whom this attempt waited for in vain."""
+        """The error for the end of this attempt's time. It says whom the attempt waited for."""
         proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
         if proving is not None and (waited_s := now - proving[1].since) >= min(QUIET_S, (now - self._begun) / 2):
             late = f"within {waited_s:.2g} s; {UNHEARD}"

@@ -23,6 +23,6 @@ def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
 
 
 def is_valid(key: bytes, hello: Hello) -> bool:
-    """Whether the worker of this hello was in the formation that it names. A wrong ticket takes as long as a right
-    one."""
+    """Whether the worker of this hello was in the formation that it names. The check of a wrong ticket takes as long
+    as the check of a right ticket."""
     return hello.survived > 0 and compare_digest(hello.ticket, ticket(key, hello, hello.survived))

@@ -161,12 +161,12 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
     return CallContext(
         rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
         sharding=Sharding.among(
-            joined.neighbours.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
+            joined.local_ranks.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         ),
         part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),
         codec=protocol.codec, codec_seed=protocol.codec_seed,
-        in_memory=len(joined.neighbours.ranks) > 1 or joined.neighbours.hosts > 1,
-        tell_idle=_tell_idle if joined.rank == 0 and len(joined.neighbours.ranks) == joined.size > 1 else None,
+        in_memory=len(joined.local_ranks.ranks) > 1 or joined.local_ranks.hosts > 1,
+        tell_idle=_tell_idle if joined.rank == 0 and len(joined.local_ranks.ranks) == joined.size > 1 else None,
     )  # fmt: skip
 
 

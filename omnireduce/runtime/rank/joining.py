@@ -219,12 +219,12 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         parts = traced(with_folder(config.trace), job, joined.rank, joined.size, parts.links)
     links = parts.links
     host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
-    used = links if host is None or joined.neighbours.hosts > 1 else []  # those that blocks go by
+    used = links if host is None or joined.local_ranks.hosts > 1 else []  # those that blocks go by
     for link in used:
         touch(link.send_slots)
         touch(link.receive_slots)
     wanted = 1 if is_traced else config.transport.threads  # a trace shows one line of work
-    threads = threads_for(wanted, used, len(joined.neighbours.ranks))
+    threads = threads_for(wanted, used, len(joined.local_ranks.ranks))
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
@@ -234,7 +234,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         timeout_s=config.cluster.timeout_s,
         sizing=[_sizing(config.protocol, link) for link in links],
         host=host,
-        neighbours=joined.neighbours,
+        local_ranks=joined.local_ranks,
         threads=threads,
     )
     machine.newcomers = arrival.newcomers
@@ -256,11 +256,11 @@ def _sizing(protocol: settings.Protocol, link: Link) -> MessageSizing:
 
 def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, LocalRanks]:
     """What a host exchange is made of."""
-    neighbours, protocol = joined.neighbours, config.protocol
-    pids = zip(neighbours.ranks, group.pids, strict=True)
+    local_ranks, protocol = joined.local_ranks, config.protocol
+    pids = zip(local_ranks.ranks, group.pids, strict=True)
     names = [worker_name(number, socket.gethostname(), pid) for number, pid in pids]
-    me = neighbours.ranks.index(joined.rank)
-    return group.regions, me, names, protocol.slots, protocol.slot_bytes, neighbours
+    me = local_ranks.ranks.index(joined.rank)
+    return group.regions, me, names, protocol.slots, protocol.slot_bytes, local_ranks
 
 
 def _give_up(arrival: Arrival, cause: Cause) -> None:

@@ -28,12 +28,12 @@ from omnireduce.transport.base import Event, Link, Received
 MOST_BY_ITSELF = 6  # threads: an eighth of their work is the interpreter's, which serves one at a time
 
 
-def threads_for(wanted: int, links: Sequence[Link], neighbours: int) -> Threads | None:
+def threads_for(wanted: int, links: Sequence[Link], ranks: int) -> Threads | None:
     """The threads of a rank with these links, `wanted` or fewer; None if one is enough. If `wanted` is 0, the number
     follows from the processors: each shard on this host gets one, its ranks share the others, and half of a share is
-    for the user's own work. `neighbours`: how many ranks share memory here; the launcher may know of more. Raises
+    for the user's own work. `ranks`: how many ranks share memory here; the launcher may know of more. Raises
     BlockingIOError when the system has no room for the wanted threads."""
-    count = min(wanted or _by_processors(links, neighbours), len(links))
+    count = min(wanted or _by_processors(links, ranks), len(links))
     if count < 2:
         return None
     try:
@@ -44,9 +44,9 @@ def threads_for(wanted: int, links: Sequence[Link], neighbours: int) -> Threads 
         raise BlockingIOError(errno.EAGAIN, f"no room for {count} threads; set transport.threads = 1") from error
 
 
-def _by_processors(links: Sequence[Link], neighbours: int) -> int:
+def _by_processors(links: Sequence[Link], ranks: int) -> int:
     shards_here = sum(link.kind == "shm" for link in links)
-    share = (min(usable(), quota() or math.inf) - shards_here) / max(neighbours, _launched_here())
+    share = (min(usable(), quota() or math.inf) - shards_here) / max(ranks, _launched_here())
     return min(int(share / 2), MOST_BY_ITSELF)
 
 

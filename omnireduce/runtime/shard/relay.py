@@ -70,7 +70,7 @@ class PendingUplink:
     why: str = ""  # why the upstream could not be reached
 
     @property
-    def meeting(self) -> FormationKey:
+    def formation_key(self) -> FormationKey:
         return FormationKey.of(self.hello)
 
 
@@ -152,7 +152,7 @@ class Relaying:
             return
         uplink = self._uplinks[key] = PendingUplink(key, hello, self._upstream.addresses[hello.shard], now)
         if not hello.refuses:
-            self._pending_jobs.setdefault(uplink.meeting, {})[key] = uplink
+            self._pending_jobs.setdefault(uplink.formation_key, {})[key] = uplink
         self._call(uplink)
 
     def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
@@ -198,12 +198,12 @@ class Relaying:
     def _take_out(self, key: Hashable) -> PendingUplink:
         """This worker waits no more."""
         uplink = self._uplinks.pop(key)
-        waiting = self._pending_jobs.get(uplink.meeting, {})
+        waiting = self._pending_jobs.get(uplink.formation_key, {})
         waiting.pop(key, None)  # one that refuses a group does not wait
         if not waiting:
-            self._pending_jobs.pop(uplink.meeting, None)
+            self._pending_jobs.pop(uplink.formation_key, None)
         if uplink.welcome is not None:
-            place = uplink.meeting, uplink.welcome.generation
+            place = uplink.formation_key, uplink.welcome.generation
             self._welcome[place] -= 1
             if not self._welcome[place]:
                 del self._welcome[place]
@@ -389,7 +389,7 @@ class Relaying:
             if not message.relayed:
                 raise ProtocolError("does not know that this is a relay")
             uplink.welcome = message
-            self._welcome[uplink.meeting, message.generation] += 1
+            self._welcome[uplink.formation_key, message.generation] += 1
         else:
             raise ProtocolError(f"answered the hello with {type(message).__name__}")
 
@@ -402,11 +402,11 @@ class Relaying:
 
     def _begin(self, uplink: PendingUplink, welcome: Welcome) -> Iterator[MembershipEffect]:
         """Begin the job if all that come through this relay are welcome."""
-        if self._welcome[uplink.meeting, welcome.generation] < welcome.relayed:
+        if self._welcome[uplink.formation_key, welcome.generation] < welcome.relayed:
             return
         members = [
             (member, own, member.link)
-            for member in self._pending_jobs[uplink.meeting].values()
+            for member in self._pending_jobs[uplink.formation_key].values()
             if (own := member.welcome) is not None and member.link is not None and own.generation == welcome.generation
         ]
         members.sort(key=lambda entry: rank_of(entry[0].hello, entry[1]))

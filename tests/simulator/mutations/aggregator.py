@@ -140,7 +140,7 @@ MUTATIONS = (
         "shard opens messages of the next collective",
         _MACHINE,
         "a rank that is ahead breaks the collective that others still work on",
-        "            return False  # a later collective's\n",
+        "            return False  # the message belongs to a later collective\n",
         "            pass\n",
     ),
     Mutation(
@@ -242,8 +242,8 @@ MUTATIONS = (
         "small tensors are divided on the shard",
         _SENDERS,
         "a shard takes blocks of a small tensor for those of another",
-        "self._dealing.layout(descriptor).stripes",
-        "self._dealing._replace(whole_bytes=0).layout(descriptor).stripes",
+        "self._sharding.layout(descriptor).stripes",
+        "self._sharding._replace(whole_bytes=0).layout(descriptor).stripes",
     ),
     Mutation(
         "a rank may leave out blocks",

@@ -24,7 +24,7 @@ MUTATIONS = (
         "a rank joins a pending_job job twice",
         _MEMBERSHIP,
         "the second process takes the place of the first, which waits for ever",
-        "        if hello.rank in pending_job.waiting_ranks and hello.rank not in going:\n",
+        "        if hello.rank in pending_job.waiting_ranks and hello.rank not in displaced:\n",
         "        if hello.rank < 0:\n",
     ),
     Mutation(
@@ -100,7 +100,7 @@ MUTATIONS = (
         "a job of nobody is kept",
         _MEMBERSHIP,
         "what the first rank said binds those who come after it went",
-        "            if not pending_job.waiting_ranks:\n                self._close(meeting)\n",
+        "            if not pending_job.waiting_ranks:\n                self._close(formation_key)\n",
         "            if not pending_job.waiting_ranks:\n                pass\n",
         within=2000,
     ),
@@ -168,8 +168,8 @@ MUTATIONS = (
         "a shard that stops forgets who waits",
         _MEMBERSHIP,
         "those who wait for their peers are not told that the shard stops",
-        "            yield from self._disband(meeting, SHUTTING_DOWN, temporary=True)\n",
-        "            self._close(meeting)\n",
+        "            yield from self._disband(formation_key, SHUTTING_DOWN, temporary=True)\n",
+        "            self._close(formation_key)\n",
         within=2000,
     ),
     Mutation(
@@ -241,10 +241,10 @@ MUTATIONS = (
         "survivors come before the checks",
         _MEMBERSHIP,
         "a survivor that cannot join puts others out",
-        "            wrong, temporary = self._objection(hello, meeting, claim, terms, going)\n",
-        "            yield from self._make_way(hello, meeting, claim, going, now)\n"
-        "            going = {}\n"
-        "            wrong, temporary = self._objection(hello, meeting, claim, terms, going)\n",
+        "            wrong, temporary = self._objection(hello, formation_key, claim, terms, displaced)\n",
+        "            yield from self._make_way(hello, formation_key, claim, displaced, now)\n"
+        "            displaced = {}\n"
+        "            wrong, temporary = self._objection(hello, formation_key, claim, terms, displaced)\n",
         test="tests/protocol/test_elastic_survivors.py::"
         "test_a_survivor_that_disagrees_with_another_one_puts_nobody_out",
     ),
