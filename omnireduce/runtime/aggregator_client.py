@@ -1,4 +1,4 @@
-"""Status and administrative requests to aggregators: every wait is bounded, and a failure is an answer, too."""
+"""Client of an aggregator: connection, status and administrative requests. Every wait is bounded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def connect_once(
             owner = link.process.user
             if wanted.kind == "shm" or any_user or owner == os.geteuid():
                 return link
-            # Root's memory could be shared, but an aggregator of root shares none with other users.
+            # Memory is shared only between processes of one user, even if the other one is root, unless both allow any.
             link.close()
             say(
                 f"the aggregator {address} is of user {owner}, this worker of user {os.geteuid()}: for shared memory "
@@ -81,7 +81,7 @@ def connect_once(
 
 
 def why_lost(link: StreamLink) -> str:
-    """What may be wrong when an aggregator hangs up before it has admitted this worker."""
+    """The likely reason if an aggregator hangs up before it has admitted this worker."""
     tls = ", and does it want TLS (security.tls_ca here)" if type(link) is TcpLink else ""
     return f"; does its transport.kind allow {link.kind}{tls}?"
 
@@ -106,7 +106,7 @@ def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
 
 
 def _advance(link: StreamLink, candidate: Candidate) -> bool:
-    """Deal with what the aggregator said; return whether it has proved itself."""
+    """Handle the messages of the aggregator; return whether it has proved itself."""
     proven = False
     for event in link.poll():
         message = read_message(link, event)
@@ -152,8 +152,8 @@ def ask(address: str, config: Config, timeout_s: float, *, secret: Secret | None
     """The status of the aggregator shard at `address`, with all its jobs. With `purpose` MONITOR it is asked at the
     socket for the daemon's own monitor.
 
-    Raises TransportError when it does not answer within `timeout_s`, or not as it should, RefusedError when it refuses,
-    ConfigError when it can be reached by TCP only and a certificate cannot be used.
+    Raises TransportError when it does not answer within `timeout_s`, or gives an invalid answer; RefusedError when it
+    refuses; ConfigError when it can be reached by TCP only and a certificate cannot be used.
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(reach(address, config, secret, deadline, purpose=purpose)) as link:
@@ -163,7 +163,7 @@ def ask(address: str, config: Config, timeout_s: float, *, secret: Secret | None
 def ask_all(
     addresses: Sequence[str], config: Config, timeout_s: float, *, secret: Secret | None = None, purpose: str = ""
 ) -> list[Status | OmniReduceError]:
-    """For each address the status from `ask`, or the error that it raises; all are asked at once."""
+    """The status of each address, or the error that `ask` raises for it; all are asked at once."""
 
     def outcome(address: str) -> Status | OmniReduceError:
         try:
@@ -178,7 +178,7 @@ def ask_all(
 
 
 def reach(address: str, config: Config, secret: Secret | None, deadline: float, *, purpose: str = "") -> StreamLink:
-    """Connect to an aggregator as a worker would, up to its Hello: both have then proved `secret`, if there is one.
+    """Connect to an aggregator as a worker would, up to the Hello. If there is a secret, both have proved it then.
 
     Raises what `ask` raises.
     """
@@ -201,7 +201,7 @@ def reach(address: str, config: Config, secret: Secret | None, deadline: float, 
 
 @cache
 def _say_once(address: str, reason: str) -> None:
-    """Log the warning once for an address and a reason, however often the caller asks."""
+    """Log the warning once for an address and a reason."""
     log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
 
@@ -224,7 +224,7 @@ def question(link: StreamLink, deadline: float) -> Status:
 
 
 def request(address: str, config: Config, timeout_s: float, wanted: AdminRequest, secret: Secret | None) -> int:
-    """Ask the daemon of the aggregator shard at `address` for something; return how many jobs that concerns there.
+    """Send an administrative request to the daemon of the shard at `address`; return the number of jobs concerned.
 
     Raises what `ask` raises.
     """
@@ -238,8 +238,8 @@ def request(address: str, config: Config, timeout_s: float, wanted: AdminRequest
 
 
 def refuse(address: str, config: Config, timeout_s: float, hello: Hello, secret: Secret | None) -> None:
-    """Say a hello that refuses to come to the shard at `address`. Raises RefusedError, with the shard's answer, when
-    the shard has heard it; otherwise what `ask` raises."""
+    """Send a hello that refuses to join a group to the shard at `address`. Raises RefusedError, with the shard's
+    answer, when the shard has heard it. Otherwise it raises the errors of `ask`."""
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(reach(address, config, secret, deadline)) as link:
         link.send_control(encode_control(hello))

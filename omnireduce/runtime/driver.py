@@ -1,4 +1,4 @@
-"""The one place where a machine, its links and a clock meet. It feeds events in and always drains the effects."""
+"""Driver of a machine: feeds it the events of its links with the time, and carries out its effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class Machine(Protocol):
-    """What the worker's and the aggregator's machine have in common; a peer is a shard or a rank."""
+    """The interface of the worker's and the aggregator's machine; a peer is a shard or a rank."""
 
     ended: End | None
 
@@ -53,8 +53,8 @@ class Driver:
         self.machine, self.links = machine, links
         self._clock = clock
         self._on_finish, self._on_end, self._on_warn, self._on_wake = on_finish, on_end, on_warn, on_wake
-        self.flush_bytes = EVERYTHING  # most bytes of one link at once
-        self.read_all_s = math.inf  # so often all links are read, also those that did not ask for it
+        self.flush_bytes = EVERYTHING  # the most bytes that one flush takes from a link
+        self.read_all_s = math.inf  # the time after which all links are read, not only those with news
         self.read_all_at = -math.inf
 
     def feed(self, peer: int) -> None:
@@ -67,7 +67,7 @@ class Driver:
             self.feed(peer)
 
     def read(self, peer: int) -> Sequence[Event]:
-        """The events that have come from `peer`. The machine learns of a part of a message that is still incomplete."""
+        """The events that have come from `peer`. The machine also learns that part of a message has come."""
         counters = self.links[peer].counters
         before = counters.received_bytes
         events = self.links[peer].poll()
@@ -83,12 +83,12 @@ class Driver:
                 self.perform(self._handle(peer, event, now))
 
     def push(self) -> None:
-        """Let the machine do what it can, and hand all output to the system."""
+        """Let the machine advance, and hand all output to the system."""
         self.perform(self.machine.advance(self._clock()))
         self.flush()
 
     def flush(self) -> None:
-        """Hand all output to the system, or as much as `flush_bytes` allow."""
+        """Hand output to the system, up to `flush_bytes` for each link."""
         for link in self.links:
             link.flush(self.flush_bytes)
 
@@ -98,14 +98,14 @@ class Driver:
         self._keep_deadline(self._clock())
 
     def turn(self, peers: Collection[int] | None = None) -> None:
-        """Feed from these peers (None: all), and let the machine do what it can. Then call its timer, if the deadline
-        had passed before. In that case, and every `read_all_s`, feed from all: also a part of a message, which wakes
-        nobody, says that its sender lives.
+        """Feed from these peers (None: all), and let the machine advance. Then call its timer, if the deadline had
+        passed before the turn. In that case, and every `read_all_s`, feed from all peers: even part of a message, which
+        wakes nobody, shows that its sender lives.
 
-        A deadline that passes during the turn has to wait: if this process was stopped meanwhile, much may have come
-        that the machine does not know yet. It must not judge that nothing came.
+        A deadline that passes during the turn has to wait. If this process was stopped meanwhile, messages may have
+        come that the machine does not know yet. It must not conclude that nothing came.
 
-        Credits gather until `flush`, which a caller that is going to wait has to call.
+        Credits gather until `flush`. A caller must call it before it waits.
         """
         now = self._clock()
         if peers is not None and now >= min(self.read_all_at, self.machine.deadline or math.inf):
@@ -146,8 +146,9 @@ class Driver:
         instead = effect.instead
         for peer in effect.peers:
             self.links[peer].send(effect.slot, effect.nbytes, instead.get(peer) if instead else None)
-        # Many gather until the end of the turn: waking all ranks for each result costs more. One can merge its message
-        # while the next one is packed. What leaves in a turn may be bounded: then it leaves at the end, too.
+        # A message to one peer leaves at once: the peer can merge it while the next message is packed. Messages to
+        # several peers leave at the end of the turn: to wake all ranks for each result would cost more. If the bytes of
+        # a turn are bounded, all messages leave at its end.
         if not effect.peers[1:] and self.flush_bytes == EVERYTHING:
             self.links[effect.peers[0]].flush()
 
@@ -168,11 +169,11 @@ class Driver:
 
 
 def say_last_words(link: Link, deadline: float) -> None:
-    """Give what waits in the link a moment to leave, until `deadline`."""
+    """Give waiting output of the link a moment to leave, until `deadline`."""
     link.flush()
     while link.wants_write and time.monotonic() < deadline:
         room = select.poll()  # not `select`, which has a limit of 1024 descriptors
         room.register(link, select.POLLIN | select.POLLOUT)
         room.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        link.poll()  # nobody needs its events any more
+        link.poll()  # its events are not needed any more
         link.flush()

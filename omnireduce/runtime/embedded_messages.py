@@ -1,9 +1,9 @@
 """Messages between rank 0 and the aggregator that it starts for its job, and from rank 0 to the other ranks.
 
 A pair of connected Unix sockets joins the two processes. The rank sends a Config, together with a descriptor of its own
-process if the system has such (pidfd_open(2)). The aggregator sends `Compiling` now and then, and in the end `Ready` or
-`Failed`. When the connection or the rank's process ends, the aggregator stops with the job. The rank passes all news on
-to the other ranks unchanged.
+process if the system has pidfd_open(2). The aggregator sends `Compiling` now and then, and in the end `Ready` or
+`EmbeddingFailed`. When the connection or the rank's process ends, the aggregator stops with the job. The rank passes
+all these messages on to the other ranks unchanged.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from msgspec import Meta, Struct, msgpack
 from omnireduce.support.config import Config
 
 SECRET_BYTES = 32
-MOST_BYTES = 1 << 16  # of a message
-LONGEST = 4096  # characters of a reason
+MOST_BYTES = 1 << 16  # the longest message
+LONGEST = 4096  # the most characters of a reason
 _Count = Annotated[int, Meta(ge=0, le=1 << 16)]
 _Address = Annotated[str, Meta(pattern=r"^(127\.0\.0\.1|\[::1\]):[1-9][0-9]{0,4}\Z")]
 _Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
 class Compiling(Struct, frozen=True, tag="compiling"):
-    """The aggregator has compiled so many of its kernels."""
+    """The aggregator has compiled `ready` of its `total` kernels."""
 
     ready: _Count
     total: _Count
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The aggregator waits for the ranks at `address`. It admits workers that know `secret`, which it has drawn."""
+    """The aggregator waits for the ranks at `address`. It admits workers that know `secret`, a random one."""
 
     address: _Address
     secret: _Secret

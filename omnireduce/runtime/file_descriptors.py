@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)  # for one more connection
-PAUSE_S = 1.0  # how long nobody is accepted then
+NO_ROOM = (*NO_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM)  # errors of accept: no room for one more connection
+PAUSE_S = 1.0  # after such an error no connection is accepted for this time
 
 
 def shortage(error: OSError | MemoryError) -> str:
-    """What this process lacks, and what to do."""
+    """A text that says what this process lacks, and what to do."""
     if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
         return f"no descriptors left ({error.strerror}); raise ulimit -n"
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
@@ -23,21 +23,21 @@ def shortage(error: OSError | MemoryError) -> str:
 
 
 def allow_all_descriptors() -> None:
-    """Raise this process's limit of open files as far as it may."""
+    """Raise this process's limit of open files to the highest allowed."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Reserve:
-    """Keeps one descriptor back. When there is no other one left, a connection can be accepted with it, to be told why
-    it is refused. Otherwise the connection would wait, and wake the listener for ever."""
+    """Keeps one descriptor back. When no other descriptor is left, a connection can be accepted with it, to tell the
+    peer why it is refused. Otherwise the connection would wait, and wake the listener for ever."""
 
     def __init__(self) -> None:
         self._descriptor = os.open(os.devnull, os.O_RDONLY)
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Within the block one more descriptor is free; the block must have closed it by its end."""
+        """A context in which one more descriptor is free. The block must have closed it by its end."""
         self.close()
         try:
             yield

@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "a name that is no text": (lambda c: c.barrier(name=[1]), "name is a list; expected a str"),
     "a name that spoils a log": (lambda c: c.allreduce(X, name="a\nb"), "a name with characters that cannot be shown"),
     "an op that is no text": (lambda c: c.allreduce(X, op=["sum"]), "op ['sum']: expected one of sum"),
-    "elements of no bytes": (lambda c: c.allgather(np.zeros(3, [])), "elements of no bytes"),
+    "elements of no bytes": (lambda c: c.allgather(np.zeros(3, [])), "elements of 0 bytes"),
     "a result of 65 dimensions": (
         lambda c: c.allgather(np.zeros((1,) * 64)),
         "the result of an allgather of (1, 1, 1,",

@@ -119,7 +119,7 @@ def test_what_cannot_be_in_a_group(daemon: Daemon) -> None:
             with pytest.raises(UsageError, match=message):
                 comm.allreduce(wrong)
         for more in ({"out": [x]}, {"block_size": 8}):
-            with pytest.raises(UsageError, match="out and block_size go with one array"):
+            with pytest.raises(UsageError, match="out and block_size go with a single array"):
                 comm.allreduce([x], **more)  # type: ignore[call-overload]
         assert comm.statistics().collectives == 0
         assert comm.allreduce([x, np.ones(3)])[0] is x

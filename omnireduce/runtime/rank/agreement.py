@@ -1,4 +1,5 @@
-"""Agreement of all ranks, or an error on all: a rank that fails alone would leave the others waiting."""
+"""Agreement of all ranks: either all go on, or all raise an error. A rank that fails alone would leave others
+waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ DIGEST_BYTES = 8
 
 
 class Agreeing(Protocol):
-    """A communicator, as far as its ranks need it to agree."""
+    """The part of a communicator that an agreement needs."""
 
     def allgather_object(self, x: object, *, name: str = "") -> list[Any]: ...
 
@@ -32,14 +33,14 @@ class Agreeing(Protocol):
 
 
 def run_agreed(comm: Agreeing, name: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` on each rank, and return its result on this one. If it raises on one rank, the others raise
+    """Call `attempt` on each rank, and return this rank's result. If it raises on one rank, the others raise
     UsageError."""
     return run_agreed_by(attempt, lambda _, reason: comm.allgather_object(reason, name=name))
 
 
 def run_agreed_by(attempt: Callable[[], T], exchange: Callable[[T | None, str], Sequence[str]]) -> T:
-    """As `together`, for ranks that have no communicator of their own here. `exchange` gets the result of this rank, or
-    None and the reason of its error. It returns the reason of each rank, empty where there is none."""
+    """As `run_agreed`, with a function in place of a communicator. `exchange` gets the result of this rank, or None and
+    the reason of its error. It returns the reasons of all ranks, an empty text for each rank without an error."""
     results, errors = list[T](), list[Exception]()
     try:
         results.append(attempt())
@@ -57,19 +58,19 @@ def run_agreed_by(attempt: Callable[[], T], exchange: Callable[[T | None, str], 
 class Comparison:
     """A comparison of values that should be the same on all ranks of `comm`. `own`: names, and this rank's values.
 
-    It starts an exchange of 8 bytes, a checksum, beside whatever the ranks exchange until one calls `settle`. `name`:
-    of the collective.
+    It starts an exchange of a checksum of 8 bytes. The ranks may exchange other tensors before they call `settle`.
+    `name`: the name of the collective.
     """
 
     def __init__(self, comm: Agreeing, own: Sequence[tuple[str, str]], name: str) -> None:
         self._comm, self._own, self._name = comm, own, name
         digest = hashlib.blake2b(msgspec.json.encode(own), digest_size=DIGEST_BYTES).digest()
-        # `_start` needs no thread that drives the exchange meanwhile, as `allgather_async` does
+        # `_start` needs no thread to drive the exchange meanwhile; `allgather_async` would start one
         self._handle = comm._start(calls.all_parts, np.frombuffer(digest, np.uint8), name)
 
     def settle(self) -> None:
-        """Raises UsageError on all ranks, with the first difference, unless all have the same; otherwise what the
-        exchange raises."""
+        """Raises UsageError on all ranks, with the first difference, unless all have the same values. Raises the errors
+        of the exchange, too."""
         digests = self._handle.wait()
         if (digests == digests[0]).all():
             return
@@ -82,7 +83,7 @@ class Comparison:
 
 def check_agreement(comm: Agreeing, own: Sequence[tuple[str, str]], name: str) -> None:
     """Raises UsageError on all ranks, with the first difference, unless all have the same values. All ranks call this.
-    `own`: names, and this rank's values. `name`: of the collective."""
+    `own`: names, and this rank's values. `name`: the name of the collective."""
     Comparison(comm, own, name).settle()
 
 

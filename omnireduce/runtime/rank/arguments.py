@@ -19,11 +19,12 @@ from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.protocol.collective.operands import as_writable
 
-LONGEST_BITS = 1024  # of an integer that an error may still show
+LONGEST_BITS = 1024  # the longest integer that an error shows
 
 
 def whole(value: object, what: str) -> int:
-    """An integer of any type as an int. Raises UsageError, also for a bool: it is most likely a mix-up."""
+    """An integer of any type as an int. Raises UsageError for anything else. A bool is most likely a mistake, so it is
+    refused, too."""
     try:
         if not isinstance(value, bool):
             number = operator.index(value)  # type: ignore[arg-type]  # that is the question
@@ -35,15 +36,15 @@ def whole(value: object, what: str) -> int:
     raise UsageError(f"{what} is {value!r}, {a_type(value)}; expected an int")
 
 
-MOST_NAMES = 4096  # that are remembered for certain; at most twice as many are
+MOST_NAMES = 4096  # the least number of names that are remembered; at most twice as many are
 
 
 class Names:
-    """A name belongs to the thread that used it first, until that thread has ended.
+    """Names of collectives, each with the thread that used it first. It owns the name until it has ended.
 
     Two threads that use one name in turn may do so in another order on another rank, and nothing would tell their
-    tensors apart. A program may use a new name in each step. So names that were not used for long are forgotten: those
-    in use move from the older table to the newer one, and when that is full, it becomes the older one.
+    tensors apart. A program may use a new name in each step, so names that were not used for long are forgotten: a name
+    in use moves from the older table to the newer table. When that is full, it becomes the older table.
     """
 
     def __init__(self) -> None:
@@ -71,8 +72,8 @@ class Names:
 
 
 def check_array(x: Array, what: str) -> Array:
-    """`x` itself. Raises UsageError when it is no array, or one with a mask."""
-    if type(x) is np.ndarray:  # no subclass: those are rare
+    """`x` itself. Raises UsageError when it is no array, or a masked array."""
+    if type(x) is np.ndarray:  # nearly always true
         return x
     if isinstance(x, np.ma.MaskedArray):
         raise UsageError(f"{what} is a masked array, and masks are not sent; pass an ordinary array")
@@ -92,7 +93,7 @@ def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a cop
     if x.dtype.hasobject:
         raise UsageError(f"{what} holds Python objects, which cannot be sent")
     if x.dtype.itemsize == 0:
-        raise UsageError(f"{what} has elements of no bytes, of which there is nothing to send")
+        raise UsageError(f"{what} has elements of 0 bytes, so there is nothing to send; expected at least 1 byte")
     return np.asarray(x).reshape(-1)
 
 
@@ -106,8 +107,8 @@ def two_that_share(arrays: Sequence[Array]) -> tuple[int, int] | None:
 
 
 def check_name(name: object, owner: threading.Thread) -> str:
-    """The name of a collective. Raises UsageError when it is none, or missing in a thread other than the `owner` of the
-    communicator: then nothing tells which thread's tensor meets which."""
+    """The name of a collective. Raises UsageError when it is no str, or empty in a thread other than the `owner` of the
+    communicator: then nothing would tell which threads' tensors belong together."""
     if name is None:
         raise UsageError("name is None; leave it out for a collective without a name")
     if not isinstance(name, str):
@@ -116,8 +117,8 @@ def check_name(name: object, owner: threading.Thread) -> str:
     if not name and caller is not owner:
         raise UsageError(
             f"a collective without a name from thread '{caller.name}', but the communicator belongs to thread "
-            f"'{owner.name}': the ranks would not know which thread's tensor meets which. Give it name=..., the same "
-            "on every rank, or make a communicator in this thread"
+            f"'{owner.name}': the ranks would not know which threads' tensors belong together. Give it name=..., the "
+            "same on every rank, or make a communicator in this thread"
         )
     return str(name)
 
@@ -129,7 +130,7 @@ def check_op(op: object) -> Op:
 
 
 def check_root(root: object, size: int, name: str = "root") -> int:
-    """The argument `name`, a rank, as an int. Raises UsageError unless the job has it."""
+    """The argument `name`, a rank, as an int. Raises UsageError unless the job has this rank."""
     number = whole(root, name)
     if not 0 <= number < size:
         raise UsageError(f"{name} {number}: expected 0 to {size - 1}")
@@ -137,7 +138,7 @@ def check_root(root: object, size: int, name: str = "root") -> int:
 
 
 def check_rows(indices: Array, values: Array, n_rows: object) -> int:
-    """`n_rows` of `allreduce_rows`. Raises UsageError unless the three fit together."""
+    """`n_rows` as an int. Raises UsageError unless these arguments of `allreduce_rows` fit together."""
     check_array(indices, "indices")
     if indices.ndim != 1 or values.ndim != 2 or len(indices) != len(values) or values.shape[1] == 0:
         expected = "indices (n,) and values (n, row length) with a row length of at least 1"
@@ -156,7 +157,7 @@ def check_rows(indices: Array, values: Array, n_rows: object) -> int:
 
 
 def combine_duplicates(numbers: Array, rows: Array, element: ElementType) -> tuple[Array, Array]:
-    """Sort rows by number and add equal ones, in the order given; 16-bit floats are added in float32."""
+    """Sort rows by number. Rows of one number are added in the given order; 16-bit floats are added in float32."""
     if numbers.size == 0 or np.all(numbers[1:] > numbers[:-1]):
         return numbers, rows
     order = np.argsort(numbers, kind="stable")

@@ -1,7 +1,7 @@
-"""Many arrays, or tables, in one call. Arrays of one type travel in one exchange, but each large array in its own.
+"""Calls for many arrays, or tables. Arrays of one type travel in one exchange, but each large array in its own.
 
-All exchanges of a batch are under way together. A summary of the whole batch travels with each. So ranks whose batches
-differ get an error, not a sum.
+All exchanges of a batch are under way together. A summary of the whole batch travels with each exchange. So ranks whose
+batches differ get an error, not a sum.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from omnireduce.runtime.rank.calls import Call, CallContext, Rows, check_codec, 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]
 """(indices, values, n_rows), as `allreduce_rows` takes them."""
-FUSED_BYTES = 1 << 19  # largest array that is copied to travel with others; copying more takes longer than an exchange
+FUSED_BYTES = 1 << 19  # largest array that is copied to travel with others: a larger copy costs more than an exchange
 DEEPEST = 50
 
 
 class _Leaf(NamedTuple):
-    """An array of a group, and where in the group it is, as in Python: ['layer'][0]."""
+    """An array of a group, and its path in the group, as in Python: ['layer'][0]."""
 
     path: str
     array: Array
 
 
 def arrays(place: CallContext, x: object, *, op: str, name: str, codec: str | None = None) -> list[Call[Any]]:
-    """All arrays in `x`, combined in place; those that `codec` works on travel by it."""
+    """Calls that combine all arrays in `x` in place. `codec` encodes the arrays that it works on."""
     if codec is not None:
         place = place._replace(codec=check_codec(codec))
     leaves = list(_leaves(x, ""))
@@ -51,12 +51,12 @@ def arrays(place: CallContext, x: object, *, op: str, name: str, codec: str | No
         else:
             calls.append(_fused(place, few, op, name, group))
     if codec not in (None, NONE) and calls and all(call.codec is None for call in calls):
-        raise UsageError(f"codec '{codec}' works on no array of the group: expected some of float32, sum or mean")
-    return calls or [_fused(place, [], op, name, group)]  # another rank's group may have arrays: then all are told
+        raise UsageError(f"codec '{codec}' works on no array of the group: expected sum or mean of arrays of float32")
+    return calls or [_fused(place, [], op, name, group)]  # if another rank's group has arrays, all ranks get an error
 
 
 class Batch(NamedTuple):
-    """Calls for several tables. `result` makes the result of each table from the results of the calls."""
+    """Calls for several tables. `result` makes the results of the tables from the results of the calls."""
 
     calls: list[Call[Rows[Any]]]
     result: Callable[[list[Rows[Any]]], list[Rows[Any]]]
@@ -100,13 +100,13 @@ def _exchange_of(leaf: _Leaf) -> Hashable:
 
 
 def _format(table: Table) -> Hashable:
-    """A key that is the same for tables that travel together. All ranks must agree, so it leaves out the number of
-    rows."""
+    """A key that is the same for tables that travel together. It must be the same on all ranks, so it leaves out the
+    number of this rank's rows."""
     return table[1].dtype, table[1].shape[1]
 
 
 def _together(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """The items of each key. The keys come in the order of their first items."""
+    """The items grouped by key, in the order of the first item of each key."""
     by_key: dict[Hashable, list[T]] = {}
     for item in items:
         by_key.setdefault(key(item), []).append(item)
@@ -142,7 +142,7 @@ def _check_apart(leaves: Sequence[_Leaf]) -> None:
 
 
 def _fused(place: CallContext, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
-    """Arrays of one dtype as one, which is copied back in the end."""
+    """A call for arrays of one dtype, copied into one array, which is copied back in the end."""
     flats = [np.asarray(leaf.array).reshape(-1) for leaf in leaves]
     dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)
     stops = np.cumsum([0, *(flat.size for flat in flats)])
@@ -161,7 +161,7 @@ def _fused(place: CallContext, leaves: Sequence[_Leaf], op: str, name: str, grou
 
 
 def _stacked(given: Sequence[Table]) -> Table:
-    """Tables of one width as one, each behind the one before."""
+    """Tables of one row length, stacked into one table."""
     if not given:
         return np.zeros(0, np.int64), np.zeros((0, 1), np.float32), 0
     if len(given) == 1:
@@ -174,7 +174,7 @@ def _stacked(given: Sequence[Table]) -> Table:
 
 
 def _unstacked(given: Sequence[Table], found: Rows[Any]) -> list[Rows[Any]]:
-    """Split the rows of tables that were stacked: the rows of each table, with its own numbers."""
+    """The rows of each table in a stack, with the table's own row numbers."""
     numbers, values = found
     starts = _starts(given)
     cuts = np.searchsorted(numbers, starts).tolist()

@@ -27,14 +27,14 @@ FLOAT = element_type(np.float32)
 
 
 class Fused(NamedTuple):
-    """What came of a fused all-reduce: the array with the results, and the totals of the program, float64."""
+    """Outcome of a fused all-reduce: the array with the results, and the totals of the program, float64."""
 
     out: NDArray[np.float32]
     totals: NDArray[np.float64]
 
 
 class FusedRows(NamedTuple):
-    """What came of a fused all-reduce of rows: their numbers, int64 (m,), ascending; the results, (m, row length); the
+    """Outcome of a fused all-reduce of rows: their numbers, int64 (m,), ascending; the results, (m, row length); the
     totals of the program, float64."""
 
     indices: NDArray[np.int64]
@@ -46,7 +46,7 @@ def fused_reduction(
     place: CallContext, x: Array | None, program: BlockProgram,
     *, out: Array, op: str, name: str, block_size: int | None, wanted: bool,
 ) -> Call[Fused]:  # fmt: skip
-    """The sum of `x`, through `program`, in `out`."""
+    """A call that sums `x`, runs `program` on the sum, and puts the results into `out`."""
     _check_program(place, program)
     target = flat_view(check_float(out, "out"), "out", writable=wanted)
     source = None if x is None else flat_view(check_float(x, "x"), "x", writable=False)
@@ -69,7 +69,7 @@ def fused_rows(
     place: CallContext, indices: Array, values: Array, program: BlockProgram,
     *, n_rows: int, out: Array | None, op: str, name: str, wanted: bool,
 ) -> Call[FusedRows]:  # fmt: skip
-    """Rows of a tall matrix, added by number, through `program`."""
+    """A call that adds rows of a tall matrix by number, and runs `program` on the sums."""
     _check_program(place, program)
     shape = check_rows(indices, check_float(values, "values"), n_rows), values.shape[1]
     target = () if out is None else (flat_view(check_float(out, "out"), "out", writable=True),)
@@ -86,7 +86,7 @@ def fused_rows(
 
 
 def check_float(array: Array, what: str) -> Array:
-    """Raises UsageError for anything but an array of float32."""
+    """The array itself. Raises UsageError for anything but an array of float32."""
     checked = check_array(array, what)
     if checked.dtype != np.float32:
         raise UsageError(f"{what} is an array of {checked.dtype}; block programs work on float32")

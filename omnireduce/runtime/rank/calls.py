@@ -1,4 +1,4 @@
-"""Calls of collectives, made ready to start: arguments checked, data to send and arrays in use determined.
+"""Calls of collectives, ready to start: the arguments are checked, the data to send and the arrays in use are known.
 
 Nothing is started here, so nothing has to be undone when an argument is wrong.
 """
@@ -34,18 +34,19 @@ from omnireduce.runtime.rank.arguments import (
 )
 from omnireduce.support.config.schema import Protocol as ProtocolConfig
 
-KEPT = 6  # arrays that a pool remembers: of rows a call takes up to four, and users keep results of calls before
+KEPT = 6  # arrays that a pool remembers: a call with rows takes up to four, and users keep results of earlier calls
 
 
 class Pool:
-    """Lends arrays of bytes, and lends them again once nobody refers to them: to touch fresh memory for the first time
-    costs more than all copies of a row. For one thread at a time."""
+    """Lends arrays of bytes, and lends them again once nobody refers to them. The first touch of fresh memory costs
+    more than all copies of a row. For one thread at a time."""
 
     def __init__(self) -> None:
         self._lent: list[Array] = []
 
     def take(self, nbytes: int) -> Array:
-        """An array of at least `nbytes` bytes, with any content; it is the caller's as long as he refers to it."""
+        """An array of at least `nbytes` bytes, with any content. It belongs to the caller until no reference is
+        left."""
         free = [at for at in range(len(self._lent)) if _references(self._lent, at) == _UNUSED]
         for at in reversed(free):
             if self._lent[at].size >= nbytes:
@@ -71,8 +72,8 @@ Rows = tuple[NDArray[np.int64], NDArray[S]]
 class Call(NamedTuple, Generic[T]):
     """A collective that can be started: its descriptor, this rank's operand, and the result for the caller.
 
-    The arrays that it `reads` and `writes` are its own until it is finished; `put_back` is its last use of them.
-    `result` gives the same object each time. `codec`: of its blocks, if they are encoded.
+    The arrays that it `reads` and `writes` belong to it until it is finished; `put_back` is its last use of them.
+    `result` gives the same object each time. `codec` encodes its blocks, if it is not None.
     """
 
     descriptor: Descriptor
@@ -85,8 +86,8 @@ class Call(NamedTuple, Generic[T]):
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
-    """A function that returns the first result of `make` each time, in whatever thread."""
-    lock, made = threading.RLock(), list[T]()  # of many entries: a signal handler may come on top
+    """A function that calls `make` once and returns this result each time, in any thread."""
+    lock, made = threading.RLock(), list[T]()  # reentrant: a signal handler may interrupt its owner
 
     def get() -> T:
         with lock:
@@ -98,17 +99,20 @@ def once(make: Callable[[], T]) -> Callable[[], T]:
 
 
 class WithPool(Protocol):
-    """Returns what `make` makes of the pool, while nobody else uses that."""
+    """Calls `make` with the pool while no other thread uses it, and returns the result."""
 
     def __call__(self, make: Callable[[Pool], T]) -> T: ...
 
 
 class CallContext(NamedTuple):
-    """The facts about a rank that a call needs. `owner`: the thread whose collectives need no name; `block_size`: in
-    elements; `dealing`: which shard gets what; `part_bytes`: largest part that travels in packets; `with_pool` lends
-    memory for results; `codec`: of float32 sums; `codec_seed`: of the random numbers that it draws. `in_memory`: ranks
+    """The facts about a rank that a call needs.
+
+    `owner`: the thread whose collectives need no name. `block_size`: in elements. `sharding`: the distribution of
+    blocks among shards. `part_bytes`: the largest part that travels in packets. `with_pool` lends memory for results.
+    `codec`: the name of the codec for sums of float32; `codec_seed`: the seed of its random numbers. `in_memory`: ranks
     exchange in memory that they share. `tell_idle` is called with each codec that has no effect, because all ranks
-    share memory."""
+    share memory.
+    """
 
     rank: int
     size: int
@@ -138,7 +142,7 @@ def reduction(
     group: str = "",
     codec: str | None = None,
 ) -> Call[NDArray[S]]:
-    """All elements of `x` combined, in place or in `out`."""
+    """A call that combines all elements of `x`, in place or in `out`."""
     element = element_type(check_array(x, "x").dtype)
     block_size = place.block_size if block_size is None else whole(block_size, "block_size")
     name, op = check_name(name, place.owner), check_op(op)
@@ -162,8 +166,8 @@ def reduction(
 def _codec_of(
     place: CallContext, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
 ) -> tuple[str, int]:
-    """The codec's name and seed for a call that wants this one; an empty name for none. The configured codec is only
-    for calls that codecs work on."""
+    """The name and the seed of the codec for a call that wants codec `wanted`; an empty name for none. Without a wish
+    (None) the configured codec serves the calls that codecs work on."""
     works = kind == "allreduce" and element.name == "float32" and op in CODED_OPS and block_size <= CODED_ELEMENTS
     if wanted is None and works:
         wanted = place.codec
@@ -192,7 +196,7 @@ def check_codec_of(protocol: ProtocolConfig) -> None:
 
 
 def reduced_part(place: CallContext, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:
-    """This rank's part of the combined `x`, which is kept."""
+    """A call that gives this rank's part of the combined `x`. `x` is only read."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("reduce_scatter needs an array of at least one dimension")
     whole_result = np.empty_like(x)
@@ -202,7 +206,7 @@ def reduced_part(place: CallContext, x: NDArray[S], op: str, name: str) -> Call[
 
 
 def reduction_at_root(place: CallContext, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
-    """All elements of `x` combined in the root's `x`; those of the others stay."""
+    """A call that combines all elements of `x` in the root's `x`. The other ranks' `x` is only read."""
     root, element = check_root(root, place.size), element_type(check_array(x, "x").dtype)
     called = describe(
         "reduce", check_name(name, place.owner), element.name, x.shape, check_op(op),
@@ -212,7 +216,7 @@ def reduction_at_root(place: CallContext, x: NDArray[S], root: int, op: str, nam
     flat = flat_view(x, "x", writable=is_root)
     if is_root:
         return Call(called, DenseTensor(flat, flat, layout, element.zero_mask), lambda: x, writes=(flat,))
-    dropped = np.empty_like(flat)  # the result comes to all
+    dropped = np.empty_like(flat)  # the result comes to all ranks
     return Call(called, DenseTensor(flat, dropped, layout, element.zero_mask), lambda: None, reads=(flat,))
 
 
@@ -226,7 +230,7 @@ def rows(
     name: str,
     group: str = "",
 ) -> Call[Rows[S]]:
-    """Rows of a tall matrix, added by number."""
+    """A call that adds rows of a tall matrix by number."""
     called, numbers, own = _rows(place, indices, values, n_rows, op=op, name=name, group=group)
     layout = place.layout(called)
     operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
@@ -236,7 +240,7 @@ def rows(
 def rows_into(
     place: CallContext, out: NDArray[S], indices: Array, values: NDArray[S], *, op: str, name: str
 ) -> Call[NDArray[S]]:
-    """Rows of a tall matrix, added by number in `out`."""
+    """A call that adds rows of a tall matrix by number, in `out`."""
     target = flat_view(out, "out", writable=True)
     if out.ndim != 2 or check_array(values, "values").shape[1:] != out.shape[1:] or values.dtype != out.dtype:
         raise UsageError(
@@ -254,7 +258,7 @@ def rows_into(
 def _rows(
     place: CallContext, indices: Array, values: Array, n_rows: int, *, op: str, name: str, group: str = ""
 ) -> tuple[Descriptor, Array, Array]:
-    """What travels, and this rank's rows: their numbers, which ascend, and their values."""
+    """The descriptor, and this rank's rows: their numbers, which ascend, and their values."""
     element = element_type(check_array(values, "values").dtype)
     shape = check_rows(indices, values, n_rows), values.shape[1]
     called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
@@ -262,14 +266,14 @@ def _rows(
 
 
 def copy_of_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
-    """The bytes of the root's `x` in everybody's."""
+    """A call that copies the bytes of the root's `x` to the `x` of every rank."""
     root, flat = check_root(root, place.size), flat_view(x, "x", writable=True)
     called = _moving(place, "broadcast", name, x, root=root)
     return _movement(place, called, flat if place.rank == root else None, flat, lambda: x)
 
 
 def all_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
-    """The bytes of everybody's `x`, side by side."""
+    """A call that gives the bytes of all ranks' `x`, side by side."""
     flat, result = flat_view(x, "x", writable=False), _side_by_side(place, "an allgather", x)
     target = flat_view(result, "result", writable=True)
     called = _moving(place, "allgather", name, x, parts=place.size)
@@ -277,7 +281,7 @@ def all_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
 
 
 def parts_at_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
-    """The bytes of everybody's `x`, side by side, for the root."""
+    """A call that gives the bytes of all ranks' `x`, side by side, to the root."""
     root, flat = check_root(root, place.size), flat_view(x, "x", writable=False)
     result = _side_by_side(place, "a gather", x)
     target = result.reshape(-1).view(BYTES)
@@ -288,7 +292,7 @@ def parts_at_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Ca
 def part_of_root(
     place: CallContext, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str
 ) -> Call[NDArray[S]]:
-    """This rank's part of the bytes of the root's `parts`, in `out`."""
+    """A call that puts this rank's part of the root's `parts` into `out`."""
     root, flat = check_root(root, place.size), flat_view(out, "out", writable=True)
     source, shape = None, (place.size, *out.shape)
     if place.rank == root:
@@ -309,7 +313,7 @@ def part_of_root(
 
 
 def exchanged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
-    """From each rank the part of its `x` that has this rank's number."""
+    """A call that gives, from each rank, the part of its `x` that has this rank's number."""
     flat = flat_view(x, "x", writable=False)
     if x.ndim == 0 or len(x) != place.size:
         raise UsageError(f"x is {list(x.shape)}; expected one part for each of the {place.size} ranks, x[rank]")
@@ -331,13 +335,13 @@ def _side_by_side(place: CallContext, what: str, x: NDArray[S]) -> NDArray[S]:
 
 
 def barrier(place: CallContext, name: str) -> Call[None]:
-    """No result; it is complete once all ranks have called it."""
+    """A call without a result. It is complete once all ranks have called it."""
     empty = np.zeros(0, BYTES)
     return _movement(place, _moving(place, "barrier", name, empty), None, empty, lambda: None)
 
 
 def _moving(place: CallContext, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
-    """What travels where bytes move: `parts` arrays like `x`."""
+    """The descriptor of a collective that moves bytes: `parts` arrays like `x`."""
     name = check_name(name, place.owner)
     return describe(
         kind, name, dtype_text(x.dtype), x.shape,

@@ -1,4 +1,4 @@
-"""The channels of a rank: one for ordinary and perhaps one for urgent collectives, and what both have moved."""
+"""Channels of a rank: one for ordinary collectives and perhaps one for urgent collectives, and their statistics."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from omnireduce.support.secret import Secret
 
 
 class CallChannel(NamedTuple):
-    """One channel of a rank: what its calls need to know, and the engine that drives them."""
+    """One channel of a rank: the context of its calls, and the engine that drives them."""
 
     place: CallContext
     engine: Engine
 
 
 class RankChannels(NamedTuple):
-    """A rank in one generation of a job. Tensors of up to `urgent_bytes` go the `urgent` way, which is the ordinary one
-    where there is no other.
+    """The channels of a rank in one generation of a job. Tensors of up to `urgent_bytes` take the `urgent` channel. It
+    is the ordinary channel if there is no other.
 
-    All is replaced together, so that no call is made for one generation and started in another.
+    All fields are replaced together, so that no call is made for one generation and started in another.
     """
 
     ordinary: CallChannel
@@ -52,16 +52,16 @@ class RankChannels(NamedTuple):
         return self.ordinary.place.owner
 
     def owned_by(self, thread: threading.Thread) -> RankChannels:
-        """The same, if this thread is the owner."""
+        """The same channels with this thread as the owner."""
         ways = [
             channel._replace(place=channel.place._replace(owner=thread)) for channel in (self.ordinary, self.urgent)
         ]
         return self._replace(ordinary=ways[0], urgent=ways[1])
 
     def way(self, x: object, priority: object, block_size: object) -> CallChannel:
-        """The channel for `x`: as `priority` says; None: urgent for a small array. Blocks larger than usual take the
-        ordinary channel, because slots of the urgent one may be too small. Raises UsageError for a priority that is no
-        number."""
+        """The channel for `x`, as `priority` says; None: urgent for a small array. Blocks larger than usual take the
+        ordinary channel, because slots of the urgent channel may be too small. Raises UsageError for a priority that is
+        no number."""
         if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
             return self.ordinary
         if priority is not None:
@@ -71,12 +71,13 @@ class RankChannels(NamedTuple):
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")
-MOST_CHARACTERS = 128  # of the name of a job, and of a launch
-GENERATION_CHARACTERS = 20  # of a number of 63 bits, and a dot before it
+MOST_CHARACTERS = 128  # the longest name of a job, and the longest launch id
+GENERATION_CHARACTERS = 20  # a number of 63 bits, and a dot before it
 
 
 class Channel:
-    """What `arrival` got in `job`, put together. `pool` lends memory for results. Raises what `assemble` raises."""
+    """One channel: links, machine and engine of a rank that has joined `job` with `arrival`. `pool` lends memory for
+    results. Raises the errors of `assemble`."""
 
     def __init__(self, config: Config, job: str, arrival: Arrival, pool: Pool) -> None:
         self.joined, self.job = arrival.joined, job
@@ -85,7 +86,7 @@ class Channel:
 
     @property
     def kinds(self) -> set[str]:
-        """Of its links, and "memory" if ranks of this host share some."""
+        """The kinds of its links, and "memory" if ranks of this host share memory."""
         return {link.kind for link in self.links} | ({"memory"} if self.machine.host is not None else set())
 
     @property
@@ -100,7 +101,7 @@ class Channel:
 
     @property
     def carried(self) -> Counter[str]:
-        """Bytes of messages and of blocks in memory, both ways, by what carried them."""
+        """Bytes of messages and of blocks in memory, in both directions, by the kind that carried them."""
         carried, host = Counter[str](), self.machine.host
         for link in self.links:
             carried[link.kind] += link.counters.message_bytes
@@ -110,15 +111,15 @@ class Channel:
 
     @property
     def shard_bytes(self) -> list[int]:
-        """Those exchanged with each shard, both ways."""
+        """Bytes exchanged with each shard, in both directions."""
         return [link.counters.sent_bytes + link.counters.received_bytes for link in self.links]
 
 
 def join_urgent(
     first: Channel, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool], pool: Pool
 ) -> Channel:
-    """The channel for urgent collectives beside the `first` one, which `hello` has joined. Raises what `join_beside`
-    and `Channel` raise."""
+    """The channel for urgent collectives beside the `first` channel, which `hello` has joined. Raises the errors of
+    `join_beside` and `Channel`."""
     config = for_urgent(config)
     hello = _urgent_hello(hello, first, config.protocol.slot_bytes)
     try:
@@ -132,17 +133,17 @@ def join_urgent(
 def for_urgent(config: Config) -> Config:
     """The configuration of the channel for urgent collectives."""
     protocol = config.protocol
-    wanted = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE  # also indices of blocks of 8 bytes
+    wanted = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE  # enough for the indices of blocks of 8 bytes
     slot_bytes = min(protocol.slot_bytes, max(MIN_SLOT_BYTES, -(-wanted // PAGE) * PAGE))
     return replace(
         config,
         protocol=replace(protocol, slot_bytes=slot_bytes),
-        transport=replace(config.transport, threads=1),  # no tensor of it is large
+        transport=replace(config.transport, threads=1),  # its tensors are small
     )
 
 
 def _urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
-    """What a rank says to join the urgent channel, which is formed anew with each formation of the first one."""
+    """The hello of a rank to join the urgent channel. The channel is formed anew with each formation of the first."""
     joined = first.joined
     launch = (
         f"{hello.launch[: MOST_CHARACTERS - GENERATION_CHARACTERS]}.{joined.generation}"
@@ -174,14 +175,15 @@ def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Po
 def _tell_idle(codec: str) -> None:
     """Say, once in this process, that a codec does nothing in a job whose ranks all share memory."""
     log.warning(
-        "nothing travels as codec '%s' says: all ranks share this host, and exchange tensors in memory as they are. "
-        "With transport.host_exchange=off they go through the aggregators, encoded", codec,
+        "codec '%s' has no effect: all ranks are on this host, and exchange tensors in memory without a codec. With "
+        "transport.host_exchange=off tensors go through the aggregators, encoded", codec,
         extra=tagged("codec_idle", codec=codec),
     )  # fmt: skip
 
 
 def _lending(engine: Engine, pool: Pool) -> WithPool:
-    """This is no method: a channel that refers to itself would keep its memory until the cycle collector runs."""
+    """The function that lends memory of `pool` under the lock of `engine`. It is no method: a channel that refers to
+    itself would keep its memory until the cycle collector runs."""
 
     def with_pool(make: Callable[[Pool], T]) -> T:
         return engine.exclusively(lambda: make(pool))
@@ -191,9 +193,10 @@ def _lending(engine: Engine, pool: Pool) -> WithPool:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Totals of one worker since it joined. Bytes include framing; with shared memory they are what a wire would have
-    carried. `shard_bytes` are those exchanged with each shard, both ways. `carried` are those of tensors, both ways, by
-    what carried them: "memory", which ranks of one host share, "shm", "tcp", "verbs"."""
+    """Totals of one worker since it joined. Bytes include framing; with shared memory they are the bytes that a wire
+    would have carried. `shard_bytes`: bytes exchanged with each shard, in both directions. `carried`: bytes of tensors,
+    in both directions, by the kind that carried them: "memory", which ranks of one host share, "shm", "tcp",
+    "verbs"."""
 
     sent_bytes: int
     received_bytes: int

@@ -67,43 +67,43 @@ MOST_RANKS = (1 << 31) - 1
 
 
 class Communicator:
-    """Membership of this process in one job; every rank must call the same collectives in the same order. (Urgent ones
-    have an order of their own: see `allreduce`.)
+    """Membership of this process in one job. Every rank must call the same collectives in the same order. (Urgent
+    collectives have a separate order: see `allreduce`.)
 
-    `config` says where the aggregators are and how to reach them, `rank` of `size` who this worker is, `job` the job
-    (None: as `cluster.job` says). Construction returns once all ranks have joined.
+    `config` says where the aggregators are and how to reach them. This worker is rank `rank` of `size` in `job` (None:
+    the job of `cluster.job`). Construction returns once all ranks have joined.
 
-    Where `config` names no aggregators, rank 0 starts one for this job. All ranks must then be on one host; the
+    If `config` names no aggregators, rank 0 starts an aggregator for this job. All ranks must then be on one host. The
     aggregator ends when rank 0 has shut down or is gone.
 
-    Several threads may share it. Only one of them may start a collective without a name: the thread that has made the
-    communicator, or has called `reform` last. The others must name theirs, with the same names on every rank: the names
-    say which threads' tensors belong together. It is an error when named ones meet in another order on another rank. A
-    name belongs to the thread that used it first, until that thread has ended, or until `reform`: use other names in
-    each thread. Handles may be waited for in any thread. Another thread can become the one whose collectives need no
-    name: see `take_over`.
+    Several threads may share a communicator. Only one of them may start a collective without a name: the thread that
+    has made the communicator, or has called `reform` last. The other threads must name theirs, with the same names on
+    every rank: the names say which threads' tensors belong together. It is an error when named collectives meet in
+    another order on another rank. A name belongs to the thread that used it first, until that thread has ended, or
+    until `reform`: use other names in each thread. Any thread may wait for a handle. Another thread can take over the
+    right to leave out names: see `take_over`.
 
-    Set `drives_in_background` to False in a program where some thread waits whenever a collective is under way: then no
-    thread of the communicator's own competes with it. With `protocol.urgent_bytes` there are such threads all the same:
-    who waits for an urgent collective does nothing for the others.
+    Set `drives_in_background` to False in a program in which some thread always waits while a collective is under way.
+    Then the communicator starts no thread that competes with it. With `protocol.urgent_bytes` it starts threads all the
+    same, because a thread that waits for an urgent collective does not drive the others.
 
     A collective that raises before it was started has its place in the order, too: see `refuse`. Collectives that run a
-    program (`fused_allreduce`, `fused_allreduce_rows`) go through the aggregators, also between ranks of one host: the
-    job has `protocol.state_bytes`, or the communicator is one that `create_group` has made with `state_bytes`.
+    program (`fused_allreduce`, `fused_allreduce_rows`) go through the aggregators, even between ranks of one host. They
+    need a job with `protocol.state_bytes`, or a communicator from `create_group` with `state_bytes`.
 
     A signal handler may call `shutdown`, nothing else, while its thread is in a collective.
 
-    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None where the launcher did not
-    say it) of this worker, `config`, `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
-    several joined by "+"), `shards`, the number of aggregators, `generation`, the number that the first one gave
-    this membership, and `formation`, an object of its own for this communicator, and another one after `reform`.
+    Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None if the launcher did not give
+    it) of this worker; `config`; `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
+    several joined by "+"); `shards`, the number of aggregators; `generation`, the number that the first aggregator gave
+    this membership; `formation`, an object that no other communicator has, and another object after `reform`.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
 
-    Raises ConfigError; UsageError for a `job` or `rank` that cannot be; TransportError when an aggregator cannot be
-    reached; RefusedError when it does not admit this worker, or ranks are missing after `cluster.join_timeout_s`;
-    AbortedError when another rank failed meanwhile.
+    Raises ConfigError; UsageError for an invalid `job` or `rank`; TransportError when an aggregator cannot be reached;
+    RefusedError when it does not admit this worker, or ranks are missing after `cluster.join_timeout_s`; AbortedError
+    when another rank failed meanwhile.
     """
 
     _member: RankChannels
@@ -136,8 +136,8 @@ class Communicator:
         self._log = BoundLog(logging.getLogger("omnireduce"), job=name, rank=rank)
         self._job, self._max_ranks = name, size
         self._profiler = Profiler(config.trace, name, self._log)
-        self._pools = Pool(), Pool()  # of each channel
-        self._groups = set[Communicator]()  # that this one has created, until they are shut down
+        self._pools = Pool(), Pool()  # one for each channel
+        self._groups = set[Communicator]()  # the groups that this communicator has created, until they are shut down
         self.rank, self.drives_in_background = rank, True
         self._name_in_parent, self._rank_in_parent = "", -1 if _parent is None else _parent.rank
         self._gave_up = False  # `shutdown` was called
@@ -163,7 +163,7 @@ class Communicator:
             raise
 
     def _meet(self, progress: Progress) -> None:
-        """Find out where the aggregators are, and what to say to them."""
+        """Find the aggregators, and make the hello for them."""
         if self._embedded is not None:
             self.config = self._embedded.meet(progress)
             self._own_secret = self._embedded.secret
@@ -177,17 +177,18 @@ class Communicator:
         return replace(hello, parent_rank=self._rank_in_parent)
 
     def reform(self, *, min_ranks: int | None = None, max_ranks: int | None = None) -> None:
-        """Leave the job if it still runs, and form it anew with all who do the same, and those who wait to join.
+        """Leave the job if it still runs, and form it anew with all workers that call this, and workers that wait to
+        join.
 
-        For after an AbortedError, or when `newcomers` is not 0. Afterwards `rank`, `size`, `generation` and
-        `statistics` are new. A process may have another rank, but the order of ranks stays that in which they were
-        launched. The job starts again with `max_ranks` workers (None: as many as were launched). It also starts with
-        `min_ranks` or more (None: `elastic.min_ranks`) when no other has come for `elastic.last_call_s`. All workers
+        Call it after an AbortedError, or when `newcomers` is not 0. Afterwards `rank`, `size`, `generation` and
+        `statistics` are new. A process may have another rank, but the ranks keep the order of the launch. The job
+        starts again with `max_ranks` workers (None: as many as were launched). It even starts with fewer, but at least
+        `min_ranks` (None: `elastic.min_ranks`), when no other worker has come for `elastic.last_call_s`. All workers
         give the same numbers.
 
-        Returns when this worker is in such a job. Raises what construction raises. Raises RefusedError when fewer than
-        `min_ranks` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may then be
-        called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
+        Returns when this worker is in the new job. Raises the errors of construction. Raises RefusedError when fewer
+        than `min_ranks` have come after `cluster.join_timeout_s`, or when there was no place for this worker; it may
+        then be called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
         interrupts a collective; ClosedError when a signal handler or another thread calls `shutdown` meanwhile.
         """
         min_ranks = self.config.elastic.min_ranks if min_ranks is None else whole(min_ranks, "min_ranks")
@@ -211,18 +212,17 @@ class Communicator:
         self._form(hello)
 
     def create_group(self, ranks: Sequence[int] | None = None, *, name: str, state_bytes: int = 0) -> Communicator:
-        """A communicator of their own for these ranks (None: all) on the same aggregators. They alone call this.
+        """A new communicator for these ranks (None: all) on the same aggregators. Only these ranks call this.
 
-        The first of `ranks` is rank 0 there, and so on. What goes through it is apart from what goes through this one:
-        so each may have an order of its own. `name`: letters, digits, "." and "-"; no other group of this communicator
-        has it, nor do other ranks use it at the same time. Give other ranks another name: some may be late, or may not
-        have heard of an attempt that was refused. It ends with this one, and with `reform`. It knows nothing of
-        `protocol.urgent_bytes` and `elastic`.
-        `state_bytes` is its `protocol.state_bytes`.
+        The first of `ranks` is rank 0 in the group, and so on. The collectives of the group are independent of those of
+        this communicator, and have a separate order. `name`: letters, digits, "." and "-". No other group of this
+        communicator may have it, and other ranks must not use it at the same time: some of them may be late, or may not
+        have heard of an attempt that was refused. The group ends with this communicator, and with `reform`. It ignores
+        `protocol.urgent_bytes` and `elastic`. `state_bytes` is its `protocol.state_bytes`.
 
-        Raises UsageError for ranks or a name that cannot be, or without this rank, and on all ranks that meet where
-        they name other ranks; RefusedError where another rank has raised UsageError by itself, or has called
-        `refuse_group`; otherwise what construction raises.
+        Raises UsageError for invalid ranks or an invalid name, or if this rank is missing; on all ranks if they give
+        different ranks. Raises RefusedError if another rank has raised UsageError alone, or has called `refuse_group`.
+        Raises the errors of construction, too.
         """
         config, size, job = None, None, job_of_group(self._job, name, self.generation)
         try:
@@ -247,9 +247,10 @@ class Communicator:
         return group
 
     def refuse_group(self, error: Exception, *, name: str, size: int | None = None) -> None:
-        """Let the ranks that call `create_group` with this `name` know that this one does not, because of `error`: they
-        raise RefusedError, now or when they come. For programs that find by themselves that they cannot create it.
-        `size`: of the group (None: not known). Does nothing where they know of the error. Raises nothing.
+        """Tell the ranks that call `create_group` with this `name` that this rank does not call it, because of `error`.
+        They raise RefusedError, now or when they call it. For programs that find by themselves that they cannot create
+        the group. `size`: the size of the group (None: not known). Does nothing if the other ranks know of the error.
+        Raises nothing.
         """
         job = job_of_group(self._job, name, self.generation)
         if self.size > 1 and not self._engine.is_closed and job not in names_told(error):
@@ -257,10 +258,10 @@ class Communicator:
             refuse_to_come(self.config, hello, reason_of(told(error, job)), self._own_secret)
 
     def take_over(self) -> None:
-        """From now on, this thread is the one that may start collectives without a name.
+        """Make this thread the one that may start collectives without a name.
 
-        For programs in which several threads start collectives one after another, in an order that is the same on every
-        rank. Such a program keeps a lock from here until the collective is started. It does not `reform` meanwhile.
+        For programs in which several threads start collectives one after another, in the same order on every rank. Such
+        a program holds a lock from this call until the collective is started. It does not `reform` meanwhile.
         """
         if self._member.owner is not threading.current_thread():
             self._member = self._member.owned_by(threading.current_thread())
@@ -279,29 +280,30 @@ class Communicator:
 
     @property
     def timeline(self) -> NoTimeline:
-        """What notes the way of tensors, or `OFF`. It may change at any time."""
+        """The timeline of this rank, or `OFF`. It may change at any time."""
         return self._profiler.timeline
 
     def start_timeline(self, path: str | Path, mark_cycles: bool = False) -> None:
-        """Begin a timeline of this rank in the file `path`, which is one for all ranks that call this with it.
+        """Begin a timeline of this rank in the file `path`. All ranks that call this with the same path share the file.
 
-        As `trace.timeline` does for the whole of a job. Each rank leaves its part in the folder `path`.parts beside it,
-        or in `trace.folder`. `mark_cycles`: also note when a queue looks for tensors to combine. Without
-        `trace.timeline` or `trace.folder` the rank shows what its collectives do, but no waits and messages; daemons
-        show nothing. `path` is valid JSON at any time. Raises UsageError if it cannot be written, when a timeline is
-        being recorded, and after `shutdown`.
+        `trace.timeline` does the same for the whole of a job. Each rank writes its part to the folder `path`.parts
+        beside the file, or to `trace.folder`. `mark_cycles`: also note when a queue looks for tensors to combine.
+        Without `trace.timeline` or `trace.folder` the timeline shows the collectives of the rank, but no waits and
+        messages, and nothing of daemons. `path` is valid JSON at any time. Raises UsageError if it cannot be written,
+        when a timeline is being recorded, and after `shutdown`.
         """
         self._profiler.start(path, mark_cycles)
 
     def stop_timeline(self) -> None:
         """End the timeline, and write it; does nothing when there is none. The last rank to do so, or to leave, writes
-        what all of them have noted."""
+        the notes of all ranks."""
         self._profiler.stop()
 
     @property
     def newcomers(self) -> int:
-        """How many workers wait to join this job, as far as this rank has heard; they join when all `reform` it."""
-        self._engine.listen()  # it may have been idle for long
+        """The number of workers that wait to join this job, by the last news. They join when all ranks call
+        `reform`."""
+        self._engine.listen()  # the news may be old: this rank may have been idle for long
         return self._machine.newcomers
 
     def _form(self, hello: Hello, parent: Engine | None = None) -> None:
@@ -309,7 +311,7 @@ class Communicator:
         meanwhile."""
         secret = load_secret(self.config.security) if self._own_secret is None else self._own_secret
         self._enter(join_beside(parent, self.config, hello, secret, lambda: self._gave_up), hello, secret)
-        if self._gave_up:  # called after the join; perhaps only the old engine was asked to leave
+        if self._gave_up:  # `shutdown` came after the join, or has only asked the old engine to leave
             self._hang_up()
             self._end_embedded()
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
@@ -363,7 +365,7 @@ class Communicator:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the job. Collectives under way are aborted on all ranks. May be called twice; raises nothing.
+        """Leave the job. Aborts collectives under way on all ranks. May be called twice; raises nothing.
 
         In a signal handler that interrupts a collective it returns at once. The collective then leaves the job, closes
         everything and raises ClosedError. A `reform` that joins meanwhile raises ClosedError soon.
@@ -376,16 +378,17 @@ class Communicator:
 
     @property
     def is_shut_down(self) -> bool:
-        """`shutdown` was called, and `reform` was not since."""
+        """Whether `shutdown` was called, and `reform` was not called since."""
         return self._gave_up
 
     def _hang_up(self) -> bool:
-        """Return whether all is closed; else the call that a signal handler interrupts will do that."""
+        """Close all channels; return whether all are closed. If not, a signal handler called this, and the call that it
+        interrupts will close them."""
         inside = [channel for channel in self._channels if channel.engine.inside]
         with ExitStack() as stack:
             for channel in inside or self._channels:
                 stack.callback(channel.engine.shutdown)
-                stack.callback(settle, channel.engine)  # before that
+                stack.callback(settle, channel.engine)  # runs before the shutdown: a stack is last in, first out
         return all(channel.engine.is_closed for channel in self._channels)
 
     def _has_closed(self) -> None:
@@ -415,7 +418,7 @@ class Communicator:
             channel.engine.abandon()
 
     def statistics(self) -> Statistics:
-        """What this worker has moved so far. Raises nothing, also after `shutdown`."""
+        """The totals of this worker so far. Raises nothing, even after `shutdown`."""
         return statistics_of(self._channels)
 
     # collectives
@@ -447,34 +450,34 @@ class Communicator:
         priority: int | None = None,
         codec: str | None = None,
     ) -> Any:
-        """Combine `x` of all ranks, element by element, in a fixed order; return the result, which is the same on all
+        """Combine `x` of all ranks, element by element, in a fixed order. Returns the result, which is the same on all
         ranks.
 
         `x`: a C-contiguous array of any shape, equal on all ranks, of float16, bfloat16, float32, float64, int8 …
         int64, uint8 … uint64 or bool. The result replaces `x`, or goes to `out` (same shape and dtype; `x` is then only
-        read). `op`: sum, mean, min, max or prod, and of bool any or all; mean needs a float type; 16-bit floats are
-        summed in float32 and rounded once, bfloat16 also in each of several hosts; integers wrap. `name` is compared
-        between ranks and appears in errors; threads other than the communicator's own must give one. `block_size`
-        overrides `protocol.block_size`: elements, a multiple of 8.
+        read). `op`: sum, mean, min, max or prod; for bool any or all. mean needs a float type. 16-bit floats are summed
+        in float32 and rounded once; with several hosts, bfloat16 is rounded in each host, too. Integers wrap. `name` is
+        compared between ranks and appears in errors; threads other than the communicator's owner must give a name.
+        `block_size` overrides `protocol.block_size`: elements, a multiple of 8.
 
-        A list, tuple or dict of arrays, also nested, is a group: all its arrays are combined in place, and it is
-        returned. Those of up to 512 KiB travel together, one exchange for each dtype; larger ones travel on their own,
-        at the same time. Keys and shapes are the same on all ranks; `out` and `block_size` are not for groups. In an
-        array of a group a block is part of a larger whole, so a -0 may stay where the array alone would get +0.
+        A list, tuple or dict of arrays, possibly nested, is a group: all its arrays are combined in place, and the
+        group is returned. Arrays of up to 512 KiB travel together, one exchange for each dtype. Larger arrays travel
+        separately, at the same time. Keys and shapes are the same on all ranks. Groups allow no `out` and `block_size`.
+        In a group a block may hold elements of several arrays, so a -0 may stay where a single array would get +0.
 
-        `priority`: 1 for a tensor that is urgent, 0 for one that is not, the same on all ranks. None says that tensors
-        of up to `protocol.urgent_bytes` are, but not groups. Where that is not 0, urgent tensors have a channel of
-        their own: they do not wait for other collectives, and may be complete before those. Sums are the same.
-        Other collectives, and what has a larger `block_size` than `protocol.block_size`, are never urgent.
+        `priority`: 1 for an urgent tensor, 0 for any other, the same on all ranks. None: tensors of up to
+        `protocol.urgent_bytes` are urgent, but not groups. If that is not 0, urgent tensors have a separate channel:
+        they do not wait for other collectives, and may be complete before them. Sums are the same. Other collectives,
+        and tensors with a larger `block_size` than `protocol.block_size`, are never urgent.
 
-        `codec` overrides `protocol.codec` for sums and means of float32: how blocks travel to aggregators and back, in
-        fewer bytes and not exactly. "none": as they are; "bf16", "fp16", "int8", "natural", "onebit", "qsgd",
-        "scaled_sign", "sign", "ternary", or "module:Class", a codec of your own. Of a group it is for the arrays of
-        float32, of which small ones share blocks. All ranks get the same result. Between ranks of one host, which share
-        memory, nothing is encoded: there "sign" is a sum, not a vote.
+        `codec` overrides `protocol.codec` for sums and means of float32. It encodes blocks on their way to aggregators
+        and back, in fewer bytes and not exactly. "none": no codec; "bf16", "fp16", "int8", "natural", "onebit", "qsgd",
+        "scaled_sign", "sign", "ternary", or "module:Class" for your own codec. In a group it encodes the arrays of
+        float32; small arrays share blocks. All ranks get the same result. Ranks of one host share memory and use no
+        codec between them: there "sign" is a sum, not a vote.
 
-        A sum that is zero may be -0 where NumPy gives +0, the same on all ranks; in a block that is zero everywhere -0
-        becomes +0.
+        A sum that is zero may be -0 where NumPy gives +0, the same on all ranks. In a block that is zero on all ranks
+        -0 becomes +0.
 
         Raises UsageError for unsuitable arguments, for arrays that a collective under way uses, for a missing name in
         another thread, and for a name that belongs to another thread; AbortedError or its subclass
@@ -510,10 +513,11 @@ class Communicator:
         priority: int | None = None,
         codec: str | None = None,
     ) -> Handle[Any]:
-        """Start an `allreduce` and return its handle. Those of one priority complete in the order of their starts.
+        """Start an `allreduce` and return its handle. Collectives of one priority complete in the order of their
+        starts.
 
-        The arrays belong to the collective until the handle is done. Raises what `allreduce` raises, except that
-        a failure after the start is raised by the handle's `wait`. So do all methods that end with `_async`.
+        The arrays belong to the collective until the handle is done. Raises the errors of `allreduce`, but a failure
+        after the start is raised by the handle's `wait`. The same holds for all methods that end with `_async`.
         """
         way = self._way(x, priority, block_size)
         return self._in_background(
@@ -521,10 +525,10 @@ class Communicator:
         )
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
-        """Combine `x` of all ranks as `allreduce` does, for one of them: replace the root's `x` and return it there.
+        """Combine `x` of all ranks as `allreduce` does, for the root alone: replace the root's `x` and return it there.
 
-        The others' `x` is only read; they get None. The result travels to all ranks, not only to the root. Raises what
-        `allreduce` raises.
+        The others' `x` is only read; they get None. The result travels to all ranks, not only to the root. Raises the
+        errors of `allreduce`.
         """
         return self._start(calls.reduction_at_root, x, root, op, name).wait()
 
@@ -537,7 +541,7 @@ class Communicator:
     def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
 
-        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises the errors of `allreduce`.
         """
         return self._start(calls.copy_of_root, x, root, name).wait()
 
@@ -548,7 +552,7 @@ class Communicator:
     def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
         """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
 
-        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises what `allreduce` raises.
+        `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises the errors of `allreduce`.
         """
         return self._start(calls.all_parts, x, name).wait()
 
@@ -557,11 +561,11 @@ class Communicator:
         return self._start_async(calls.all_parts, x, name)
 
     def allgather_ragged(self, x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
-        """Return the `x` of all ranks in a list, bit by bit, where the length of the first dimension may differ.
+        """Return the `x` of all ranks in a list, bit by bit. The length of the first dimension may differ.
 
-        `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects, of up to
-        `protocol.max_part_bytes` (1 GiB), else all ranks raise UsageError; dtype and `x.shape[1:]` are the same on all
-        ranks. Raises what `allreduce` raises.
+        `x`: a C-contiguous array of at least one dimension, of any dtype without Python objects; dtype and
+        `x.shape[1:]` are the same on all ranks. If it has more bytes than `protocol.max_part_bytes` (1 GiB), all ranks
+        raise UsageError. Raises the errors of `allreduce`, too.
         """
         return self._start(packet_calls.ragged_parts, x, name).wait()
 
@@ -583,8 +587,8 @@ class Communicator:
     def scatter(self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `out` on each rank by the root's `parts[rank]`, bit by bit; return it.
 
-        `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of that dtype
-        on the root, not looked at elsewhere. Every part travels to all ranks. Raises what `allreduce` raises.
+        `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of the same
+        dtype on the root, ignored elsewhere. Every part travels to all ranks. Raises the errors of `allreduce`.
         """
         return self._start(calls.part_of_root, out, parts, root, name).wait()
 
@@ -598,7 +602,7 @@ class Communicator:
         """Send part `x[r]` to rank r; return the parts that the ranks have sent here, (size, *x.shape[1:]), bit by bit.
 
         `x`: a C-contiguous array of `size` parts, of the same dtype and shape on all ranks. All parts travel to all
-        ranks, so this moves `size` times as many bytes as are needed. Raises what `allreduce` raises.
+        ranks, so this moves `size` times as many bytes as are needed. Raises the errors of `allreduce`.
         """
         return self._start(calls.exchanged_parts, x, name).wait()
 
@@ -607,16 +611,16 @@ class Communicator:
         return self._start_async(calls.exchanged_parts, x, name)
 
     def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
-        """Return the root's `x` on all ranks: the object itself on the root, an equal one elsewhere. The others' `x` is
-        ignored.
+        """Return the root's `x` on all ranks: the object itself on the root, an equal object elsewhere. The others' `x`
+        is ignored.
 
         `x` is plain data: None, bool, numbers of up to some 4,000 digits, str, bytes, tuples, lists, dicts, sets, dates
         (whose tzinfo is None or a plain offset), arrays. It is nested up to 64 deep, and has up to 65,536 keys that are
         neither str nor bytes. With `trust`, on all ranks, it is anything that can be pickled; then each rank and each
         aggregator of the job can run code in this process. It takes up to `protocol.max_part_bytes` (1 GiB).
 
-        Raises UsageError on all ranks for other objects of the root, and the job goes on. On all ranks but the root it
-        also raises UsageError for bytes of a peer that are no such object. Otherwise it raises what `allreduce` raises.
+        Raises UsageError on all ranks for other objects of the root, and the job goes on. On the other ranks it also
+        raises UsageError for bytes of a peer that are no such object. Raises the errors of `allreduce`, too.
         """
         return self._start(packet_calls.object_of_root, x, root, name, trust).wait()
 
@@ -625,8 +629,8 @@ class Communicator:
         return self._start_async(packet_calls.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
-        """Return a list with an object equal to the `x` of each rank. See `broadcast_object` for what `x` may be; where
-        that of one rank is anything else, all raise UsageError."""
+        """Return a list with an object equal to the `x` of each rank. `broadcast_object` says what `x` may be. If the
+        `x` of one rank is anything else, all ranks raise UsageError."""
         return self._start(packet_calls.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
@@ -636,8 +640,8 @@ class Communicator:
     def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
 
-        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises what `allreduce`
-        raises.
+        Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises the errors of
+        `allreduce`.
         """
         return self._start(calls.reduced_part, x, op, name).wait()
 
@@ -646,7 +650,7 @@ class Communicator:
         return self._start_async(calls.reduced_part, x, op, name)
 
     def barrier(self, *, name: str = "") -> None:
-        """Return when all ranks have called it. Raises what `allreduce` raises."""
+        """Return when all ranks have called it. Raises the errors of `allreduce`."""
         self._start(calls.barrier, name).wait()
 
     def barrier_async(self, *, name: str = "") -> Handle[None]:
@@ -656,14 +660,15 @@ class Communicator:
     def allreduce_rows(
         self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
     ) -> Rows[S]:
-        """Sum rows of a tall matrix of which each rank has few, as in the gradient of an embedding.
+        """Sum rows of a tall matrix by number, if each rank has few of its rows, as in the gradient of an embedding.
 
         `indices`: integers (n,), row numbers below `n_rows`, in any order, duplicates allowed (they are added first, in
         the order given); `values`: (n, row length). n may be 0 and differ between ranks; `n_rows`, dtype and row length
-        may not. `op`: sum or mean; mean divides by the number of all ranks, also of those that lack the row. Returns
+        may not. `op`: sum or mean; mean divides by the number of all ranks, even if some lack the row. Returns
         (indices, values) of the union of all ranks' rows: int64 (m,) ascending, and (m, row length).
 
-        Raises UsageError for unsuitable arrays, among them rows that fit no slot; otherwise what `allreduce` raises.
+        Raises UsageError for unsuitable arrays, among them rows that fit no slot. Raises the errors of `allreduce`,
+        too.
         """
         return self._start(calls.rows, indices, values, n_rows, op=op, name=name).wait()
 
@@ -676,10 +681,10 @@ class Communicator:
     def allreduce_rows_into(
         self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
     ) -> NDArray[S]:
-        """`allreduce_rows`, with a dense result: `out`, (n_rows, row length), gets the sums in their rows, and zeros in
+        """`allreduce_rows` with a dense result: `out`, (n_rows, row length), gets the sums in their rows, and zeros in
         the others. Returns `out`.
 
-        Raises UsageError where `out` does not fit, too; otherwise what `allreduce_rows` raises.
+        Raises UsageError if `out` does not fit, and the errors of `allreduce_rows`.
         """
         return self._start(calls.rows_into, out, indices, values, op=op, name=name).wait()
 
@@ -690,10 +695,10 @@ class Communicator:
         return self._start_async(calls.rows_into, out, indices, values, op=op, name=name)
 
     def allreduce_tables(self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
-        """`allreduce_rows` of several tables at once: those of one dtype and row length travel in one exchange.
+        """`allreduce_rows` for several tables at once: tables of one dtype and row length travel in one exchange.
 
-        `tables`: a list of (indices, values, n_rows). Returns (indices, values) of each. Raises what
-        `allreduce_rows` raises.
+        `tables`: a list of (indices, values, n_rows). Returns (indices, values) of each. Raises the errors of
+        `allreduce_rows`.
         """
         return self._start_tables(tables, op, name).wait()
 
@@ -704,16 +709,16 @@ class Communicator:
         return self._in_background(self._member.ordinary, lambda: self._start_tables(tables, op, name))
 
     def refuse(self, error: Exception) -> None:
-        """Take part in the next collective of the other ranks by refusing it, because of `error`. For programs that
-        find by themselves, before they call it, that this rank cannot take part.
+        """Refuse the next collective of the other ranks, because of `error`. For programs that find by themselves,
+        before they call it, that this rank cannot take part.
 
-        If all ranks refuse, the job goes on; else all get an AbortedError that says what this one has refused, at once
-        where they wait already. Returns before the others know. Does nothing for an error that they have been told of,
-        and where the job is over. Raises nothing.
+        If all ranks refuse, the job goes on. Otherwise all ranks get an AbortedError that says what this rank has
+        refused; ranks that wait already get it at once. Returns before the others know. Does nothing if the other ranks
+        know of the error, or if the job is over. Raises nothing.
         """
         tell(self._member, error)
 
-    # Each `except` costs nothing where nothing is raised. What begins after the call was started is not inside.
+    # An `except` costs nothing unless an error is raised. Errors after the start of a call are not handled here.
 
     def _way(self, x: object, priority: object, block_size: object) -> CallChannel:
         try:
@@ -750,7 +755,7 @@ class Communicator:
                 return engine.submit(call)[0]
             if out is not None or block_size is not None:
                 raise UsageError(
-                    "out and block_size go with one array; a group is combined in place, in blocks of its own"
+                    "out and block_size go with a single array; a group is combined in place, in blocks of usual size"
                 )
             handles = engine.submit(*batched_calls.arrays(place, x, op=op, name=name, codec=codec))
         except Exception as error:
@@ -772,7 +777,7 @@ class Communicator:
         if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
             return start()
         try:
-            way.engine.drive_in_background()  # first: where there is no room for a thread, nothing is started
+            way.engine.drive_in_background()  # first: if there is no room for a thread, nothing is started
         except Exception as error:
             self.refuse(error)
             raise
@@ -783,8 +788,8 @@ class Communicator:
     # collectives that run a program on the shards
 
     def state_bytes(self, tensors: Iterable[tuple[int, int]], columns: int, cells: int = 0) -> int:
-        """How much the shard with the most of it keeps of states with so many columns and cells. `tensors`: of each
-        tensor the number of elements, and of those in a block. For `create_group`."""
+        """The bytes of state on the shard that keeps the most, for states with `columns` columns and `cells` cells.
+        `tensors`: for each tensor its number of elements, and its block size. For `create_group`."""
         sharding = self._member.ordinary.place.sharding._replace(slot_bytes=0)  # no host sends sums there
         total = 0
         for elements, block_size in tensors:
@@ -799,16 +804,16 @@ class Communicator:
         self, x: Array | None, program: BlockProgram,
         *, out: Array, op: RowOp = "sum", name: str = "", block_size: int | None = None, wanted: bool = True,
     ) -> Fused:  # fmt: skip
-        """Sum `x` of all ranks, let each shard run `program` on the sum of each of its blocks, and put what comes of it
-        into `out`, the same on all ranks. Source: FusedAllReduce of CoCoNet (https://arxiv.org/abs/2105.05720).
+        """Sum `x` of all ranks, let each shard run `program` on the sum of each of its blocks, and put the results into
+        `out`, the same on all ranks. Source: FusedAllReduce of CoCoNet (https://arxiv.org/abs/2105.05720).
 
-        `x`, `out`: C-contiguous arrays of float32 of one shape, which do not overlap. `x` None: this rank brings
-        nothing. Blocks that are zero on all ranks are neither sent nor run, and stay in `out` as they are, unless
-        `program.every_block`. `op`: sum or mean. `wanted` False: this rank drops the results, and `out` only gives the
-        shape. `name`, `block_size`: as for `allreduce`; a block has up to 16,384 elements.
+        `x`, `out`: C-contiguous arrays of float32 of one shape, which do not overlap. `x` None: this rank contributes
+        nothing. Blocks that are zero on all ranks are not sent, the program does not run on them, and `out` keeps its
+        values there, unless `program.every_block`. `op`: sum or mean. `wanted` False: this rank drops the results, and
+        `out` only gives the shape. `name`, `block_size`: as for `allreduce`; a block has up to 16,384 elements.
 
-        Raises UsageError for unsuitable arguments, and where ranks exchange in memory; otherwise what `allreduce`
-        raises. A program whose state finds no room ends the job.
+        Raises UsageError for unsuitable arguments, and if ranks exchange in memory. Raises the errors of `allreduce`,
+        too. A program whose state finds no room ends the job.
         """
         return self._start(
             fused_reduction, x, program, out=out, op=op, name=name, block_size=block_size, wanted=wanted
@@ -823,10 +828,10 @@ class Communicator:
         self, indices: Array, values: Array, program: BlockProgram,
         *, n_rows: int, out: Array | None = None, op: RowOp = "sum", name: str = "", wanted: bool = True,
     ) -> FusedRows:  # fmt: skip
-        """As `fused_allreduce`, of rows of a tall matrix as `allreduce_rows` takes them. A block is a row.
+        """As `fused_allreduce`, for rows of a tall matrix as in `allreduce_rows`. A block is a row.
 
-        `out`, (n_rows, row length): what comes of each row is also written there; the other rows stay as they are.
-        `wanted` False: this rank gets no rows. Raises what `fused_allreduce` raises.
+        `out`, (n_rows, row length): the result of each row is also written there; the other rows stay as they are.
+        `wanted` False: this rank gets no rows. Raises the errors of `fused_allreduce`.
         """
         return self._start(
             fused_rows, indices, values, program, n_rows=n_rows, out=out, op=op, name=name, wanted=wanted
@@ -841,7 +846,8 @@ class Communicator:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A communicator that refers to itself would keep its memory until the cycle collector runs."""
+    """A function that calls `method` without keeping its communicator alive: a communicator that refers to itself would
+    keep its memory until the cycle collector runs."""
     known = weakref.WeakMethod(method)
 
     def call() -> None:

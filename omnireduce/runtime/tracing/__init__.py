@@ -1,1 +1,1 @@
-"""Recording of a traced job: spans, and links that record. Rank and shard each have further parts of their own."""
+"""Recording of a traced job: spans, and links that record. `runtime/rank` and `runtime/shard` have further parts."""

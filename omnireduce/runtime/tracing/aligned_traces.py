@@ -14,7 +14,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, What, read_trace
 from omnireduce.support.files.paths import user_path
 
-Pairs = tuple[Array, Array]  # when each left its sender, and when its receiver had it
+Pairs = tuple[Array, Array]  # for each message or credit: when it left its sender, and when it had arrived
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Lane:
 
     @property
     def known_until(self) -> float:
-        """When the lane stopped recording because its trace was full; infinity if it never was."""
+        """The time when the lane stopped recording because its trace was full; infinity if it never was."""
         return float(self.spans["end"][-1]) if self.origin.missed else np.inf
 
 
 def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
     """The traces of one job, ranks first.
 
-    If all lanes are of one host, their times are those of its monotonic clock. Otherwise they become the Unix time of
-    the first lane's host: see `clocks`. Raises UsageError when there are no traces, when they are of several runs, and
-    when they are of several jobs and `job` is None.
+    If all lanes are of one host, their times are on its monotonic clock. Otherwise they become the Unix time of the
+    first lane's host: see `clocks`. Raises UsageError when there are no traces, when they are of several runs, and when
+    they are of several jobs and `job` is None.
     """
     traces = read_traces(folder)
     jobs = sorted({origin.job for origin, _ in traces})
@@ -58,8 +58,8 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
 
 
 def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
-    """All traces in `folder`, also those that are still recorded, and those that a killed process has recorded. Raises
-    UsageError for a file that cannot be read."""
+    """All traces in `folder`, with traces that are still recorded, and traces of killed processes. Raises UsageError
+    for a file that cannot be read."""
     paths = {path.with_suffix(""): path for ending in (SUFFIX, LIVE) for path in user_path(folder).glob(f"*{ending}")}
     traces = []
     for _, path in sorted(paths.items()):
@@ -68,7 +68,7 @@ def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
         except UsageError:
             if path.suffix != LIVE or path.exists():
                 raise
-            traces.append(read_trace(path.with_suffix(SUFFIX)))  # it is complete by now
+            traces.append(read_trace(path.with_suffix(SUFFIX)))  # the trace is complete by now
     return traces
 
 
@@ -84,7 +84,7 @@ def _refuse_strangers(origins: Sequence[Origin]) -> None:
 
 
 def on_one_clock(lanes: list[Lane], shifts: Mapping[str, int]) -> list[Lane]:
-    """The lanes, after their times were shifted: see `clocks`."""
+    """The lanes with shifted times: see `clocks`."""
     for lane in lanes:
         lane.spans["start"] += shifts[lane.origin.boot]
         lane.spans["end"] += shifts[lane.origin.boot]
@@ -95,8 +95,8 @@ def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
     """The shift of each host's times, by its boot, in nanoseconds: 0 if there is only one host.
 
     With several hosts, all times are on the clock of the first lane's host, in Unix time. The other clocks are set by
-    the messages and credits between hosts: the fastest of these take as long one way as the other. (So does NTP: RFC
-    5905.) A host that exchanged none has its own Unix time.
+    the messages and credits between hosts. The fastest of them are taken to need the same time in both directions, as
+    in NTP (RFC 5905). A host that exchanged none keeps its own Unix time.
     """
     shifts: dict[str, int] = {}
     for lane in lanes:
@@ -116,7 +116,7 @@ def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
 
 
 def _fastest(lanes: Sequence[Lane], one: str, other: str, shifts: Mapping[str, int]) -> int | None:
-    """The shortest time that anything took from one host to the other, by their clocks as they are."""
+    """The shortest time that a message or credit took from one host to the other, by their own clocks."""
     times = []
     for sender, receiver in itertools.product(lanes, lanes):
         from_to = sender.origin, receiver.origin
@@ -139,8 +139,8 @@ def missing(lanes: Sequence[Lane]) -> list[str]:
 
 
 def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
-    """For each message or credit that `sender` sent to `receiver`: when it left, and when it had arrived. Links keep
-    their order.
+    """The times when each message or credit of `sender` left, and when it had arrived at `receiver`. Links keep their
+    order.
 
     Raises UsageError when the two traces do not fit together.
     """
@@ -153,8 +153,8 @@ def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
 
 
 def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
-    """When each message or credit to `lane` from lanes on its host left, and when it had arrived; in order of
-    arrival."""
+    """The times when each message or credit to `lane` from lanes on its host left, and when it had arrived; in order
+    of arrival."""
     all_pairs: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for peer in lanes:
         if peer.origin.kind != lane.origin.kind and peer.origin.boot == lane.origin.boot:
@@ -168,8 +168,8 @@ def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
 def wake_ups(lane: Lane, lanes: Sequence[Lane]) -> Array:
     """The last part of every wait that an arrival ended, as spans of kind WAIT.
 
-    Such a span begins when the first of what arrived had left its sender, or when the wait began if that was later. It
-    ends when the wait returned.
+    Such a span begins when the first message or credit that arrived had left its sender, or when the wait began if that
+    was later. It ends when the wait returned.
     """
     waits = lane.of(What.WAIT)
     left, arrived = arrivals(lane, lanes)
@@ -183,7 +183,7 @@ def wake_ups(lane: Lane, lanes: Sequence[Lane]) -> Array:
 def exclusive(layers: Sequence[Array]) -> tuple[Array, Array]:
     """Cut time so that every moment belongs to the first layer that covers it.
 
-    Returns the cutting points (n,), ascending, and for each of them how long each layer had had until then (layers, n).
+    Returns the cutting points (n,), ascending, and the total time of each layer up to each of them (layers, n).
     """
     edges = np.unique(np.concatenate([layer[side] for layer in layers for side in ("start", "end")]))
     owner = np.full(max(0, edges.size - 1), -1)
@@ -223,7 +223,7 @@ def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
 
 
 def apart(begins: Array, ends: Array) -> Array:
-    """The begins of collectives in order, each no earlier than the end of the one before."""
+    """The begins of collectives in order, each no earlier than the end of the collective before."""
     before: Array = np.concatenate((begins[:1], ends[:-1]))
     return np.maximum(begins, before, out=before)
 

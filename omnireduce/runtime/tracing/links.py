@@ -1,4 +1,4 @@
-"""Links that record what they send and receive. In a traced job they take the place of the plain ones."""
+"""Links that record their messages and credits. In a traced job they take the place of plain links."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class TracedLink(Link):
 
     @contextmanager
     def _leaving(self, what: What, detail: int) -> Iterator[None]:
-        """A context in which something is handed to the link. It leaves with the next `flush`, or by RDMA at once."""
+        """A context in which a message or credit is handed to the link. It leaves with the next `flush`, or by RDMA at
+        once."""
         self._gathered.append((what, detail))
         if self._gathers:
             yield
@@ -90,7 +91,7 @@ class TracedLink(Link):
         self._recorder.add(What.SEND, start, now(), self._number)
 
     def _offer(self) -> int:
-        """Record that everything that was gathered begins to leave now; return the time."""
+        """Record that all gathered messages and credits begin to leave now; return the time."""
         start = now()
         for what, detail in self._gathered:
             self._recorder.add(what, start, start, self._number, detail)

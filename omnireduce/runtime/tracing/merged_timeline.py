@@ -1,8 +1,7 @@
 """One timeline of all ranks and shards, in the form of Chrome's traces, made from their files in a folder.
 
-Each rank and shard is a process that shows its work. Each tensor is a process, as in Horovod's timeline, with a row for
-each rank. All times are on one clock: that of the host or, with several hosts, of one of them (see
-`aligned_traces.clocks`).
+In the timeline each rank and shard is a process that shows its work. Each tensor is a process, too, as in Horovod's
+timeline, with a row for each rank. All times are on the clock of one host (see `aligned_traces.clocks`).
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from omnireduce.support.files.output import write_chunks
 COLLECTIVES, WORKING, WAITING = TRACKS = ("collectives", "work", "waits")
 BLOCKS = (What.PACK, What.SCATTER, What.MERGE, What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
 DETAILS = {What.COLLECTIVE: "bytes"} | dict.fromkeys(BLOCKS, "blocks")
-MANY = 1 << 14  # spans at once
-ARROWS = 1 << 32  # more than the messages of one job
+MANY = 1 << 14  # spans that are made tuples at once
+ARROWS = 1 << 32  # numbers of arrows for each job: more than it has messages
 Event = dict[str, Any]
 
 
@@ -48,8 +47,8 @@ def chrome_trace(lanes: Sequence[Lane], begin: int | None = None, end: int | Non
 def lane_events(
     lanes: Sequence[Lane], low: int, high: int, numbers: Mapping[str, int] | None = None, suffix: str = ""
 ) -> Iterator[Event]:
-    """What the lanes of one job did from `low` to `high`, nanoseconds on their clock; time 0 is `low`. Each lane is the
-    process of its number in `numbers` (None: they are counted from 1). `suffix` follows its name."""
+    """The events of the lanes of one job from `low` to `high`, nanoseconds on their clock; time 0 is `low`. Each lane
+    becomes the process with its number in `numbers` (None: counted from 1). `suffix` follows its name."""
     if numbers is None:
         numbers = {str(lane.origin): number for number, lane in enumerate(lanes, 1)}
     for lane in lanes:
@@ -62,13 +61,13 @@ def lane_events(
 
 
 def process_events(number: int, name: str) -> Iterator[Event]:
-    """What gives a process its name and its place."""
+    """The events that give a process its name and its place."""
     names = {"process_name": {"name": name}, "process_sort_index": {"sort_index": number}}
     yield from ({"ph": "M", "name": event_name, "pid": number, "args": value} for event_name, value in names.items())
 
 
 def thread_event(process: int, thread: int, name: str) -> Event:
-    """What gives a thread its name."""
+    """The event that gives a thread its name."""
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
@@ -92,14 +91,14 @@ def _thread(lane: int, track: str) -> int:
 
 
 def _by_and_by(spans: Array) -> Iterator[Any]:
-    """The spans as tuples. Of a long trace they are not all there at the same time."""
+    """The spans as tuples, MANY at a time, to save memory."""
     for at in range(0, len(spans), MANY):
         yield from spans[at : at + MANY].tolist()
 
 
 def microseconds(nanoseconds: int) -> float:
-    """Microseconds in eighths, which are exact in binary: viewers that calculate in floats see spans touch, not
-    overlap."""
+    """Microseconds in eighths, which are exact in binary. So spans that touch do not overlap in viewers that calculate
+    in floats."""
     return nanoseconds // 125 / 8
 
 
@@ -111,7 +110,7 @@ def _within(spans: Array, low: int, high: int) -> Array:
 
 
 def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high: int) -> Iterator[Event]:
-    """An arrow for each message, from the span that sent it to the one that received it."""
+    """An arrow for each message, from the span that sent it to the span that received it."""
     arrows = itertools.count(ARROWS * (min(numbers.values(), default=1) - 1))
     for sender, receiver in itertools.permutations(lanes, 2):
         i, j = numbers[str(sender.origin)], numbers[str(receiver.origin)]
@@ -123,7 +122,7 @@ def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high:
             arrow = {"name": "message", "cat": "message", "id": next(arrows)}
             yield arrow | {"ph": "s", "pid": i, "tid": _thread(i, WORKING), "ts": microseconds(start - low)}
             ending = {"ph": "f", "bp": "e", "pid": j, "tid": _thread(j, WORKING)}
-            yield arrow | ending | {"ts": microseconds(end - 1 - low)}  # before the end of that span
+            yield arrow | ending | {"ts": microseconds(end - 1 - low)}  # before the end of the span
 
 
 Chrome = dict[str, Any]
@@ -142,8 +141,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Merged(NamedTuple):
-    """Summary of a timeline: the ranks and shards, how many events it has, and how many are missing because the room
-    for them was full."""
+    """Summary of a timeline: the ranks and shards, the number of events, and the number of events that are missing
+    because a file was full."""
 
     who: list[str]
     events: int
@@ -153,8 +152,9 @@ class Merged(NamedTuple):
 def merge(folder: str | Path, output: str | Path, job: str | None = None) -> Merged:
     """Write the timeline of the latest run in `folder` to `output`, all or nothing.
 
-    A run is what was recorded at the same time. `job`: only this one, and those whose names begin with its name, such
-    as its urgent channel. Raises UsageError where there is nothing, and when a file cannot be read or written.
+    Traces that were recorded at the same time are of one run. `job`: only this job, and jobs whose names begin with its
+    name, such as its urgent channel. Raises UsageError when there are no traces, and when a file cannot be read or
+    written.
     """
     with _one_at_a_time:
         run = _read(folder, job)
@@ -166,8 +166,8 @@ def merge(folder: str | Path, output: str | Path, job: str | None = None) -> Mer
 
 
 class _Run:
-    """The files of one run. `numbers`: of the process of each rank and shard, in order. `shift`: added to the times of
-    an origin."""
+    """The files of one run. `numbers`: the process number of each rank and shard, in order. `shift` gives the number to
+    add to the times of an origin."""
 
     def __init__(self, lanes: list[Lane], parts: list[Part]) -> None:
         origins = [*(lane.origin for lane in lanes), *(part.origin for part in parts)]
@@ -193,8 +193,8 @@ class _Run:
         return f"{who[1]} {who[2]}{self.suffix(who[0])}"
 
     def suffix(self, job: str) -> str:
-        """What follows the names of ranks and shards of other jobs than the first: those that this one has made begin
-        with its name."""
+        """The text behind the names of ranks and shards that belong to another job than the first. The name of a job
+        that the first job has made begins with its name, which is left out."""
         return "" if job == self.job else f" of {job.removeprefix(f'{self.job}+')}"
 
 
@@ -221,7 +221,7 @@ def _read(folder: str | Path, job: str | None) -> _Run:
 
 
 def _latest(origins: Iterable[Origin]) -> int:
-    """When the latest run began, in Unix time: nothing that was recorded before went on until then."""
+    """The begin of the latest run, in Unix time: all traces of earlier runs ended before."""
     begins, until = 0, -1
     for began, ended in sorted(
         (origin.began_ns + origin.epoch_ns, origin.ended_ns + origin.epoch_ns) for origin in origins
@@ -264,7 +264,7 @@ class _Tensors:
         self._run = run
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[str, int, Who], int] = {}
-        self._first_thread = (len(TRACKS) + 1) * (len(run.numbers) + 1)  # behind those of ranks and shards
+        self._first_thread = (len(TRACKS) + 1) * (len(run.numbers) + 1)  # behind the threads of ranks and shards
         self._ready: defaultdict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
 
     def events(self) -> Iterator[Chrome]:
@@ -274,7 +274,7 @@ class _Tensors:
             yield from self._rows(part)
 
     def _note_ready(self, part: Part) -> None:
-        """Who was ready for which tensor when. A rank that begins to negotiate is."""
+        """Note when which rank was ready for which tensor. A rank that begins to negotiate is ready."""
         me, shift = str(part.origin.number), self._run.shift(part.origin)
         said, begun = set[str](), list[tuple[str, int]]()
         for event in timeline_files.events_of(part):
@@ -310,7 +310,7 @@ class _Tensors:
             yield {"ph": phase, "name": name, **place, "ts": microseconds(time - run.low), **args}
 
     def _ticks(self, job: str, tensor: str, after: int, until: int) -> Sequence[tuple[int, str]]:
-        """When each rank was ready, the last time in that span."""
+        """The last time in a span when each rank became ready."""
         all_times = self._ready[job, tensor]
         begin, end = (bisect_right(all_times, at, key=lambda tick: tick[0]) for at in (after, until))
         latest = {rank: at for at, rank in all_times[begin:end]}
@@ -318,7 +318,7 @@ class _Tensors:
 
     def _cycle(self, who: Who, at: int) -> Chrome:
         number = self._run.numbers[who]
-        scope = "g" if who[2] == 0 else "p"  # of rank 0 a line through all rows
+        scope = "g" if who[2] == 0 else "p"  # a cycle of rank 0 is a line through all rows
         thread = len(TRACKS) * number
         return {
             "ph": "i",

@@ -1,4 +1,4 @@
-"""Profile of a rank: how often each collective was called, on how many bytes, and how long that took.
+"""Profile of a rank: the number of calls of each collective, their bytes, and their time.
 
 The table has the form of a well-known profile of MPI. The time of a collective goes from its start until it is complete
 on this rank, including waits for others.
@@ -15,21 +15,23 @@ from dataclasses import dataclass
 
 from omnireduce.runtime.tracing.trace import now
 
-MOST_SIZES = 4096  # that are told apart
-SHOWN_SIZES = 40  # of one routine; of more, those between two powers of two are put together
+MOST_SIZES = 4096  # the sizes that are counted separately
+SHOWN_SIZES = (
+    40  # the most sizes shown for one routine; if there are more, sizes between two powers of two are added up
+)
 WIDTH = 92
 RULE = "-" * WIDTH
 NOTE = """\
-time: from the start of a call until it is complete or has failed, on this rank; of calls
-that are under way at the same time, each. total communication time: at least one was under
-way. sent bytes: what this rank sent since the call before was complete; in memory that is
-what a wire would have carried."""
+time: from the start of a call until it is complete or has failed, on this rank. Calls that
+are under way at the same time count separately. total communication time: the time with at
+least one call under way. sent bytes: the bytes that this rank sent since the previous call
+was complete; in memory, the bytes that a wire would have carried."""
 
 
 @dataclass
 class Tally:
-    """Calls of one routine: how many, with how many bytes in all, nanoseconds, bytes that this rank sent meanwhile, and
-    how many of them have failed."""
+    """Calls of one routine: their number, their bytes and nanoseconds in all, the bytes that this rank sent meanwhile,
+    and the number of calls that have failed."""
 
     calls: int = 0
     nbytes: int = 0
@@ -63,7 +65,7 @@ class Profile:
             self._under_way += 1
 
     def end(self, kind: str, tally: Tally, at: int) -> None:
-        """A collective of this kind is over. `tally` is what it adds."""
+        """A collective of this kind is over. `tally` is added to the profile."""
         with self._lock:
             self._under_way -= 1
             if not self._under_way:
@@ -135,5 +137,5 @@ def _few(sizes: Sequence[tuple[int, Tally]]) -> list[Tally]:
 
 
 def _power(size: int) -> int:
-    """The power of two that is not less."""
+    """The smallest power of two that is not less than `size`."""
     return 1 << max(0, size - 1).bit_length() if size else 0

@@ -26,7 +26,7 @@ from omnireduce.runtime.tracing.trace import Origin, now, stamped
 
 log = logging.getLogger("omnireduce")
 PART_SUFFIX = ".events"
-LONGEST_LINE = 4096  # bytes; a longer one has no details
+LONGEST_LINE = 4096  # bytes; a longer line is written without its details
 NEGOTIATE = "NEGOTIATE_ALLREDUCE"
 QUEUE = "QUEUE"
 INIT_FUSION_BUFFER = "INIT_FUSION_BUFFER"
@@ -35,7 +35,7 @@ MEMCPY_OUT = "MEMCPY_OUT_FUSION_BUFFER"
 ALLREDUCE = "ALLREDUCE"
 EXCHANGE = "OMNIREDUCE_ALLREDUCE"
 CYCLE = "CYCLE_START"
-INNER = "queue: "  # how the names of collectives begin that a queue starts for its tensors
+INNER = "queue: "  # the beginning of the names of collectives that a queue starts for its tensors
 
 
 class Line(StrEnum):
@@ -47,21 +47,21 @@ class Line(StrEnum):
     CYCLE = "C"
     STARTED = "S"  # number of a collective, its kind, name, details
     DONE = "D"  # the number, details
-    LAST = "L"  # how many lines did not fit
+    LAST = "L"  # the number of lines that did not fit
 
 
 class NoTimeline:
-    """Stands where no timeline is recorded. Its methods do nothing, and cost a call each.
+    """Takes the place of a timeline when none is recorded. Its methods do nothing.
 
-    A caller that would have to compute what it passes asks `is_on` first. `Communicator.timeline` is the timeline of a
-    rank; it may change at any time, so it is read anew for each event.
+    A caller that would have to compute the arguments asks `is_on` first. `Communicator.timeline` is the timeline of a
+    rank; it may change at any time, so callers read it anew for each event.
     """
 
     is_on = False
     marks_cycles = False
 
     def begin(self, tensor: str, activity: str, **details: object) -> None:
-        """`tensor` enters `activity`. Activities of one tensor nest: what began last ends first.
+        """`tensor` enters `activity`. Activities of one tensor nest: the last to begin is the first to end.
 
         In the order of Horovod: `NEGOTIATE` from the submission until all ranks are known to be ready; then `ALLREDUCE`
         around all the rest, and in it `QUEUE` until its turn comes, `INIT_FUSION_BUFFER`, `MEMCPY_IN`, `EXCHANGE`,
@@ -69,16 +69,16 @@ class NoTimeline:
         """
 
     def end(self, tensor: str, activity: str, **details: object) -> None:
-        """`tensor` leaves `activity`, and whatever it had entered since. An end without a begin counts for nothing.
+        """`tensor` leaves `activity`, and all activities that it has entered since. An end without a begin is ignored.
 
         For `ALLREDUCE`, `details` are `dtype` (its name), `shape` (a list), and `bytes`. A collective whose name begins
-        with `INNER` is a queue's own. It has no row: its bytes, blocks and non-zero blocks are added to the `EXCHANGE`
-        of each tensor that is in one when it is complete.
+        with `INNER` was started by a queue. It has no row. Its bytes, blocks and non-zero blocks are added to the
+        `EXCHANGE` of each tensor that is in this activity when the collective is complete.
         """
 
     def ready(self, tensor: str, rank: int) -> None:
-        """`rank` is known to be ready for `tensor`: a tick in its `NEGOTIATE`. Where a rank notes only that it is ready
-        itself, the merge shows that in the rows of all ranks."""
+        """`rank` is known to be ready for `tensor`: a tick in its `NEGOTIATE`. If a rank notes only that it is ready
+        itself, the merge shows this in the rows of all ranks."""
 
     def cycle(self) -> None:
         """The queue begins to look for tensors that it can combine. Noted only if `marks_cycles`."""
@@ -88,7 +88,8 @@ OFF = NoTimeline()
 
 
 class Timeline(NoTimeline):
-    """The part of a rank, `origin`, in `folder`: `JOB-rankN.events`, of up to `most` lines. It replaces an older one.
+    """The part of a rank, `origin`: the file `JOB-rankN.events` in `folder`, with up to `most` lines. It replaces an
+    older file.
 
     Any thread may call its methods. They raise nothing: a failure is logged, and ends the part. Each writes one line,
     which takes some microseconds. Construction raises OSError.
@@ -100,16 +101,16 @@ class Timeline(NoTimeline):
         self.marks_cycles = marks_cycles
         self.origin = stamped(origin)
         self.path = folder / f"{origin.job}-{origin.kind}{origin.number}{PART_SUFFIX}"
-        self._lock = threading.RLock()  # a signal handler may come on top
+        self._lock = threading.RLock()  # a signal handler may interrupt its owner
         self._left, self._missed = most, 0
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(partial, flags, 0o666)
-        with contextlib.suppress(OSError):  # of a file system that knows no locks
+        with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
         self._write(self._encode(self.origin) + b"\n")
-        partial.replace(self.path)  # who reads it finds a whole line, and it locked
+        partial.replace(self.path)  # so a reader always sees a whole first line, and a locked file
 
     def begin(self, tensor: str, activity: str, **details: object) -> None:
         self._note(Line.BEGIN, tensor, activity, details)
@@ -125,22 +126,22 @@ class Timeline(NoTimeline):
             self._note(Line.CYCLE)
 
     def started(self, number: int, kind: str, name: str, details: dict[str, Any]) -> None:
-        """A collective is started; `number` is another one for each."""
+        """A collective is started; `number` is unique."""
         self._note(Line.STARTED, number, kind, name, details)
 
     def done(self, number: int, details: dict[str, Any]) -> None:
-        """It is complete, or has failed."""
+        """Collective `number` is complete, or has failed."""
         self._note(Line.DONE, number, details)
 
     def close(self) -> None:
-        """Write how many lines are missing, and let go of the file. May be called twice."""
+        """Write how many lines are missing, and close the file. May be called twice."""
         with self._lock:
             if self._file >= 0:
                 self._write(self._encode([Line.LAST, now(), self._missed]) + b"\n")
                 self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the file. The parent keeps its lock."""
+        """In a forked child: close the file. The parent keeps its lock."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

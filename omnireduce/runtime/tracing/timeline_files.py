@@ -26,8 +26,9 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Event(NamedTuple):
-    """An event in the row of `tensor`: that of the rank, or one beside it if `slot` is not 0. `phase`: B and E, which
-    nest in each row; R, a tick of rank `name`; C, which belongs to no tensor. `at`: nanoseconds of the rank's clock."""
+    """An event in a row of `tensor`. `slot`: 0 for the rank's row; another number for a row beside it. `phase`: B and
+    E, which nest in each row; R, a tick of rank `name`; C, which belongs to no tensor. `at`: nanoseconds of the rank's
+    clock."""
 
     tensor: str
     slot: int
@@ -38,7 +39,7 @@ class Event(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The notes of one rank. `size`: bytes of the file that were looked at; `missed`: lines that did not fit."""
+    """The part of one rank. `size`: bytes of the file that were read; `missed`: lines that did not fit."""
 
     origin: Origin
     path: Path
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 
 
 def read_parts(folder: str | Path) -> list[Part]:
-    """All parts in `folder`. What is no part, or was taken away meanwhile, is left out."""
+    """All parts in `folder`. Other files, and files that were removed meanwhile, are left out."""
     parts = []
     for path in sorted(user_path(folder).glob(f"*{PART_SUFFIX}")):
         with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
@@ -70,7 +71,7 @@ def _read_part(path: Path) -> Part:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a process still writes this part. False on file systems that know no locks."""
+    """Whether a process still writes this part. False on file systems without locks."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -87,11 +88,11 @@ def is_written(path: Path) -> bool:
 
 
 def lines_of(part: Part) -> Iterator[Words]:
-    """The lines of a part, without the first; those that are damaged are left out."""
+    """The lines of a part, without the first. Damaged lines are left out."""
     try:
         with part.path.open("rb") as file:
             file.readline()
-            while file.tell() < part.size and (line := file.readline()):  # another part may have taken its place
+            while file.tell() < part.size and (line := file.readline()):  # the file may have been replaced
                 words = _line(line)
                 if words is not None:
                     yield words
@@ -123,7 +124,7 @@ class _Reader:
     def __init__(self, part: Part) -> None:
         self._part, self._last = part, part.origin.began_ns
         self._open: defaultdict[str, list[str]] = defaultdict(list)  # activities of each tensor
-        self._exchanges: dict[str, dict[str, Any]] = {}  # of tensors whose exchange is under way: what came of it
+        self._exchanges: dict[str, dict[str, Any]] = {}  # tensors whose exchange is under way, with their totals
         self._collectives: dict[int, tuple[str, int, str]] = {}
         self._taken: defaultdict[str, set[int]] = defaultdict(set)  # slots of the rows of each name
 
@@ -169,7 +170,7 @@ class _Reader:
             self._collectives[number] = "", 0, kind
             return
         row = name or f"{kind} {details.get('dtype', '')}{details.get('shape', '')}"
-        slot = 1 if self._open.get(row) else 0  # a queue has a tensor of that name
+        slot = 1 if self._open.get(row) else 0  # a queue may have a tensor of this name
         while slot in self._taken[row]:
             slot += 1
         self._taken[row].add(slot)

@@ -1,10 +1,10 @@
 """Traces: timed records of the work of one rank, or of one shard for one job.
 
-A trace is a list of spans, each recorded when it ended. While it is recorded it lies in a file that is mapped to
-memory, `JOB-rankN.live`: so the records of a killed process are there. In the end it becomes `JOB-rankN.npz`. The
-classes that record are in `links`, and in the module `traced` of either side. They are used only when `trace.folder` or
+A trace is a list of spans, each recorded when it ended. During the recording it is a file that is mapped to memory,
+`JOB-rankN.live`. So the records of a killed process are kept. In the end it becomes `JOB-rankN.npz`. The classes that
+record are in `links`, and in the modules `traced` of rank and shard. They are used only when `trace.folder` or
 `trace.timeline` is set. Times are nanoseconds of the monotonic clock, which all processes of a host share; `Origin`
-says how to compare them with those of another host.
+says how to compare them with the times of another host.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from omnireduce.support.files.paths import whole_path
 log = logging.getLogger("omnireduce")
 now = time.monotonic_ns
 SUFFIX, LIVE = ".npz", ".live"
-PARTS = ".parts"  # behind the name of a timeline: the folder of what it is made of
+PARTS = ".parts"  # behind the name of a timeline: the folder of the files that it is made of
 DYNAMIC = "DYNAMIC"
-HEADER_BYTES = 4096  # of a trace that is recorded: its origin, and spaces
+HEADER_BYTES = 4096  # header of a trace during the recording: its origin, and spaces
 STEP = 1 << 15  # spans for which room on the disk is taken at once
-MORE_NS = 60 * 10**9  # a process that was killed may have gone on for so long after the last that it recorded
-MOST_MEMBERS = 1 << 20  # ranks, or shards, of one job
+MORE_NS = 60 * 10**9  # a killed process is taken to have lived at most this long after its last record
+MOST_MEMBERS = 1 << 20  # the most ranks, or shards, of one job
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -59,12 +59,12 @@ class What(IntEnum):
     STAGE = 11  # the steps of an exchange inside a host, each with one chunk; detail: blocks or rows put there
     COMBINE = 12  # detail: blocks or rows of the result
     COLLECT = 13  # detail: blocks that are taken
-    SHOW = 14  # of several hosts: results of shards, for the other ranks of the host; detail: blocks
-    # Instants at the end of a collective that combines a tensor; the next COLLECTIVE is its own.
-    TENSOR = 15  # detail: blocks of the tensor, also those of zeros
+    SHOW = 14  # with several hosts: results of shards, for the other ranks of the host; detail: blocks
+    # Instants at the end of a collective that combines a tensor. They belong to the COLLECTIVE span that follows.
+    TENSOR = 15  # detail: blocks of the tensor, with blocks of zeros
     BLOCK = 16  # detail: bytes of a block
     OWN = 17  # detail: blocks that this rank has brought
-    UNION = 18  # detail: blocks of the result, which are those that any rank has brought
+    UNION = 18  # detail: blocks of the result, which any rank has brought
 
 
 IN_MEMORY = (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
@@ -74,8 +74,8 @@ SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose trace it is. `boot` names the running system. `epoch_ns` added to its monotonic clock is Unix time. The
-    trace was recorded from `began_ns` to `ended_ns`."""
+    """Origin of a trace: job, and rank or shard. `boot` names the running system. `epoch_ns` plus its monotonic clock
+    is Unix time. The trace was recorded from `began_ns` to `ended_ns`."""
 
     job: str
     kind: Literal["rank", "shard"]
@@ -93,19 +93,19 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stamped(origin: Origin) -> Origin:
-    """`origin`, with the identity and clock of this process, for a trace that begins now."""
+    """`origin` with the system and clock of this process, for a trace that begins now."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return msgspec.structs.replace(origin, boot=boot, epoch_ns=time.time_ns() - now(), began_ns=now())
 
 
 def trace_folder(settings: Trace) -> str:
-    """The folder for traces; empty: there are none."""
+    """The folder for traces; empty: none are recorded."""
     wants_timeline = settings.timeline not in ("", DYNAMIC)
     return settings.folder or (settings.timeline + PARTS if wants_timeline else "")
 
 
 def with_folder(settings: Trace) -> Trace:
-    """The same, where traces are recorded in `folder`."""
+    """`settings` with the folder that `trace_folder` gives."""
     return msgspec.structs.replace(settings, folder=trace_folder(settings))
 
 
@@ -126,7 +126,7 @@ def check_trace(settings: Trace) -> None:
 
 
 def profile_folder(settings: Trace) -> str:
-    """The folder for profiles; empty: there are none. Raises UsageError where "the current folder" is none."""
+    """The folder for profiles; empty: none are made. Raises UsageError if the current folder is gone."""
     if settings.profile in ("", "0"):
         return ""
     return str(whole_path("." if settings.profile == "1" else settings.profile))
@@ -157,27 +157,29 @@ class _Live:
             mapped = mmap.mmap(self._file, HEADER_BYTES + events * SPAN.itemsize)
             self.spans: Array = np.frombuffer(mapped, SPAN, events, HEADER_BYTES)
             self.grow()
-            self._path = self._path.replace(path)  # of an older one the memory stays: a process may have mapped it
+            self._path = self._path.replace(path)  # an older file is not overwritten: a process may have mapped it
         except BaseException:
             self.close()
             raise
 
     def grow(self) -> None:
-        """Take room for more spans. To write to a mapped file without it would end the process. Raises OSError."""
+        """Take room on the disk for more spans: without it a write to the mapped file would kill the process. Raises
+        OSError."""
         more = min(STEP, self.spans.size - self.room)
         size = SPAN.itemsize
         os.posix_fallocate(self._file, HEADER_BYTES + self.room * size, more * size)
         self.room += more
 
     def close(self) -> None:
-        """Take the file away. What is mapped stays until nobody uses it."""
+        """Remove the file. Its mapping stays valid."""
         os.close(self._file)
         with contextlib.suppress(OSError):
             self._path.unlink()
 
 
 class Recorder:
-    """Room for `settings.events` spans. When it is full it stops, counts what it misses, and says so in the end."""
+    """Records up to `settings.events` spans. When it is full, it counts the spans that it misses, and says so in the
+    end."""
 
     def __init__(self, settings: Trace, origin: Origin) -> None:
         self._origin = stamped(origin)
@@ -192,14 +194,14 @@ class Recorder:
         self._count = self._missed = 0
 
     def add(self, what: What, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
-        """Record a span. Not to be called by two threads at once."""
+        """Record a span. Two threads must not call this at once."""
         i = self._count
         if i == self._room and not self._grown():
             self._missed += 1
             return
         kinds, peers, details, starts, ends = self._columns
         kinds[i], peers[i], details[i], starts[i] = what, peer, detail, start
-        ends[i] = end  # last: whoever reads the file meanwhile takes spans that have an end
+        ends[i] = end  # last: a reader of the file takes only spans that have an end
         self._count = i + 1
 
     def _grown(self) -> bool:
@@ -213,7 +215,7 @@ class Recorder:
         return True
 
     def write(self) -> None:
-        """Write the file, all or nothing, in place of an older one. Raises nothing: a failure is logged."""
+        """Write the file, all or nothing; it replaces an older file. Raises nothing: a failure is logged."""
         origin = msgspec.structs.replace(self._origin, missed=self._missed, ended_ns=now())
         if self._missed:
             log.warning(
@@ -232,7 +234,7 @@ class Recorder:
         self.discard()
 
     def discard(self) -> None:
-        """Take away what was recorded, but for what is written."""
+        """Remove the live file. A written trace stays."""
         if self._live is not None:
             self._live.close()
             self._live = None
@@ -247,7 +249,7 @@ def read_trace(path: Path) -> tuple[Origin, Array]:
             origin, spans = msgspec.json.decode(str(file["origin"]), type=Origin), file["spans"]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # NumPy passes on whatever comes of a damaged file
+    except Exception as error:  # NumPy raises errors of any kind for a damaged file
         raise UsageError(f"{path}: expected a trace, as trace.folder gets them: {error}") from None
     if spans.dtype != SPAN or spans.ndim != 1:
         got = f"{spans.dtype} {spans.shape}"
