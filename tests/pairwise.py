@@ -7,7 +7,7 @@ left to the tests of the pure parts, which have the whole product.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, cycle, product
+from itertools import combinations, product
 from typing import Any
 
 
@@ -25,8 +25,3 @@ def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def _pairs(row: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
     return combinations(enumerate(row), 2)
-
-
-def in_turn(cases: Sequence[Any], *values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Each case once, with the values of the other parameters in turn."""
-    return list(zip(cases, *(cycle(choice) for choice in values), strict=False))

@@ -32,7 +32,7 @@ UNIT = {
     *("train/test_train_corpus.py", "train/test_train_model.py", "tuning/test_space.py"),
     *(f"test_config{part}.py" for part in ("", "_lists", "_properties")),
     *(f"test_{part}.py" for part in ("addresses", "descriptor", "dtypes", "layout", "loading", "logs", "processors")),
-    *(f"test_{part}.py" for part in ("progress", "rounding", "teams", "tidy", "types", "wire")),
+    *(f"test_{part}.py" for part in ("pairwise", "progress", "rounding", "teams", "tidy", "types", "wire")),
 }
 # Long: launches of whole programs, frameworks, deployments, campaigns, compilations.
 SLOW = {
@@ -44,11 +44,17 @@ SLOW = {
     *("console/test_coconet_command.py", "console/test_compression_command.py", "console/test_without_docstrings.py"),
     *(f"kernels/test_{part}.py" for part in ("cache", "claims", "jit_off", "warm")),
     *(f"launching/test_{part}.py" for part in ("calls", "control_groups", "discovery", "elastic_runs")),
-    *(f"launching/test_{part}.py" for part in ("hosts_that_fail", "other_launchers", "ray_runs", "separate_hosts")),
+    *(
+        f"launching/test_{part}.py"
+        for part in ("hosts_that_fail", "local_runs", "other_launchers", "ray_runs", "separate_hosts")
+    ),
     *("launching/test_ssh_runs.py", "launching/test_supervisors.py"),
     *(f"programs/test_{part}.py" for part in ("autotune", "generated_files", "program_experiments", "random_programs")),
     *(f"pytorch/test_{part}.py" for part in ("autoload", "grace_torch", "horovod_names", "interfaces")),
-    *(f"pytorch/test_{part}.py" for part in ("sharded_torch", "torch_elastic", "torch_launch", "torch_suite")),
+    *(
+        f"pytorch/test_{part}.py"
+        for part in ("sharded_rules", "sharded_torch", "torch_elastic", "torch_launch", "torch_suite")
+    ),
     *("simulator/test_command.py", "simulator/test_mutations.py", "simulator/test_seeds.py"),
     *("switchml/test_replay.py", "switchml/test_switchml_benchmark.py"),
 }

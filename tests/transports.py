@@ -7,7 +7,8 @@ is turned off. So after each test, what its configurations name is compared with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import Any
 
 from omnireduce import Communicator
@@ -30,6 +31,15 @@ KINDS = ["shm", "tcp", *(["verbs"] if RDMA else [])]
 WAYS = [*KINDS, MEMORY]
 HOST_EXCHANGE = "transport.host_exchange"
 BY_SHARDS = f"{HOST_EXCHANGE}=off"  # all tensors, though the ranks could share memory
+
+
+def by_ways(cases: Iterable[Any], ways: Sequence[str] = WAYS) -> list[tuple[Any, str]]:
+    """Cases and ways for tests whose cases differ in what ranks compute, not in how it travels. The first case goes by
+    every way, each other one in memory, if that is one of the ways, and by one of the transports in turn."""
+    first, *others = cases
+    kinds = [way for way in ways if way != MEMORY]
+    in_memory = [(case, MEMORY) for case in others if MEMORY in ways]
+    return [(first, way) for way in ways] + in_memory + list(zip(others, cycle(kinds), strict=False))
 
 
 def called(way: str) -> str:

@@ -58,7 +58,7 @@ ONLY='(rdma or verbs or test_guest or test_failures) and not test_impossible_hel
 ONCE='test_every_dtype_op_and_shape or test_gather_scatter or test_ragged_allgather or test_out_takes or test_duplicates or test_broadcast_from or test_allgather or test_both_sides or test_sums_are_the_same_with_threads'
 # Whom a rank waits for, and for how long, has nothing to do with the link.
 ONLY="$ONLY and not (test_stragglers or test_a_stopped_rank_is_the_one or test_a_late_rank_stays)"
-ONLY="$ONLY and not (($ONCE) and not (float32 or f4 or order-verbs))"
+ONLY="$ONLY and not (($ONCE) and not (float32 or f4 or tensors-verbs))"
 # Nor has which call is urgent.
 ONLY="$ONLY and not (test_an_urgent_tensor and not verbs-small)"
 ONE_GUEST=(env SLOWNESS=8 "$PYTHON" -m pytest -v --durations=12 -p no:cacheprovider "${TESTS[@]}" -k "$ONLY" "$@")

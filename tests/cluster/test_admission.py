@@ -222,6 +222,7 @@ def test_a_connection_that_does_not_say_hello_is_refused_in_time() -> None:
         assert peer.is_closed()
 
 
+@pytest.mark.slow
 def test_more_ranks_than_descriptors() -> None:
     """Who comes too late is told why."""
 

@@ -66,6 +66,7 @@ def welcomed(peer: RawPeer) -> list[int]:
             return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proper", [PROPER, RUNS, STEPS], ids=["indices", "runs", "steps"])
 def test_a_worker_that_rewrites_its_messages(daemon: Daemon, proper: bytes) -> None:
     """It is named, or its numbers are what they are; the shard goes on as before."""

@@ -189,6 +189,7 @@ def test_what_still_runs_after_that_or_at_a_second_signal_is_ended(seconds: floa
         assert daemon.wait() == 0
 
 
+@pytest.mark.slow
 def test_systemd_is_told_how_long_that_takes(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))

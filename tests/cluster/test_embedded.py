@@ -121,6 +121,7 @@ def launched(share: int) -> tuple[int, list[str], str]:
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_two_launches_at_once_do_not_mix() -> None:
     """Each three times in a row: a rank that is ahead waits for rank 0 in its next job."""
@@ -132,6 +133,7 @@ def test_two_launches_at_once_do_not_mix() -> None:
         assert [line for line in log.splitlines() if "waiting" not in line and "compiling" not in line] == []
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_ctrl_c_of_the_launcher_leaves_nothing() -> None:
     with Process(str(MPIRUN), "-n", "2", sys.executable, SCRIPT) as launch:
@@ -148,6 +150,7 @@ def test_ctrl_c_of_the_launcher_leaves_nothing() -> None:
         assert all(gone_within(pid, WAIT_S) for pid in (aggregator, *joined.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed(victim: int) -> None:
     with job_of(3) as (ranks, _):
@@ -275,6 +278,7 @@ def is_aggregator(pid: int) -> bool:
     return b"aggregator.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_users_own_module_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "aggregator.py").write_text("raise SystemExit('not this one')\n")
     done = subprocess.run(
@@ -340,6 +344,7 @@ def test_a_launcher_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
             connect(plain(), **who)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come() -> None:
     config, job = plain("cluster.join_timeout_s=0.5"), unique_job()
     with pytest.raises(

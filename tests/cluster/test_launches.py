@@ -53,6 +53,7 @@ def test_ranks_of_two_launches_in_every_order(daemon: Daemon, order: tuple[str, 
     assert [each.results()[0] for each in ranks] == [2.0 if launch == "a" else 20.0 for launch in order]
 
 
+@pytest.mark.slow
 def test_torchrun_without_an_id(daemon: Daemon) -> None:
     """What tells its launches apart is where PyTorch's ranks meet."""
     with contextlib.ExitStack() as stack:

@@ -310,6 +310,7 @@ def test_an_address_that_cannot_be(value: str, status: int, expected: str) -> No
         assert process.log.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_systemd_is_told() -> None:
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         path = f"{folder}/notify"

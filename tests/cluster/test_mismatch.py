@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves
 from local_cluster import Daemon, configured, start_job, unique_job
-from transports import WAYS, over
+from transports import by_ways, over
 
 from omnireduce import AbortedError, Communicator
 
@@ -109,8 +109,7 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("transport", WAYS)
-@pytest.mark.parametrize("what", MISMATCHES)
+@pytest.mark.parametrize(("what", "transport"), by_ways(MISMATCHES))
 def test_both_sides_are_named_on_every_rank(daemon: Daemon, what: str, transport: str) -> None:
     """Ranks 0 and 2 agree, rank 1 does not; whoever is compared first, rank 1 is one of the two."""
     ours, theirs, our_text, their_text = MISMATCHES[what]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, Process, Ranks
-from transports import WAYS, called, over
+from transports import KINDS, MEMORY, called, over
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "looping_worker.py")
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
@@ -28,7 +28,7 @@ def events(daemon: Daemon, size: int, *arguments: str) -> tuple[int, list[dict[s
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("transport", [MEMORY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
 def test_rank_size_and_job_come_from_the_launcher(daemon: Daemon, transport: str) -> None:
     """Twice, so that the second launch is a job of its own."""
     for size in (2, 3):
@@ -40,6 +40,7 @@ def test_rank_size_and_job_come_from_the_launcher(daemon: Daemon, transport: str
         assert sum(each["event"] == "round" for each in found) == 3 * size
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_are_two_jobs(daemon: Daemon) -> None:
     """Their ids keep them apart without any configuration."""
     for status, found, log in Ranks(2, lambda _: events(daemon, 2, "--rounds", "3")).results():
@@ -47,6 +48,7 @@ def test_two_launches_at_once_are_two_jobs(daemon: Daemon) -> None:
         assert sum(each["event"] == "left" for each in found) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_collective_is_the_status_of_the_launch(daemon: Daemon) -> None:
     """Rank 0, the one whose standard input mpirun forwards, is late."""
     with Process(*command(daemon, 2, "--hold", "0", "0", "--set", "cluster.timeout_s=0.5")) as launch:

@@ -109,6 +109,7 @@ def test_many_silent_connections(busy: Daemon) -> None:
         peer.close()
 
 
+@pytest.mark.slow
 def test_more_connections_than_the_daemon_may_open() -> None:
     """Strangers do not keep workers out when descriptors run short: the oldest silent ones make room."""
 

@@ -277,6 +277,7 @@ def command_lines(pid: int) -> str:
     return b"".join(found).decode(errors="replace")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_ranks_under_mpirun_have_it_from_the_environment(closed: Daemon) -> None:
     """And none of the processes on the way shows it on its command line."""
@@ -354,6 +355,7 @@ def test_a_secret_that_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -
         assert TEXT not in log
 
 
+@pytest.mark.slow
 def test_a_worker_program_says_what_is_missing(closed: Daemon) -> None:
     command = [sys.executable, "-m", "omnireduce.worker", "bench", "--set", f"cluster.aggregators={closed.addresses}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=READY_S, check=False)

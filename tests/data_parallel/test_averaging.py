@@ -158,6 +158,7 @@ for step in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_steps_of_the_others(daemon: Daemon) -> None:
     environ = {
         "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses), "WORLD_SIZE": "3",

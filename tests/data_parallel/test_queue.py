@@ -127,6 +127,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_that_the_queue_is_its_parents() -> None:
     with Process(sys.executable, "-c", FORKS, environ={"WORLD_SIZE": "1", "RANK": "0"}) as process:
         assert process.line() == "1"

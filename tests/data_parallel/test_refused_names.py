@@ -163,6 +163,7 @@ def test_who_waits_behind_what_it_has_refused_is_told_who_does_not_come(daemon: 
     run_job(configured(daemon.addresses, "stall.abort_s=0.5"), 2, run)
 
 
+@pytest.mark.slow
 def test_more_than_there_is_room_for_is_refused_when_there_is(daemon: Daemon) -> None:
     is_refused = threading.Event()
 

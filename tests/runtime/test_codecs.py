@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job, start_job
-from transports import BY_SHARDS, KINDS, over
+from transports import BY_SHARDS, KINDS, by_ways, over
 
 from omnireduce import AbortedError, CodecError, Communicator, ConfigError, UsageError
 from omnireduce.core.dtypes import Array
@@ -26,8 +26,7 @@ def integers(rank: int, size: int = 100_003) -> Array:
     return x
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("codec", BUILT_IN)
+@pytest.mark.parametrize(("codec", "kind"), by_ways(BUILT_IN, KINDS))
 def test_all_ranks_get_the_same_and_fewer_bytes_travel(daemon: Daemon, kind: str, codec: str) -> None:
     def run(comm: Communicator) -> tuple[Array, int]:
         before, x = comm.statistics().sent_bytes, integers(comm.rank)

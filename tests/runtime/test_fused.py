@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
+from pairwise import pairwise
 from program_oracle import Oracle
+from transports import KINDS
 
 from omnireduce import Communicator, UsageError
 from omnireduce.core.block_program import BlockProgram, Operation, packed
@@ -43,8 +45,11 @@ def gradient(rank: int, step: int, elements: int) -> Array:
     return np.where(blocks, x, np.float32(0))
 
 
-@pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("elements", [1, 64, 3000, 100_003])
+@pytest.mark.parametrize(
+    ("elements", "by_shards", "every"),
+    pairwise([1, 64, 3000, 100_003], KINDS, [False, True]),
+    indirect=["by_shards"],
+)
 def test_a_program_runs_on_each_sum(by_shards: Config, elements: int, every: bool) -> None:
     """Three ranks, five steps; whole numbers and halves, so that sums are exact."""
 

@@ -447,6 +447,7 @@ def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_dif
     assert found != launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{job}x"})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_launches_have_ids_of_their_own() -> None:
     program = (

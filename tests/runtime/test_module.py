@@ -259,6 +259,7 @@ def test_an_aggregator_that_is_not_there() -> None:
         omni.connect(config, aggregators=["127.0.0.1:1"], rank=0, size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "read"),
     [("no loss\n\x1b[2J" + 1000 * "x", r"no loss .x1b\[2Jx{100,200}"), ("file \udcff", r"file .+udcff")],
@@ -296,6 +297,7 @@ def test_an_exception_that_was_shown_long_ago_does_not_end_the_job(daemon: Daemo
     assert other.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "omni.shutdown()", "raise SystemExit(3)", "1 / 0"])
 def test_a_program_that_ends_leaves_its_job(daemon: Daemon, end: str) -> None:
     """With or without shutdown; collectives nobody waits for do not keep it, and its status is its own."""

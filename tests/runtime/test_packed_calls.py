@@ -21,7 +21,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from msgspec.msgpack import Ext, encode
 from oracle import bits
 from test_movement import DTYPES, raw
-from transports import over
+from transports import by_ways, over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.collective.packets import packed, packet_count
@@ -59,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).str)
+@pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
 def test_ragged_allgather(config: Config, dtype: Any) -> None:
     cases = list(itertools.product([(0, 0, 0), (3, 0, 1), (1, 700, 20_000)], [(), (3,), (2, 0)]))
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job, start_job
 from oracle import HALVES, assert_results, reduce_in_rank_order
+from pairwise import pairwise
 from tensors import Array
+from transports import WAYS, by_ways
 
 from omnireduce import AbortedError, Communicator, Config, Op, RowOp, UsageError
 from omnireduce.core.dtypes import ELEMENT_TYPES
@@ -56,9 +58,11 @@ def check(config: Config, inputs: Sequence[Rows], n_rows: int, op: Op = "sum") -
     assert_results([values for _, values in results], sums)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("length", [1, 6, 300])
+@pytest.mark.parametrize(
+    ("length", "config", "dtype", "op"),
+    pairwise([1, 6, 300], WAYS, ["float32", "bfloat16"], ["sum", "mean"]),
+    indirect=["config"],
+)
 def test_a_dense_result(config: Config, dtype: str, length: int, op: RowOp) -> None:
     """The same sums in their places, by whatever way they come; the rest is zero."""
     inputs = [some_rows(rank, dtype, 60 + 50 * rank, length, 500) for rank in range(3)]
@@ -100,7 +104,7 @@ def test_a_dense_result_that_does_not_fit(local: Config) -> None:
     run_job(local, 1, run)
 
 
-@pytest.mark.parametrize("dtype", ELEMENT_TYPES)
+@pytest.mark.parametrize(("dtype", "config"), by_ways(ELEMENT_TYPES), indirect=["config"])
 def test_duplicates_in_any_order(config: Config, dtype: str) -> None:
     check(config, [some_rows(rank, dtype, 300 + 50 * rank, 7, 500) for rank in range(3)], 500)
 
@@ -136,7 +140,11 @@ def test_more_rows_than_a_message_holds(daemon: Daemon) -> None:
     check(config, [some_rows(rank, "float32", 3000, 64, 2000) for rank in range(3)], 2000)
 
 
-@pytest.mark.parametrize("dtype", [name for name, kind in ELEMENT_TYPES.items() if kind.is_float])
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    by_ways(name for name, kind in ELEMENT_TYPES.items() if kind.is_float),
+    indirect=["config"],
+)
 def test_the_mean_divides_by_all_ranks(config: Config, dtype: str) -> None:
     """Also by those that lack a row."""
     check(config, [some_rows(rank, dtype, 40 * rank, 12, 300) for rank in range(3)], 300, op="mean")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job
+from pairwise import pairwise
 from tensors import Array, sparse
 from transports import BY_SHARDS, KINDS, WAYS, over
 
@@ -27,9 +28,7 @@ def block_bytes(mask: np.ndarray) -> int:
     return int(mask.sum()) * BLOCK * 4
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("density", [1.0, 0.1, 0.01])
-@pytest.mark.parametrize("transport", KINDS)
+@pytest.mark.parametrize(("density", "transport", "shards"), pairwise([1.0, 0.1, 0.01], KINDS, [1, 3]))
 def test_bytes_are_the_non_zero_blocks_plus_framing(
     daemon: Daemon, transport: str, density: float, shards: int
 ) -> None:
@@ -52,9 +51,7 @@ def test_bytes_are_the_non_zero_blocks_plus_framing(
         assert down <= received <= down + framing
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("block_size", [64, 256, 1024])
-@pytest.mark.parametrize("transport", KINDS)
+@pytest.mark.parametrize(("block_size", "transport", "shards"), pairwise([64, 256, 1024], KINDS, [1, 3]))
 def test_dense_tensors_carry_next_to_nothing_beside_their_data(
     daemon: Daemon, transport: str, block_size: int, shards: int
 ) -> None:

@@ -189,6 +189,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_any_two_lines_leaves_no_lock_and_no_call_behind() -> None:
     with Process(sys.executable, "-c", HAMMERED, from_scratch=True) as process:
         assert process.line() == "done"

@@ -35,6 +35,7 @@ def ranks(daemon: Daemon, path: Path, stack: ExitStack) -> list[Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_file_is_valid_whoever_is_killed(tmp_path: Path, seed: int) -> None:
     """One rank, or all ranks, or these and the daemon with its shards, in the middle of anything."""
