@@ -92,14 +92,17 @@ def collectives() -> set[str]:
     return {form for name in names for form in _forms(name) if f"{name}_async" in names} | {"refuse"}
 
 
-def test_every_method_is_a_function_and_the_other_way_round() -> None:
-    """With the same arguments, so that a program may move from one to the other."""
+def test_every_method_is_a_function() -> None:
+    """Its arguments and its text are those of the method, so that `help(omnireduce.allreduce)` says what it does."""
     methods = {name: getattr(Communicator, name) for name in collectives()}
     missing = sorted(set(methods) - set(omni.__all__))
     assert not missing, f"{missing}: {ADD} makes functions of them, too, in world.py and omnireduce/__init__.py"
     for name, method in methods.items():
         parameters = list(inspect.signature(method).parameters.values())[1:]
-        assert list(inspect.signature(getattr(omni, name)).parameters.values()) == parameters
+        function = getattr(omni, name)
+        assert list(inspect.signature(function).parameters.values()) == parameters
+        assert inspect.getdoc(function) == inspect.getdoc(method) != ""
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_both_forms_of_every_collective(daemon: Daemon) -> None:

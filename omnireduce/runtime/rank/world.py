@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, overload
+from typing import Concatenate, ParamSpec, TypeVar
 
-from numpy.typing import NDArray
-
-from omnireduce.core.descriptor import Op, RowOp
-from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.batched_calls import Table
-from omnireduce.runtime.rank.calls import Rows
-from omnireduce.runtime.rank.communicator import Communicator, G, S
+from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.environment import job_name, own_launch
-from omnireduce.runtime.rank.handles import Handle
 from omnireduce.support.config import Config, load_config, override_config, split_list
 from omnireduce.support.logs import show_debug_lines
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _global: Communicator | None = None
 
 
@@ -102,230 +99,53 @@ def shutdown() -> None:
         _global.shutdown()
 
 
-@overload
-def allreduce(x: G, *, op: Op = ..., name: str = ..., priority: int | None = ..., codec: str | None = ...) -> G: ...
-@overload
-def allreduce(
-    x: NDArray[S],
-    *,
-    out: NDArray[S] | None = ...,
-    op: Op = ...,
-    name: str = ...,
-    block_size: int | None = ...,
-    priority: int | None = ...,
-    codec: str | None = ...,
-) -> NDArray[S]: ...
-def allreduce(
-    x: Any,
-    *,
-    out: Any = None,
-    op: Op = "sum",
-    name: str = "",
-    block_size: int | None = None,
-    priority: int | None = None,
-    codec: str | None = None,
-) -> Any:
-    """See `Communicator.allreduce`."""
-    return running().allreduce(x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec)
-
-
-@overload
-def allreduce_async(
-    x: G, *, op: Op = ..., name: str = ..., priority: int | None = ..., codec: str | None = ...
-) -> Handle[G]: ...
-@overload
-def allreduce_async(
-    x: NDArray[S],
-    *,
-    out: NDArray[S] | None = ...,
-    op: Op = ...,
-    name: str = ...,
-    block_size: int | None = ...,
-    priority: int | None = ...,
-    codec: str | None = ...,
-) -> Handle[NDArray[S]]: ...
-def allreduce_async(
-    x: Any,
-    *,
-    out: Any = None,
-    op: Op = "sum",
-    name: str = "",
-    block_size: int | None = None,
-    priority: int | None = None,
-    codec: str | None = None,
-) -> Handle[Any]:
-    """See `Communicator.allreduce_async`."""
-    return running().allreduce_async(
-        x, out=out, op=op, name=name, block_size=block_size, priority=priority, codec=codec
-    )
-
-
-def allreduce_rows(indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = "") -> Rows[S]:
-    """See `Communicator.allreduce_rows`."""
-    return running().allreduce_rows(indices, values, n_rows, op=op, name=name)
-
-
-def allreduce_rows_async(
-    indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
-) -> Handle[Rows[S]]:
-    """See `Communicator.allreduce_rows_async`."""
-    return running().allreduce_rows_async(indices, values, n_rows, op=op, name=name)
-
-
-def allreduce_rows_into(
-    out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
-) -> NDArray[S]:
-    """See `Communicator.allreduce_rows_into`."""
-    return running().allreduce_rows_into(out, indices, values, op=op, name=name)
-
-
-def allreduce_rows_into_async(
-    out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
-) -> Handle[NDArray[S]]:
-    """See `Communicator.allreduce_rows_into_async`."""
-    return running().allreduce_rows_into_async(out, indices, values, op=op, name=name)
-
-
-def reduce(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
-    """See `Communicator.reduce`."""
-    return running().reduce(x, root, op=op, name=name)
-
-
-def reduce_async(x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> Handle[NDArray[S] | None]:
-    """See `Communicator.reduce_async`."""
-    return running().reduce_async(x, root, op=op, name=name)
-
-
-def allreduce_tables(tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
-    """See `Communicator.allreduce_tables`."""
-    return running().allreduce_tables(tables, op=op, name=name)
-
-
-def allreduce_tables_async(tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> Handle[list[Rows[Any]]]:
-    """See `Communicator.allreduce_tables_async`."""
-    return running().allreduce_tables_async(tables, op=op, name=name)
-
-
-def broadcast(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
-    """See `Communicator.broadcast`."""
-    return running().broadcast(x, root, name=name)
-
-
-def broadcast_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
-    """See `Communicator.broadcast_async`."""
-    return running().broadcast_async(x, root, name=name)
-
-
-def allgather(x: NDArray[S], *, name: str = "") -> NDArray[S]:
-    """See `Communicator.allgather`."""
-    return running().allgather(x, name=name)
-
-
-def allgather_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
-    """See `Communicator.allgather_async`."""
-    return running().allgather_async(x, name=name)
-
-
-def allgather_ragged(x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
-    """See `Communicator.allgather_ragged`."""
-    return running().allgather_ragged(x, name=name)
-
-
-def allgather_ragged_async(x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
-    """See `Communicator.allgather_ragged_async`."""
-    return running().allgather_ragged_async(x, name=name)
-
-
-def gather(x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
-    """See `Communicator.gather`."""
-    return running().gather(x, root, name=name)
-
-
-def gather_async(x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
-    """See `Communicator.gather_async`."""
-    return running().gather_async(x, root, name=name)
-
-
-def scatter(out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
-    """See `Communicator.scatter`."""
-    return running().scatter(out, parts, root, name=name)
-
-
-def scatter_async(
-    out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
-) -> Handle[NDArray[S]]:
-    """See `Communicator.scatter_async`."""
-    return running().scatter_async(out, parts, root, name=name)
-
-
-def alltoall(x: NDArray[S], *, name: str = "") -> NDArray[S]:
-    """See `Communicator.alltoall`."""
-    return running().alltoall(x, name=name)
-
-
-def alltoall_async(x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
-    """See `Communicator.alltoall_async`."""
-    return running().alltoall_async(x, name=name)
-
-
-def broadcast_object(x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
-    """See `Communicator.broadcast_object`."""
-    return running().broadcast_object(x, root, name=name, trust=trust)
-
-
-def broadcast_object_async(x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
-    """See `Communicator.broadcast_object_async`."""
-    return running().broadcast_object_async(x, root, name=name, trust=trust)
-
-
-def allgather_object(x: object, *, name: str = "", trust: bool = False) -> list[Any]:
-    """See `Communicator.allgather_object`."""
-    return running().allgather_object(x, name=name, trust=trust)
-
-
-def allgather_object_async(x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
-    """See `Communicator.allgather_object_async`."""
-    return running().allgather_object_async(x, name=name, trust=trust)
-
-
-def reduce_scatter(x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
-    """See `Communicator.reduce_scatter`."""
-    return running().reduce_scatter(x, op=op, name=name)
-
-
-def reduce_scatter_async(x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
-    """See `Communicator.reduce_scatter_async`."""
-    return running().reduce_scatter_async(x, op=op, name=name)
-
-
-def barrier(*, name: str = "") -> None:
-    """See `Communicator.barrier`."""
-    running().barrier(name=name)
-
-
-def barrier_async(*, name: str = "") -> Handle[None]:
-    """See `Communicator.barrier_async`."""
-    return running().barrier_async(name=name)
-
-
-def refuse(error: Exception) -> None:
-    """See `Communicator.refuse`."""
-    running().refuse(error)
-
-
-def reform(*, min_ranks: int | None = None, max_ranks: int | None = None) -> None:
-    """See `Communicator.reform`."""
-    running().reform(min_ranks=min_ranks, max_ranks=max_ranks)
-
-
-def start_timeline(path: str | Path, mark_cycles: bool = False) -> None:
-    """See `Communicator.start_timeline`."""
-    running().start_timeline(path, mark_cycles)
-
-
-def stop_timeline() -> None:
-    """See `Communicator.stop_timeline`."""
-    running().stop_timeline()
+def _function(method: Callable[Concatenate[Communicator, P], T]) -> Callable[P, T]:
+    """A function that calls `method` of the global communicator. Arguments, types and docstring are the method's."""
+
+    @wraps(method)
+    def function(*args: P.args, **kwargs: P.kwargs) -> T:
+        return method(running(), *args, **kwargs)
+
+    signature = inspect.signature(method)
+    function.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    function.__module__, function.__qualname__ = __name__, method.__name__
+    return function
+
+
+allreduce = _function(Communicator.allreduce)
+allreduce_async = _function(Communicator.allreduce_async)
+allreduce_rows = _function(Communicator.allreduce_rows)
+allreduce_rows_async = _function(Communicator.allreduce_rows_async)
+allreduce_rows_into = _function(Communicator.allreduce_rows_into)
+allreduce_rows_into_async = _function(Communicator.allreduce_rows_into_async)
+allreduce_tables = _function(Communicator.allreduce_tables)
+allreduce_tables_async = _function(Communicator.allreduce_tables_async)
+reduce = _function(Communicator.reduce)
+reduce_async = _function(Communicator.reduce_async)
+reduce_scatter = _function(Communicator.reduce_scatter)
+reduce_scatter_async = _function(Communicator.reduce_scatter_async)
+broadcast = _function(Communicator.broadcast)
+broadcast_async = _function(Communicator.broadcast_async)
+allgather = _function(Communicator.allgather)
+allgather_async = _function(Communicator.allgather_async)
+allgather_ragged = _function(Communicator.allgather_ragged)
+allgather_ragged_async = _function(Communicator.allgather_ragged_async)
+gather = _function(Communicator.gather)
+gather_async = _function(Communicator.gather_async)
+scatter = _function(Communicator.scatter)
+scatter_async = _function(Communicator.scatter_async)
+alltoall = _function(Communicator.alltoall)
+alltoall_async = _function(Communicator.alltoall_async)
+broadcast_object = _function(Communicator.broadcast_object)
+broadcast_object_async = _function(Communicator.broadcast_object_async)
+allgather_object = _function(Communicator.allgather_object)
+allgather_object_async = _function(Communicator.allgather_object_async)
+barrier = _function(Communicator.barrier)
+barrier_async = _function(Communicator.barrier_async)
+refuse = _function(Communicator.refuse)
+reform = _function(Communicator.reform)
+start_timeline = _function(Communicator.start_timeline)
+stop_timeline = _function(Communicator.stop_timeline)
 
 
 def rank() -> int:
