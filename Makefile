@@ -32,10 +32,11 @@ test-all: $(READY) ## run all tests: twenty minutes
 	@echo "running all tests"
 	@$(PYTEST) $(ARGS)
 
-lint: $(READY) ## ruff: lint and format
-	@echo "checking lint and format"
+lint: $(READY) ## ruff: lint and format; import-linter: layers and circles of imports
+	@echo "checking lint, format and layers"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 types: $(READY) ## mypy --strict
 	@echo "checking types"

@@ -1,1 +1,1 @@
-"""The worker program: benchmark, training and density report on top of the library."""
+"""Programs that run as ranks: trainings, the benchmarks of SwitchML, exercises."""

@@ -1,1 +1,1 @@
-"""Running the service: launchers, drivers and the public communicator."""
+"""What runs the machines: ranks, shards, and what both sides use."""

@@ -1,4 +1,4 @@
-"""A descriptor that is kept back for emergencies."""
+"""The file descriptors of this process: how many it may have, and one that is kept back for emergencies."""
 
 from __future__ import annotations
 
