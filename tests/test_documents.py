@@ -56,6 +56,9 @@ PROGRAMS = {
     "umask",
     "mkdir",
     "cat",
+    "ip",
+    "pip",
+    "python3",
     "ibv_devinfo",
     "kubectl",
     "rdma",
@@ -67,6 +70,10 @@ CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all othe
     "CONTRIBUTING.md: make install": "these are the tests themselves, and what takes minutes to hours",
     "docs/operations.md: omnireduce drain": "installs another version; tests/cluster/test_draining.py drains",
     "docs/operations.md: omnireduce end-job": "for aggregators that drain, on other hosts; see there",
+    "docs/tutorial.md: ip netns add": "makes network namespaces, as root; tests/cluster/test_examples.py has two hosts",
+    "docs/tutorial.md: (umask": "in these namespaces",
+    "docs/tutorial.md: export": "in these namespaces",
+    "docs/tutorial.md: ip netns del": "removes these namespaces",
     "docs/performance.md: make bench-quick": "benchmarks of a quarter of an hour and more, in part as root",
     "docs/performance.md: python -m benchmarks run": "benchmarks of minutes, in part as root; an older checkout",
     "docs/rdma.md: make rdma": "installs pyverbs, and starts guests for ten minutes; .ci/rdma does both",
@@ -114,6 +121,14 @@ def test_the_page_of_the_library_has_every_public_name() -> None:
     missing = [name for name in omnireduce.__all__ if name not in names | types and f"Communicator.{name}" not in names]
     assert not missing, f"docs/api.md: {missing}"
     assert {f"Communicator.{name}" for name in methods if not name.startswith("_")} <= names
+
+
+def test_the_tables_of_the_library_have_every_public_name() -> None:
+    """And no other one; the asynchronous forms are told of together."""
+    tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    listed = {name for cell in tables for name in re.findall(r"`(\w+)`", cell)}
+    methods = {name for name in vars(Communicator) if not name.startswith("_")}
+    assert listed == {name for name in {*omnireduce.__all__, *methods} - {"__version__"} if not name.endswith("_async")}
 
 
 def test_the_protocol_says_its_version() -> None:
@@ -278,6 +293,7 @@ def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
     os.mkfifo(tmp_path / "ready")
     (tmp_path / "F").touch()  # a configuration
     (tmp_path / "train.py").write_text(blocks("python")[0].text)
+    (tmp_path / "recommender.py").symlink_to(ROOT / "examples/recommender.py")
     (tmp_path / "vision.secret").symlink_to("teams/vision")  # in place of a copy on another host
     make = f'make() {{ command make -C {ROOT} -o {sys.prefix}/.ready VENV={sys.prefix} "$@"; }}'
     lines = [make, *(here(line, address.rpartition(":")[2]) for line in block.text.splitlines())]
@@ -293,8 +309,9 @@ def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     """But for what installs, which has happened. No aggregator runs, and none is configured."""
-    assert quickstart().text.startswith("make install")
-    lines = [line for line in quickstart().text.splitlines() if not line.startswith(("make", "source"))]
+    installs = ("python3 -m venv", "source")
+    assert quickstart().text.startswith(installs[0])
+    lines = [line for line in quickstart().text.splitlines() if not line.startswith(installs)]
     assert [line.split("#")[0].strip() for line in lines] == ["mpirun -n 4 python train.py"]
     (tmp_path / "train.py").write_text(blocks("python")[0].text)
     expected, table = (block.text for block in blocks("text")[:2])
@@ -303,6 +320,11 @@ def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     found, shown = ([line.split() for line in text.splitlines()] for text in (run_script(bench, tmp_path), table))
     assert found[:3] == shown[:3]
     assert [row[:5] for row in found[3:]] == [row[:5] for row in shown[3:]]  # what is timed differs
+
+
+def test_the_tutorial_ends_with_the_example() -> None:
+    last = [block.text for block in blocks("python") if block.document == "docs/tutorial.md"][-1]
+    assert (ROOT / "examples/recommender.py").read_text().endswith(last)
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=named)
@@ -332,7 +354,11 @@ def test_commands_and_options_exist(where: str, command: str) -> None:
     elif program == "python" and arguments[0] == "-m":
         assert_options(("-m", arguments[1]), arguments[2:])
     elif program == "python":
-        assert arguments[0].isupper() or arguments[0] in ("train.py", "adam.py") or (ROOT / arguments[0]).exists()
+        assert (
+            arguments[0].isupper()
+            or arguments[0] in ("train.py", "recommender.py", "adam.py")
+            or (ROOT / arguments[0]).exists()
+        )
     else:
         assert program in PROGRAMS or (ROOT / program).is_file(), f"{where}: {command}"
 

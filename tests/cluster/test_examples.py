@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from local_cluster import ROOT, WAIT_S, Daemon, unique_job
+from separate_hosts import separate_hosts
 
 
 def outputs(daemon: Daemon, script: str, host_exchange: str = "auto", arguments: Sequence[str] = ()) -> list[str]:
@@ -57,6 +58,49 @@ def test_embedding_rows(daemon: Daemon) -> None:
     rows_and_norms = {tuple(re.findall(r"(\d+ rows out|norm [\d.]+)", line)) for line in lines}
     assert len(rows_and_norms) == 1
     assert all("for a matrix of 2.56 GB" in line for line in lines)
+
+
+def check_recommended(said: Sequence[str], sent_kb: int) -> None:
+    """The numbers of the tutorial. A rank also sends a report once a second, which counts."""
+    assert said[1] == ""
+    found = re.fullmatch(
+        r"mean squared error 0.533, without a model 1.962\n"
+        r"2 ranks; each sent (\d+) kB in a step, for tables of 7040 kB\n",
+        said[0],
+    )
+    assert found is not None, said[0]
+    assert abs(int(found[1]) - sent_kb) <= 2
+
+
+def test_recommender(daemon: Daemon) -> None:
+    """The numbers of the tutorial."""
+    check_recommended(outputs(daemon, "recommender.py"), 222)
+
+
+def test_recommender_on_two_hosts(tmp_path: Path) -> None:
+    """Each rank is on a host of its own, as in the tutorial, and one of them is that of the aggregator."""
+    with separate_hosts(2, tmp_path) as (here, there):
+        listen = f"{here.address}:0"
+        with Daemon(1, "security.allow_no_secret=true", listen=listen, prefix=here.prefix) as daemon:
+            environ = os.environ | {
+                "OMNIREDUCE_CLUSTER_AGGREGATORS": daemon.addresses[0],
+                "OMNIREDUCE_CLUSTER_JOB": "tutorial",
+                "OMNIREDUCE_TRANSPORT_HOST_EXCHANGE": "off",  # hosts of tests could share memory
+                "WORLD_SIZE": "2",
+            }
+            command = [sys.executable, str(ROOT / "examples/recommender.py")]
+            ranks = [
+                subprocess.Popen(
+                    [*host.prefix, *command], env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+                )
+                for rank, host in enumerate((here, there))
+            ]
+            try:
+                said = [process.communicate(timeout=4 * WAIT_S)[0] for process in ranks]
+            finally:
+                for process in ranks:
+                    process.kill()
+    check_recommended(said, 236)
 
 
 def test_sharded_optimizer(daemon: Daemon) -> None:
@@ -111,7 +155,15 @@ def test_switchml_alone(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["allreduce.py", "embedding_rows.py", "sharded_optimizer.py", "switchml_hello.py", "switchml_job.py"]
+    "script",
+    [
+        "allreduce.py",
+        "embedding_rows.py",
+        "recommender.py",
+        "sharded_optimizer.py",
+        "switchml_hello.py",
+        "switchml_job.py",
+    ],
 )
 def test_the_commands_in_an_example_exist(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()

@@ -1,0 +1,54 @@
+"""A recommender in plain NumPy, on as many ranks as there are. docs/tutorial.md makes it step by step.
+
+python examples/recommender.py
+mpirun -n 2 python examples/recommender.py
+"""
+
+import numpy as np
+
+import omnireduce as omni
+
+USERS, ITEMS, WIDTH, BATCH, STEPS = 5_000, 50_000, 32, 2_000, 300
+comm = omni.init()  # rank and size come from the launcher
+chance = np.random.default_rng(0)  # the same numbers on all ranks
+tastes, kinds = chance.standard_normal((USERS, 2)), chance.standard_normal((ITEMS, 2))  # unknown to the model
+users = chance.standard_normal((USERS, WIDTH)).astype(np.float32) / 8
+items = chance.standard_normal((ITEMS, WIDTH)).astype(np.float32) / 8
+
+
+def ratings(step):
+    """Who has rated what in this step, and how; a few items are popular."""
+    drawn = np.random.default_rng([1, step])
+    who, what = drawn.integers(USERS, size=BATCH), (ITEMS * drawn.random(BATCH) ** 4).astype(int)
+    return who, what, (tastes[who] * kinds[what]).sum(1).astype(np.float32)
+
+
+def errors(who, what, score):
+    """How much too high the model predicts each rating."""
+    return (users[who] * items[what]).sum(1) - score
+
+
+class Adagrad:
+    """Steps that get shorter for rows that have had many."""
+
+    def __init__(self, table):
+        self.table, self.squares = table, np.full(len(table), 1e-6, np.float32)
+
+    def step(self, rows, gradient):
+        self.squares[rows] += (gradient**2).mean(1)
+        self.table[rows] -= 0.1 * gradient / np.sqrt(self.squares[rows])[:, None]
+
+
+of_users, of_items = Adagrad(users), Adagrad(items)
+for step in range(STEPS):
+    who, what, score = (drawn[comm.rank :: comm.size] for drawn in ratings(step))  # this rank's part
+    wrong = errors(who, what, score)[:, None]
+    changes = [(who, wrong * items[what], USERS), (what, wrong * users[who], ITEMS)]
+    for table, (rows, sums) in zip((of_users, of_items), omni.allreduce_tables(changes), strict=True):
+        table.step(rows, sums)
+if comm.rank == 0:
+    held_out = ratings(STEPS)
+    print(f"mean squared error {np.mean(errors(*held_out) ** 2):.3f}, without a model {np.mean(held_out[2] ** 2):.3f}")
+    sent, tables = comm.statistics().sent_bytes / STEPS, users.nbytes + items.nbytes
+    print(f"{comm.size} ranks; each sent {sent / 1e3:.0f} kB in a step, for tables of {tables / 1e3:.0f} kB")
+omni.shutdown()
