@@ -18,26 +18,21 @@ from omnireduce.core.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, SUM, A
 from omnireduce.core.dtypes import Array
 from omnireduce.core.hyperparameters import number
 from omnireduce.errors import UsageError, a_type
-from omnireduce.optimizers.parts import (
+from omnireduce.optimizers.parameters import Memory, Part, as_weights, check_tables, parameters_of, parts_of
+from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
+from omnireduce.optimizers.saved_state import (
     NUMBER_BITS,
     STEP,
-    Memory,
-    Part,
     Save,
     SavedParts,
     Shapes,
-    as_weights,
     check_state,
-    check_tables,
     discard_part,
     key_of,
-    parameters_of,
-    parts_of,
     publish_part,
     share_of,
     write_part,
 )
-from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.arguments import check_root, two_that_share

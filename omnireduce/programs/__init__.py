@@ -1,13 +1,16 @@
 """Programs on many ranks: an embedded language for computation and communication together, after CoCoNet.
 
-expressions, pointwise, operations, communication   what programs are made of
+expressions      values and element-wise operations
+operations       operations on whole tensors; communication: those among ranks
 layouts          which layouts go together
 pipeline         a program
-rewrites/        the same program, done another way
-interpreter      what a program means: slow and obvious, in one process
+stages           its stages, single expressions or several in one
+rewrites         the same program, done another way
+interpreter      the meaning of a program: slow and obvious, in one process
 runner           a program on the ranks of a communicator
+lowering         a fused AllReduce as instructions for shards; on_shards runs it there
 generated/       a program as a Python file that runs by itself
-tuning/          which schedule is the fastest, and where
+tuning           the fastest schedule for each size
 library/         programs that are written already, and their schedules
 
 The names are those of the field and of CoCoNet, so a class is called as an operation there: AllReduce(Summation, g).
@@ -19,6 +22,8 @@ from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, R
 from omnireduce.programs.expressions import (
     BFloat16,
     Bool,
+    Cast,
+    Dropout,
     Expression,
     Float16,
     Float32,
@@ -27,6 +32,8 @@ from omnireduce.programs.expressions import (
     Int16,
     Int32,
     Int64,
+    Ite,
+    Sqrt,
     Tensor,
     UInt8,
     UInt16,
@@ -47,16 +54,15 @@ from omnireduce.programs.operations import (
     Update,
 )
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.pointwise import Cast, Dropout, Ite, Sqrt
 
 if TYPE_CHECKING:
-    from omnireduce.programs.tuning.autotune import autotune
+    from omnireduce.programs.tuning import autotune
 
 
 def __getattr__(name: str) -> Any:
     """`autotune` is loaded when it is used: it needs a communicator."""
     if name == "autotune":
-        from omnireduce.programs.tuning.autotune import autotune
+        from omnireduce.programs.tuning import autotune
 
         return autotune
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

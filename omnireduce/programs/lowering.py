@@ -9,19 +9,38 @@ results have the same bits as those of other schedules, but for what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from omnireduce.core.block_program import FIRST_COLUMN, MAX_COLUMNS, REGISTERS, Operation
+from omnireduce.core.block_program import (
+    FIRST_COLUMN,
+    MAX_COLUMNS,
+    MAX_INSTRUCTIONS,
+    MAX_SCALARS,
+    MAX_TOTALS,
+    REGISTERS,
+    Operation,
+)
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather
-from omnireduce.programs.expressions import Bool, Constant, Expression, Float32, Input, Tensor, short
+from omnireduce.programs.expressions import (
+    Arithmetic,
+    Bool,
+    Cast,
+    Constant,
+    Expression,
+    Float32,
+    Input,
+    Ite,
+    Pointwise,
+    Sqrt,
+    Tensor,
+    short,
+)
 from omnireduce.programs.layouts import Layout
-from omnireduce.programs.mixing import Mixing
 from omnireduce.programs.operations import Norm, ReduceTensor, Summation, Update, WholeReduction
-from omnireduce.programs.overlapped import Phase, Scalar
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.pointwise import Arithmetic, Cast, Ite, Pointwise, Sqrt
 from omnireduce.programs.stages import FusedAllReduce
 
 IN_PLACE = {"+": Operation.ADD, "-": Operation.SUBTRACT, "*": Operation.MULTIPLY, "/": Operation.DIVIDE}
@@ -379,3 +398,128 @@ class _Lowering:
     def _value_of(self, update: Update) -> int:
         value = update.value
         return self._place[value.operands[0] if isinstance(value, AllGather) else value]
+
+
+class Scalar(NamedTuple):
+    """A number of an instruction: that of a node without dimensions, or its negative."""
+
+    node: Expression
+    negated: bool = False
+
+    @property
+    def key(self) -> tuple[object, bool]:
+        """The same for equal ones."""
+        return (self.node.array.tobytes() if isinstance(self.node, Constant) else self.node), self.negated
+
+
+@dataclass
+class Phase:
+    """The instructions of one exchange: the code without its scalars, these, and the totals that it gives."""
+
+    code: list[tuple[Operation, int, int, int]] = field(default_factory=list)
+    scalars: list[Scalar] = field(default_factory=list)
+    totals: list[WholeReduction] = field(default_factory=list)
+
+    def add(self, operation: Operation, target: int, operand: int = 0, *scalars: Scalar, third: int = 0) -> None:
+        place = self._place_of(list(scalars)) if scalars else third
+        self.code.append((operation, target, operand, place))
+
+    def _place_of(self, wanted: list[Scalar]) -> int:
+        """Where these scalars stand, one behind the other."""
+        for at in range(len(self.scalars) - len(wanted) + 1):
+            if [scalar.key for scalar in self.scalars[at : at + len(wanted)]] == [scalar.key for scalar in wanted]:
+                return at
+        self.scalars += wanted
+        return len(self.scalars) - len(wanted)
+
+    @property
+    def sizes(self) -> list[tuple[str, int, int]]:
+        """What has a limit: what it is, how many there are, and how many there may be."""
+        return [
+            ("instructions", len(self.code), MAX_INSTRUCTIONS),
+            ("numbers", len(self.scalars), MAX_SCALARS),
+            ("norms and sums", len(self.totals), MAX_TOTALS),
+        ]
+
+
+class Scaled(NamedTuple):
+    """A product of a number and a tensor."""
+
+    product: Expression
+    number: Expression
+    tensor: Expression
+
+
+class Mix(NamedTuple):
+    """An instruction for several operations, of which those in `absorbed` are no work of their own."""
+
+    operation: Operation
+    first: Expression
+    second: Expression
+    scalars: tuple[Scalar, ...]
+    absorbed: list[Expression]
+
+
+class Mixing:
+    """The mixes of a program. `phase_of`: when each expression is computed; `updated`: which value is for what.
+
+    `mixes`: by the last operation of each; `absorbed`: the others, which are no work of their own.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, phase_of: Mapping[Expression, int], updated: Mapping[Expression, Update]
+    ) -> None:
+        self._pipeline, self._phase_of, self._updated = pipeline, phase_of, updated
+        self.mixes, self.absorbed = dict[Expression, Mix](), set[Expression]()
+        for node in reversed(pipeline.nodes):
+            if node not in self.absorbed and (mix := self._combined(node)) is not None:
+                self.mixes[node] = mix
+                self.absorbed.update(mix.absorbed)
+
+    def _combined(self, node: Expression) -> Mix | None:
+        """`a * x + b * y`, `a * x + b * (y * y)`, `x + b * y` or `x - b * y` as one instruction, if `node` is that."""
+        if not isinstance(node, Arithmetic) or node.symbol not in "+-" or not all(x.type.shape for x in node.operands):
+            return None
+        one, other = node.operands
+        if one is other:
+            return None
+        first, second = self._scaled(one, node), self._scaled(other, node)
+        if node.symbol == "+" and first and second:
+            if self._updates(node, second.tensor):
+                first, second, one, other = second, first, other, one
+            square = self._squared(second.tensor, second.product)
+            absorbed = [first.product, second.product, *([second.tensor] if square is not None else [])]
+            operation = Operation.MIX if square is None else Operation.MIX_SQUARE
+            operand = second.tensor if square is None else square
+            if operand is first.tensor:
+                return None
+            return Mix(operation, first.tensor, operand, (Scalar(first.number), Scalar(second.number)), absorbed)
+        if node.symbol == "+" and first and not second:
+            one, second = other, first
+        if second is None or second.tensor is one:
+            return None
+        number = Scalar(second.number, negated=node.symbol == "-")
+        return Mix(Operation.ADD_SCALED, one, second.tensor, (number,), [second.product])
+
+    def _updates(self, node: Expression, tensor: Expression) -> bool:
+        return node in self._updated and self._updated[node].tensor is tensor
+
+    def _is_inner(self, node: Expression, user: Expression) -> bool:
+        """Whether only `user` needs it, in the same phase."""
+        same = self._phase_of[node] == self._phase_of[user]
+        others = [other for other in self._pipeline.users[node] if other is not user]
+        return same and not others and node not in self._updated and node not in self._pipeline.outputs
+
+    def _scaled(self, node: Expression, user: Expression) -> Scaled | None:
+        """Of `number * tensor` its parts."""
+        if not isinstance(node, Arithmetic) or node.symbol != "*" or not self._is_inner(node, user):
+            return None
+        one, other = node.operands
+        if bool(one.type.shape) == bool(other.type.shape):
+            return None
+        return Scaled(node, other, one) if one.type.shape else Scaled(node, one, other)
+
+    def _squared(self, node: Expression, user: Expression) -> Expression | None:
+        """Of `tensor * tensor` the tensor."""
+        is_square = isinstance(node, Arithmetic) and node.symbol == "*" and node.operands[0] is node.operands[1]
+        return node.operands[0] if is_square and self._is_inner(node, user) else None

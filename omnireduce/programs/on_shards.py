@@ -20,9 +20,8 @@ from omnireduce.core.block_program import (
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
-from omnireduce.programs.lowering import Lowered, lowered
+from omnireduce.programs.lowering import Lowered, Phase, lowered
 from omnireduce.programs.operations import Update, WholeReduction
-from omnireduce.programs.overlapped import Phase
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
 from omnireduce.programs.runner import given_alike

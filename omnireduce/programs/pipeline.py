@@ -13,10 +13,9 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.communication import AllReduce, Broadcast, Send
 from omnireduce.programs.drawing import program_text
-from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, short
+from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Tensor, short
 from omnireduce.programs.operations import Update
 from omnireduce.programs.placement import sizes_in
-from omnireduce.programs.pointwise import Pointwise
 from omnireduce.programs.source_lines import line_of_user, names_of_user, wrong
 from omnireduce.programs.stages import Compound, Stage, in_order, in_stages, users_of
 
@@ -237,37 +236,37 @@ class Pipeline:
 
     def split(self, stage: Handle) -> Pipeline:
         """An AllReduce as ReduceScatter and AllGather: see `rewrites.split`."""
-        from omnireduce.programs.rewrites.overlap import split
+        from omnireduce.programs.rewrites import split
 
         return split(self, stage)
 
     def reorder(self, stages: Sequence[Handle], gather: Handle) -> Pipeline:
         """Compute stages on the parts, before `gather`: see `rewrites.reorder`."""
-        from omnireduce.programs.rewrites.reorder import reorder
+        from omnireduce.programs.rewrites import reorder
 
         return reorder(self, stages, gather)
 
     def as_slice(self, tensors: Sequence[Handle]) -> Pipeline:
         """Keep tensors in slices: see `rewrites.as_slice`."""
-        from omnireduce.programs.rewrites.overlap import as_slice
+        from omnireduce.programs.rewrites import as_slice
 
         return as_slice(self, tensors)
 
     def fuse(self, stages: Sequence[Handle]) -> Pipeline:
         """Evaluate element-wise stages in one pass: see `rewrites.fuse`."""
-        from omnireduce.programs.rewrites.fuse import fuse
+        from omnireduce.programs.rewrites import fuse
 
         return fuse(self, stages)
 
     def fuse_into(self, stages: Sequence[Handle], operation: type[AllReduce] = AllReduce) -> Pipeline:
         """Put ReduceScatter, computations and AllGathers into one AllReduce: see `rewrites.fuse_into`."""
-        from omnireduce.programs.rewrites.fuse import fuse_into
+        from omnireduce.programs.rewrites import fuse_into
 
         return fuse_into(self, stages, operation)
 
     def overlap(self, stages: Sequence[Handle], *, chunks: int = 4) -> Pipeline:
         """Compute a MatMul chunk by chunk while its last chunk is reduced: see `rewrites.overlap`."""
-        from omnireduce.programs.rewrites.overlap import overlap
+        from omnireduce.programs.rewrites import overlap
 
         return overlap(self, stages, chunks=chunks)
 

@@ -9,10 +9,19 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.programs.expressions import Dimension, Expression, Input, Region, Tensor, Type, Variable, number_array
+from omnireduce.programs.expressions import (
+    Dimension,
+    Expression,
+    Input,
+    Pointwise,
+    Region,
+    Tensor,
+    Type,
+    Variable,
+    number_array,
+)
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import MatMul
-from omnireduce.programs.pointwise import Pointwise
 
 Sizes = Mapping[Variable, int]
 

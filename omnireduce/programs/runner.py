@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import contextmanager
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.checksum import checksum
-from omnireduce.programs.communication import Send
-from omnireduce.programs.execution import Execution
-from omnireduce.programs.expressions import Expression, Input
-from omnireduce.programs.layouts import Layout
-from omnireduce.programs.operations import Update
-from omnireduce.programs.overlapped import run_fused_all_reduce, run_overlapped
-from omnireduce.programs.passes import run_fused
+from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
+from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Region, Type
+from omnireduce.programs.layouts import Layout, bounds
+from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, input_value, sizes_in
-from omnireduce.programs.ranks import Ranks, Waiting, meeting_of, ranks_of_a_group
-from omnireduce.programs.stages import Fused, FusedAllReduce, Stage, nodes_of
+from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, compute, input_value, sizes_in
+from omnireduce.programs.ranks import Ranks, Rooms, Waiting, meeting_of, ranks_of_a_group
+from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage, kind_of, nodes_of
 from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.rank.agreement import Comparison
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.refusals import told_to_others
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
@@ -152,3 +154,240 @@ def _commit(arrays: Mapping[Update, Array], results: Mapping[Update, Array]) -> 
     }
     for update, result in safe.items():
         arrays[update][...] = result
+
+
+class Execution:
+    """`seat`: this rank in its group; `ranks`: the group; `pair`: gives the communicator of this rank and its partner
+    in another group, of the sender's group and the receiver's; `rooms`: arrays of earlier runs."""
+
+    def __init__(
+        self, pipeline: Pipeline, placement: RankPlacement, ranks: Ranks, group: int,
+        pair: Callable[[int, int], Communicator],
+        *, rooms: Rooms,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.placement, self.ranks, self.group = pipeline, placement, ranks, group
+        self._pair, self._rooms = pair, rooms
+        self._values: dict[Expression, Array] = {}
+        self._under_way: dict[Expression, Handle[Array]] = {}
+
+    def value(self, node: Expression) -> Array:
+        """This rank's value of an expression that has been evaluated."""
+        return node.array if isinstance(node, Constant) else self._values[node]
+
+    @property
+    def inputs(self) -> list[tuple[Input, Array]]:
+        """The arrays that this rank has been given, before anything is evaluated."""
+        return [(node, array) for node, array in self._values.items() if isinstance(node, Input)]
+
+    def put(self, node: Expression, array: Array) -> None:
+        """`node` has been evaluated."""
+        self._values[node] = array
+
+    def drop(self, node: Expression) -> None:
+        """Nothing needs `node` any more."""
+        self._values.pop(node, None)
+
+    def room(self, node: Expression, shape: tuple[int, ...]) -> Array:
+        """An array for what this rank has of `node`: the same one in each run, unless the caller of `run` gets it."""
+        if node in self.pipeline.outputs and not isinstance(node, Update):  # an Update is copied to its tensor
+            return np.empty(shape, node.type.dtype)
+        array = self._rooms.get(node)
+        if array is None or array.shape != shape:
+            array = self._rooms[node] = np.empty(shape, node.type.dtype)
+        return array
+
+    def name(self, node: Expression) -> str:
+        """The name of `node` in the names of collectives and in timelines."""
+        return self.pipeline.names.get(node, type(node).__name__)
+
+    def is_here(self, node: Expression) -> bool:
+        """Whether this rank's group has `node`."""
+        return node.type.group in (None, self.group)
+
+    @contextmanager
+    def shown(self, node: Expression, activity: str) -> Iterator[None]:
+        """Show what happens inside in the timeline, if one is recorded."""
+        timeline, row = self.ranks.comm.timeline, self.ranks.named(self.name(node))
+        if timeline.is_on:
+            timeline.begin(row, activity)
+        try:
+            yield
+        finally:
+            if timeline.is_on:
+                timeline.end(row, activity)
+
+    def evaluate(self, node: Expression) -> None:
+        """Evaluate an expression by itself; all ranks of its group do."""
+        if isinstance(node, Constant):
+            return
+        if isinstance(node, Send):
+            self._send(node)
+        elif self.is_here(node):
+            self.put(node, self._result(node))
+
+    def _result(self, node: Expression) -> Array:
+        if isinstance(node, Recv):
+            return self._under_way[node.operands[0]].wait()
+        arrays = [self.value(operand) for operand in node.operands]
+        if isinstance(node, AllReduce):
+            return self.ranks.allreduce(
+                arrays[0], node.reduction, self.name(node), out=self.room(node, arrays[0].shape)
+            )
+        if isinstance(node, ReduceScatter):
+            return self.ranks.reduce_scatter(arrays[0], node.reduction, self.name(node))
+        if isinstance(node, AllGather):
+            whole = self.placement.shape(node.type.shape)
+            return self.ranks.allgather(arrays[0], node.operands[0].type.layout, whole, self.name(node))
+        if isinstance(node, Broadcast):
+            return self.ranks.broadcast(arrays[0], node.root, self.name(node))
+        if isinstance(node, Update):
+            return self.placement.fitting(arrays[1], node.value.type, node.tensor.type)
+        if isinstance(node, WholeReduction):
+            return self._reduced(node, arrays[0])
+        with self.shown(node, type(node).__name__.upper()):
+            return compute(node, arrays, self.placement)
+
+    def _reduced(self, node: WholeReduction, array: Array) -> Array:
+        partial = node.partial(array)
+        if node.operands[0].type.layout.is_sliced:
+            partial = self.ranks.allreduce(partial, node.reduction, self.name(node))
+        return node.finish(partial).reshape(())
+
+    def _send(self, node: Send) -> None:
+        """Start to send here and to receive there, both at this place in the program: so all ranks start the same
+        transfers in the same order, and none waits for another one before it must."""
+        if self.group not in (node.source, node.to):
+            return
+        comm = self._pair(node.source, node.to)
+        if self.group == node.source:
+            array = np.array(self.value(node.operands[0]), order="C")
+        else:
+            array = np.empty(self.placement.own_shape(node.type), node.type.dtype)
+        self._under_way[node] = comm.broadcast_async(array, 0, name=self.ranks.named(self.name(node)))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been taken."""
+        for handle in self._under_way.values():
+            handle.wait()
+        self._under_way.clear()
+
+
+PIECE_BYTES = 1 << 18  # of one operand: several of them fit into a second-level cache
+
+
+class _Piece(NamedTuple):
+    """Rows of the first dimension."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+def run_fused(stage: Fused, run: Execution) -> None:
+    """Evaluate the expressions of `stage`, and keep those that others need."""
+    shaped = [node for node in stage.nodes if node.type.shape]
+    for node in stage.nodes:
+        if not node.type.shape:
+            run.evaluate(node)  # once, not for each piece
+    kind = kind_of(stage)
+    region, shape = run.placement.region(kind)
+    wanted = [node for node in shaped if _is_needed_outside(node, stage, run)]
+    results = {node: run.room(node, shape) for node in wanted}
+    outside = _operands(shaped, kind, run)
+    pieces = _pieces(shape, max(node.type.dtype.itemsize for node in shaped))
+    scratch = {node: np.empty((pieces[0].rows if pieces else 0, *shape[1:]), node.type.dtype) for node in shaped}
+    for piece in pieces:
+        starts = (region.starts[0] + piece.start, *region.starts[1:])
+        rooms = {
+            node: results[node][piece.start : piece.stop] if node in results else scratch[node][: piece.rows]
+            for node in shaped
+        }
+        _evaluate(shaped, outside, piece, region._replace(starts=starts), rooms)
+    for output, result in results.items():
+        is_update = isinstance(output, Update)
+        run.put(output, run.placement.fitting(result, output.operands[1].type, output.type) if is_update else result)
+
+
+def _is_needed_outside(node: Expression, stage: Fused, run: Execution) -> bool:
+    users = run.pipeline.users[node]
+    return isinstance(node, Update) or node in run.pipeline.outputs or any(user not in stage.nodes for user in users)
+
+
+def _operands(shaped: Collection[Expression], kind: Type, run: Execution) -> Mapping[Expression, tuple[Array, bool]]:
+    """What comes from outside: this rank's part, and whether it has rows, of which each piece takes some."""
+    outside: dict[Expression, tuple[Array, bool]] = {}
+    for node in shaped:
+        operands = node.operands[1:] if isinstance(node, Update) else node.operands
+        for operand in operands:
+            if operand not in shaped and operand not in outside:
+                has_rows = len(operand.type.shape) == len(kind.shape) and operand.type.shape[0] == kind.shape[0]
+                outside[operand] = run.placement.fitting(run.value(operand), operand.type, kind), has_rows
+    return outside
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> list[_Piece]:
+    row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
+    rows = max(1, PIECE_BYTES // max(row_bytes, 1))
+    return [_Piece(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+
+
+def _evaluate(
+    shaped: Collection[Expression],
+    outside: Mapping[Expression, tuple[Array, bool]],
+    piece: _Piece,
+    region: Region,
+    rooms: Mapping[Expression, Array],
+) -> None:
+    """One piece of each expression, in its room."""
+    arrays: dict[Expression, Array] = dict(rooms)
+    for operand, (array, has_rows) in outside.items():
+        arrays[operand] = array[piece.start : piece.stop] if has_rows else array
+    with np.errstate(all="ignore"):  # as in `compute`
+        for node in shaped:
+            room = rooms[node]
+            if isinstance(node, Update):
+                room[...] = arrays[node.value]
+            elif isinstance(node, Pointwise):
+                made = node.compute([arrays[operand] for operand in node.operands], region, room)
+                if made is not room:
+                    room[...] = made
+
+
+def run_fused_all_reduce(stage: FusedAllReduce, run: Execution, reduced: Array | None = None) -> None:
+    """ReduceScatter, compute on the parts, AllGather. All results become values of `run`.
+
+    `reduced`: this rank's part of the sum, if that is known already.
+    """
+    for node in stage.nodes:
+        if node is stage.reduce_scatter and reduced is not None:
+            run.put(node, reduced)
+        else:
+            run.evaluate(node)
+
+
+def run_overlapped(stage: Overlapped, run: Execution) -> None:
+    """Evaluate the product and what reduces it, chunk by chunk."""
+    matmul, reduction = stage.matmul, stage.reduction
+    if not run.is_here(matmul):
+        return
+    left, right = (run.value(operand) for operand in matmul.operands)
+    product = run.room(reduction, (*left.shape[:-1], right.shape[-1]))
+    handles = []
+    for chunk in range(stage.chunks):
+        start, stop = bounds(len(left), chunk, stage.chunks)
+        if start == stop:
+            continue
+        rows = product[start:stop]
+        with run.shown(matmul, "MATMUL"):
+            matmul.compute([left[start:stop], right], out=rows)
+        handles.append(run.ranks.allreduce_async(rows, reduction.reduction, f"{run.name(reduction)}.chunk{chunk}"))
+    for handle in handles:
+        handle.wait()
+    if isinstance(stage.reducer, FusedAllReduce):
+        run_fused_all_reduce(stage.reducer, run, run.placement.part(product, reduction.type.layout))
+    else:
+        is_part = reduction.type.layout.is_sliced
+        run.put(reduction, run.placement.part(product, reduction.type.layout) if is_part else product)

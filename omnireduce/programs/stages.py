@@ -13,7 +13,8 @@ from itertools import pairwise
 
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, ReduceScatter
-from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
+from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Tensor, Type
+from omnireduce.programs.layouts import Layout
 from omnireduce.programs.operations import MatMul, Update
 
 Changes = Mapping[Expression, Expression]
@@ -250,3 +251,9 @@ def check_no_way_around(
             f"together they would form a cycle, {' -> '.join(called)}: {steps}. Take {', '.join(called[1:-1])} along, "
             f"or leave {called[0]} or {called[-1]} out"
         )
+
+
+def kind_of(stage: Fused) -> Type:
+    """The type of what the pass computes. What is Replicated among Sliced expressions is computed in parts, too."""
+    types = [node.type for node in stage.nodes if node.type.shape and isinstance(node, Pointwise)]
+    return next((kind for kind in types if kind.layout is not Layout.REPLICATED), types[0])

@@ -21,7 +21,7 @@ from omnireduce.launch.connection import STDOUT
 from omnireduce.launch.flags import read_yaml
 from omnireduce.launch.hosts import Host, read_hostfile
 from omnireduce.launch.output import Prefixed, Stream
-from omnireduce.optimizers.parts import Save, SavedParts, publish_part, write_part
+from omnireduce.optimizers.saved_state import Save, SavedParts, publish_part, write_part
 from omnireduce.programs.library.schedules import schedules
 from omnireduce.support.config import Security, Trace, check_config, load_config
 from omnireduce.support.config.schema import Config

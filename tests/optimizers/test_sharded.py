@@ -16,8 +16,8 @@ from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
 from omnireduce.core.dtypes import Array
-from omnireduce.optimizers.parts import Save, SavedParts, key_of, publish_part, share_of, write_part
 from omnireduce.optimizers.rules import Adagrad, Adam, AdamW, Lamb, RowAdagrad, Rule, Sgd
+from omnireduce.optimizers.saved_state import Save, SavedParts, key_of, publish_part, share_of, write_part
 from omnireduce.optimizers.sharded import ShardedOptimizer
 
 LAZY = [Sgd(lr=0.5, momentum=0.5, lazy=True), Adam(lazy=True), AdamW(lazy=True, weight_decay=0.1)]

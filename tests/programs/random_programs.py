@@ -42,8 +42,7 @@ from omnireduce.programs import (
     Update,
     Variable,
 )
-from omnireduce.programs.expressions import Input
-from omnireduce.programs.pointwise import Pointwise
+from omnireduce.programs.expressions import Input, Pointwise
 
 ROWS, COLUMNS = 7, 5  # neither divides by two or three
 Draw = Callable[[st.SearchStrategy[Any]], Any]

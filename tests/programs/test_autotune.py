@@ -32,7 +32,7 @@ from omnireduce.programs import (
     autotune,
 )
 from omnireduce.programs.library import schedules
-from omnireduce.programs.tuning.autotune import Choice, Tuned, candidates, derived
+from omnireduce.programs.tuning import Choice, Tuned, candidates, derived
 
 RANKS = 2
 

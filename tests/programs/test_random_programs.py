@@ -14,7 +14,7 @@ from random_programs import REWRITES, inputs_for, joined, own_parts, programs, r
 
 from omnireduce import Communicator
 from omnireduce.core.dtypes import Array
-from omnireduce.programs import Pipeline, passes
+from omnireduce.programs import Pipeline, runner
 
 SEEDS = (1, 2)
 
@@ -48,7 +48,7 @@ def test_rewrites_change_no_result() -> None:
 def small_pieces() -> Iterator[None]:
     """So that a pass takes several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "PIECE_BYTES", 64)
+        patch.setattr(runner, "PIECE_BYTES", 64)
         yield
 
 

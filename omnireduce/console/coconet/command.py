@@ -112,8 +112,8 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **options: Any) -> None:
     from omnireduce.console.coconet.run import check_ranks
     from omnireduce.console.coconet.tune import Request
-    from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
-    from omnireduce.programs.tuning.autotune import candidates
+    from omnireduce.programs.rewrites import MOST_CHUNKS
+    from omnireduce.programs.tuning import candidates
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)

@@ -7,7 +7,7 @@ from rich.table import Table
 import omnireduce as omni
 from omnireduce.console.ranks import RankRequest
 from omnireduce.programs import autotune
-from omnireduce.programs.tuning.autotune import Choice
+from omnireduce.programs.tuning import Choice
 from omnireduce.support.config import Config
 from omnireduce.support.printing import make_console, short_time
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import Expression, Float32, Input, is_half
+from omnireduce.programs.expressions import Dropout, Expression, Float32, Input, is_half
 from omnireduce.programs.generated.statements import (
     MARGIN,
     WHOLE,
@@ -18,7 +18,6 @@ from omnireduce.programs.generated.statements import (
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.operations import MatMul, Norm, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.pointwise import Dropout
 
 
 class Oracle(Statements):

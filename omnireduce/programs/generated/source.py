@@ -13,7 +13,10 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.communication import ReduceScatter
 from omnireduce.programs.expressions import (
     FLOATS,
+    Arithmetic,
+    Cast,
     Constant,
+    Dropout,
     Expression,
     Float32,
     Float64,
@@ -25,7 +28,7 @@ from omnireduce.programs.expressions import (
     is_half,
 )
 from omnireduce.programs.generated.oracle import Oracle
-from omnireduce.programs.generated.parts import Parts, Target
+from omnireduce.programs.generated.rank_side import Parts, Target
 from omnireduce.programs.generated.statements import (
     MARGIN,
     Names,
@@ -40,7 +43,6 @@ from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.operations import ReduceTensor, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import number_value, sizes_in
-from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout
 from omnireduce.programs.stages import FusedAllReduce
 from omnireduce.support.files.output import check_writable, write_file
 

@@ -8,9 +8,23 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from omnireduce.programs.expressions import FLOATS, Bool, Constant, DType, Expression, Float32, Input, Type, is_half
+from omnireduce.programs.expressions import (
+    FLOATS,
+    Arithmetic,
+    Bool,
+    Cast,
+    Constant,
+    Dropout,
+    DType,
+    Expression,
+    Float32,
+    Input,
+    Ite,
+    Sqrt,
+    Type,
+    is_half,
+)
 from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
-from omnireduce.programs.pointwise import Arithmetic, Cast, Dropout, Ite, Sqrt
 
 DEEPEST = 40  # operations in one another without a name
 WIDTH = 88  # characters of a line: the width of formatters that nobody has told another one

@@ -15,11 +15,10 @@ from omnireduce.core.hyperparameters import (
     number_in_range,
 )
 from omnireduce.programs.communication import AllReduce
-from omnireduce.programs.expressions import Expression, Float32, Float64, Int32, Tensor, Variable
+from omnireduce.programs.expressions import Cast, Expression, Float32, Float64, Int32, Ite, Sqrt, Tensor, Variable
 from omnireduce.programs.layouts import Local, Replicated
 from omnireduce.programs.operations import Norm, Summation, Update
 from omnireduce.programs.pipeline import Pipeline
-from omnireduce.programs.pointwise import Cast, Ite, Sqrt
 
 
 def sgd() -> Pipeline:

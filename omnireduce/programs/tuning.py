@@ -25,7 +25,7 @@ from omnireduce.programs.on_shards import OnShards, given_in_runs, runs_on_shard
 from omnireduce.programs.operations import MatMul, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
-from omnireduce.programs.rewrites.overlap import MOST_CHUNKS
+from omnireduce.programs.rewrites import MOST_CHUNKS
 from omnireduce.programs.stages import Overlapped, reachable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
