@@ -107,7 +107,7 @@ def _cells(job: JobSummary, rates: Sequence[str]) -> list[str]:
 
 
 def waits_for(wait: Stragglers | None) -> str:
-    """Whom a collective waits for, in few words."""
+    """The ranks that a collective waits for, in few words."""
     if wait is None:
         return ""
     who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
@@ -116,7 +116,7 @@ def waits_for(wait: Stragglers | None) -> str:
 
 
 def _notes(job: JobSummary) -> list[Text]:
-    """What a job waits for, in full; nothing if it does not wait."""
+    """The reasons for which a job waits, in full; none if it does not wait."""
     name, wait = shown(job.name), job.wait
     if job.gathers:
         missing = ", ".join(map(str, job.missing))

@@ -36,7 +36,7 @@ class Part(Protocol):
     def layout(self) -> Layout: ...
 
     def checked(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the gradients that a user gives, those of these parameters, as they travel. Raises UsageError."""
+        """The gradients of these parameters, as they travel, among those that a user gives. Raises UsageError."""
         ...
 
     def start(self, comm: Communicator, program: BlockProgram, gradients: Mapping[str, Any]) -> Handle[Any]:
@@ -53,7 +53,7 @@ class Part(Protocol):
         ...
 
     def receive(self, comm: Communicator, program: BlockProgram, *, wanted: bool) -> dict[str, Array]:
-        """What `program` makes of nothing, an array like the weights for each parameter; none if it is not `wanted`."""
+        """The result of `program` without a sum, an array like the weights for each parameter; none if not `wanted`."""
         ...
 
 
@@ -153,7 +153,7 @@ class Table:
 
 
 class Memory:
-    """That of C-contiguous arrays, no two of which overlap."""
+    """Memory of C-contiguous arrays, no two of which overlap."""
 
     def __init__(self, arrays: Iterable[Array]) -> None:
         ranges = sorted(_range_of(array) for array in arrays)

@@ -64,7 +64,7 @@ class Clipping:
             raise UsageError("clip_norm and clip_value are both given; expected one of them")
 
     def factor(self, norm: float | None) -> float:
-        """What gradients of this norm are multiplied by; NaN if that is NaN, and 1 where no norm is clipped."""
+        """The factor for gradients of this norm; NaN if the norm is NaN, and 1 where no norm is clipped."""
         if self.norm is None or norm is None:
             return 1.0
         factor = self.norm / (norm + LEAST)
@@ -200,7 +200,7 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """What the shard with the most of it keeps, weights included. Ranks keep nothing."""
+        """The bytes on the shard that keeps the most, weights included. Ranks keep nothing."""
         tensors = [(part.layout.elements, part.layout.block_size) for part in self._parts]
         return self.comm.state_bytes(tensors, 1 + len(self._rule.columns), len(self._rule.cells))
 
@@ -231,7 +231,7 @@ class ShardedOptimizer:
         return group
 
     def _terms(self) -> Iterator[tuple[str, str]]:
-        """What all ranks have alike."""
+        """The settings that all ranks must share."""
         yield "the rule", type(self._rule).__name__
         yield "clip_norm", str(self._clipping.norm)
         yield "clip_value", str(self._clipping.value)
@@ -322,8 +322,8 @@ class ShardedOptimizer:
     # what is kept
 
     def state_dict(self, root: int | None = 0) -> dict[str, Any]:
-        """What the shards keep: {"step": steps, "state": {parameter: {what: array}}}, on rank `root`, or on all ranks
-        if that is None; elsewhere {}. One array after the other comes to that rank.
+        """The state on the shards: {"step": steps, "state": {parameter: {what: array}}}, on rank `root`, or on all
+        ranks if that is None; elsewhere {}. One array after the other comes to that rank.
 
         An array is like the parameter; what is kept for each row has one number for a row.
         """
@@ -335,7 +335,7 @@ class ShardedOptimizer:
         return {STEP: self.steps, "state": state} if wanted else {}
 
     def _fetched(self, *, wanted: bool) -> Iterator[tuple[str, str, Array]]:
-        """What the shards keep, one array after the other: the parameter, what of it, and the array."""
+        """The state on the shards, one array after the other: the parameter, the name of the state, and the array."""
         group = self._ready()
         for part in self._parts:
             for what, at, is_cell in self._kept:
@@ -346,20 +346,20 @@ class ShardedOptimizer:
 
     @property
     def _kept(self) -> list[tuple[str, int, bool]]:
-        """What the rule keeps: its name, the number of its operand or cell, and whether it is a cell."""
+        """The state of the rule: its name, the number of its operand or cell, and whether it is a cell."""
         columns = [(what, FIRST_COLUMN + at, False) for at, what in enumerate(self._rule.columns, 1)]
         return columns + [(what, at, True) for at, what in enumerate(self._rule.cells)]
 
     @property
     def _shapes(self) -> Shapes:
-        """Of what the rule keeps, by parameter: one number for each weight, or for each row."""
+        """The shapes of the state by parameter: one number for each weight, or for each row."""
         return {
             parameter.name: {what: parameter.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
             for part in self._parts for parameter in part.parameters
         }  # fmt: skip
 
     def initial_state(self, parameter: str) -> dict[str, Array]:
-        """What the shards keep of a parameter before its first step, as in a `state_dict`."""
+        """The state of a parameter before its first step, as in a `state_dict`."""
         kept = self._shapes[parameter]
         return {what: np.full(shape, self._rule.initial, np.float32) for what, shape in kept.items()}
 

@@ -22,7 +22,7 @@ Names = Mapping[Expression, str]
 
 
 def title(stage: Stage) -> str:
-    """What several expressions together are."""
+    """The name of several expressions together."""
     if isinstance(stage, Fused):
         return "fused"
     if isinstance(stage, FusedAllReduce):
@@ -99,7 +99,7 @@ def draw(pipeline: Pipeline, path: Path) -> None:
 
 
 def places(pipeline: Pipeline) -> dict[Expression, Spot]:
-    """Where inputs and stages stand. A stage is one layer below the lowest of those that it needs, and beside others in
+    """Places of inputs and stages. A stage is one layer below the lowest of those that it needs, and beside others in
     the order of the program. Inputs stand to the left of the first stage that needs them."""
     layers: dict[Expression, int] = {}
     filled: dict[int, int] = {}

@@ -168,7 +168,7 @@ def _arithmetic(symbol: str, one: Expression | Number, other: Expression | Numbe
 
 
 class Input(Expression):
-    """What a program is given by name when it runs."""
+    """A value that a program is given by name when it runs."""
 
     name: str
 

@@ -18,7 +18,7 @@ from enum import Enum
 
 
 class Layout(Enum):
-    """Where the elements of a value lie."""
+    """Layout of a value: where its elements lie."""
 
     LOCAL = "Local"
     REPLICATED = "Replicated"

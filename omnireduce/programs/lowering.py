@@ -48,8 +48,8 @@ FROM_RIGHT = {"+": Operation.ADD, "-": Operation.SUBTRACT_FROM, "*": Operation.M
 
 
 class Lowered(NamedTuple):
-    """What a pipeline has become. `columns`: of which tensor, or value of an earlier phase, each column is; `reduced`:
-    the tensor that is summed; `gather`: what all ranks get."""
+    """A pipeline as block programs. `columns`: of which tensor, or value of an earlier phase, each column is;
+    `reduced`: the tensor that is summed; `gather`: what all ranks get."""
 
     phases: list[Phase]
     columns: list[Expression]
@@ -186,14 +186,14 @@ class _Lowering:
     # where values are
 
     def _users(self, node: Expression) -> set[Expression]:
-        """Who needs `node`: what was made one instruction with another counts as that."""
+        """The users of `node`. Operations that share one instruction count as one."""
         users = set[Expression]()
         for user in self._pipeline.users[node]:
             users |= self._users(user) if user in self._absorbed else {user}
         return users
 
     def _waiting(self, node: Expression) -> set[Expression]:
-        """Who still needs it, but for what is done at the end."""
+        """The users that still need it, except for those at the end."""
         return {
             user for user in self._users(node) if user not in self._done and not isinstance(user, Update | AllGather)
         }
@@ -210,7 +210,7 @@ class _Lowering:
         return at_end or bool(self._waiting(node))
 
     def _target(self, node: Expression, operands: Sequence[Expression]) -> int:
-        """Where the value of a node goes: the column that it updates, a column that a later phase finds, a register."""
+        """The place of a node's value: the column that it updates, a column that a later phase finds, a register."""
         update = self._updated.get(node)
         if update is not None:
             tensor = update.tensor
@@ -371,7 +371,7 @@ class _Lowering:
         self._free += borrowed
 
     def _arrays(self, phase: Phase, nodes: Sequence[Expression], target: int) -> tuple[list[int], list[int]]:
-        """Where operands are as arrays, numbers in registers of their own; and those registers."""
+        """The places of operands as arrays, numbers in registers of their own; and those registers."""
         places, borrowed = list[int](), list[int]()
         for node in nodes:
             if node.type.shape:
@@ -384,7 +384,7 @@ class _Lowering:
         return places, borrowed
 
     def _finish(self, phase: Phase) -> None:
-        """What is updated gets its new value, and all ranks get the result."""
+        """Give updated tensors their new values, and all ranks the result."""
         result = self._place[self._gather.operands[0]]
         moves = [(self._place[update.tensor], self._value_of(update)) for update in self._stage.updates]
         moves = [(to, place) for to, place in moves if to != place]
@@ -425,7 +425,7 @@ class Phase:
         self.code.append((operation, target, operand, place))
 
     def _place_of(self, wanted: list[Scalar]) -> int:
-        """Where these scalars stand, one behind the other."""
+        """The place of these scalars, one behind the other."""
         for at in range(len(self.scalars) - len(wanted) + 1):
             if [scalar.key for scalar in self.scalars[at : at + len(wanted)]] == [scalar.key for scalar in wanted]:
                 return at
@@ -434,7 +434,7 @@ class Phase:
 
     @property
     def sizes(self) -> list[tuple[str, int, int]]:
-        """What has a limit: what it is, how many there are, and how many there may be."""
+        """The counts that have a limit: a name, the count, and the most that there may be."""
         return [
             ("instructions", len(self.code), MAX_INSTRUCTIONS),
             ("numbers", len(self.scalars), MAX_SCALARS),
@@ -511,7 +511,7 @@ class Mixing:
         return same and not others and node not in self._updated and node not in self._pipeline.outputs
 
     def _scaled(self, node: Expression, user: Expression) -> Scaled | None:
-        """Of `number * tensor` its parts."""
+        """The parts of `number * tensor`."""
         if not isinstance(node, Arithmetic) or node.symbol != "*" or not self._is_inner(node, user):
             return None
         one, other = node.operands
@@ -520,6 +520,6 @@ class Mixing:
         return Scaled(node, other, one) if one.type.shape else Scaled(node, one, other)
 
     def _squared(self, node: Expression, user: Expression) -> Expression | None:
-        """Of `tensor * tensor` the tensor."""
+        """The tensor of `tensor * tensor`."""
         is_square = isinstance(node, Arithmetic) and node.symbol == "*" and node.operands[0] is node.operands[1]
         return node.operands[0] if is_square and self._is_inner(node, user) else None

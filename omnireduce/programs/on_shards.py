@@ -100,7 +100,7 @@ class OnShards:
         return arrays
 
     def _arrays_of_result(self, arrays: Mapping[Tensor, Array]) -> dict[Expression, Array]:
-        """Where results go, by Update: the tensors that are updated with them."""
+        """The arrays for results, by Update: those of the tensors that are updated."""
         users = self._pipeline.users[self._lowered.gather]
         results: dict[Expression, Array] = {
             update: arrays[update.tensor] for update in users if isinstance(update, Update)

@@ -27,7 +27,7 @@ from omnireduce.programs.layouts import MATMUL, MOVES, UPDATE, Layout
 
 
 class Reduction(Enum):
-    """How values are combined."""
+    """A reduction: how values are combined."""
 
     SUMMATION = "Summation"
     MULTIPLICATION = "Multiplication"

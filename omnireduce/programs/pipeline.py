@@ -201,7 +201,7 @@ class Pipeline:
         draw(self, Path(path))
 
     def interpret(self, values: Mapping[str, Any], ranks: int) -> dict[str, list[Array]]:
-        """What a run on so many ranks of each group gives, computed here, slowly: see `interpreter.interpret`."""
+        """The results of a run on so many ranks of each group, computed here, slowly: see `interpreter.interpret`."""
         from omnireduce.programs.interpreter import interpret
 
         return interpret(self, values, ranks)

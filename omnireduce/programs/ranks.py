@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
         return f"{self.names}.{stage}"
 
     def allreduce(self, x: Array, reduction: Reduction, stage: str, out: Array | None = None) -> Array:
-        """What the ranks have of `x`, combined, in `out` if that is given."""
+        """The sum, or another reduction, of all ranks' `x`, in `out` if that is given."""
         x = np.asarray(x, order="C")
         return self.comm.allreduce(
             x, out=np.empty_like(x) if out is None else out, op=reduction.op, name=self.named(stage)
@@ -68,7 +68,8 @@ not there yet: so the next run uses them again."""
 
 
 class JobResources:
-    """What the programs of a job make once: communicators of the groups of ranks into which they divide it, and rooms.
+    """Resources that the programs of a job make once: communicators of the groups of ranks into which they divide it,
+    and rooms.
 
     Group g of `groups` has the ranks from `g * size` on. Two ranks that send have a communicator of their own, in which
     the sender is rank 0: so what is sent goes to no other rank.
@@ -154,7 +155,7 @@ def meeting_of(comm: Communicator) -> JobResources:
 
 
 def ranks_of_a_group(comm: Communicator, groups: int, least: int) -> int:
-    """How many ranks a group has. Raises UsageError where the job cannot be divided so."""
+    """The number of ranks of a group. Raises UsageError where the job cannot be divided so."""
     size, rest = divmod(comm.size, groups)
     if rest or size < least:
         wanted = f"a multiple of {groups}" if groups > 1 else "more"

@@ -317,7 +317,7 @@ def _is_needed_outside(node: Expression, stage: Fused, run: Execution) -> bool:
 
 
 def _operands(shaped: Collection[Expression], kind: Type, run: Execution) -> Mapping[Expression, tuple[Array, bool]]:
-    """What comes from outside: this rank's part, and whether it has rows, of which each piece takes some."""
+    """Operands from outside: this rank's part, and whether it has rows, of which each piece takes some."""
     outside: dict[Expression, tuple[Array, bool]] = {}
     for node in shaped:
         operands = node.operands[1:] if isinstance(node, Update) else node.operands

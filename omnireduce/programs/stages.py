@@ -47,7 +47,7 @@ def users_of(nodes: Sequence[Expression]) -> dict[Expression, list[Expression]]:
 
 
 def reachable(starts: Iterable[Expression], users: Mapping[Expression, Sequence[Expression]]) -> set[Expression]:
-    """What depends on `starts`, these themselves not counted unless one depends on another."""
+    """Expressions that depend on `starts`. These themselves count only if one depends on another."""
     dependents: set[Expression] = set()
     waiting = list(starts)
     while waiting:

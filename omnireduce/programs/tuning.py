@@ -191,7 +191,7 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What a table calls it."""
+        """The name in tables."""
         chunks = f", {self.chunks} chunks" if self.chunks else ""
         return f"{self.schedule}{chunks}{', on shards' if self.on_shards else ''}"
 
@@ -317,7 +317,7 @@ class Choice(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """What was chosen, for each of the sizes; `is_recalled`: whether that was known before."""
+    """The choice for each of the sizes; `is_recalled`: whether it was known before."""
 
     choices: list[Choice]
     is_recalled: bool

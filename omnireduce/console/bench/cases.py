@@ -120,7 +120,7 @@ class Case(Protocol):
 
     @property
     def data(self) -> str:
-        """What the tensors are, in a few words."""
+        """The tensors in a few words."""
 
     def check(self, world_size: int) -> None:
         """Raise UsageError if `tensors` would, without making them."""

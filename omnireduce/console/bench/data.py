@@ -67,7 +67,7 @@ class TensorSource(Protocol):
         """Write the tensor of `rank` in one round to `out`, a contiguous array of any shape."""
 
     def wrong(self, round_number: int, result: Array) -> int:
-        """How many elements of `result` are not what the all-reduce of that round's tensors gives."""
+        """The number of elements of `result` that differ from the all-reduce of that round's tensors."""
 
 
 class Dataset:
@@ -137,7 +137,7 @@ class Dataset:
             bits[mask] = self._blocks(rank, round_number, blocks, rows.shape[1])
 
     def wrong(self, round_number: int, result: Array) -> int:
-        """How many elements of `result` are not what the all-reduce of that round's tensors gives."""
+        """The number of elements of `result` that differ from the all-reduce of that round's tensors."""
         count = 0
         for first, rows in self._chunks(result):
             union = self._union[first : first + len(rows)]
@@ -188,7 +188,8 @@ class Dataset:
 
 
 def reduce_in_rank_order(parts: Iterable[Array], kind: ElementType, op: str) -> Array:
-    """What the service promises for `parts`, one of each rank, of one shape and of elements of `kind`: a new array.
+    """The result that the service promises for `parts`, as a new array. There is one part of each rank, of one shape
+    and of elements of `kind`.
 
     Their byte order may be any. Besides the result it needs the memory of one accumulator.
     """
@@ -303,5 +304,5 @@ def _bits(values: Array) -> Array:
 
 
 def share_set(mask: Array) -> float:
-    """Which part of `mask` is true; 0 if it is empty."""
+    """The share of `mask` that is true; 0 if it is empty."""
     return int(np.count_nonzero(mask)) / mask.size if mask.size else 0.0

@@ -119,7 +119,7 @@ class RecordedTensors:
         flat[:] = self._cached[1]
 
     def wrong(self, round_number: int, result: Array) -> int:
-        """How many elements of `result` do not have the value of the reduction in rank order."""
+        """The number of elements of `result` that differ from the reduction in rank order."""
         flat, count = self._flat(result), 0
         for first in range(0, flat.size, _CHUNK_ELEMENTS):
             part = slice(first, first + _CHUNK_ELEMENTS)
@@ -159,7 +159,7 @@ def _describe(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _text(name: str | None, what: tuple[tuple[int, ...], str] | None) -> str:
-    """What a file holds under a name, in words."""
+    """The value of a file under a name, in words."""
     array = "the array" if name is None else f"array {name!r}"
     if what is None:
         return f"has no {array}"

@@ -164,7 +164,7 @@ HELPS = 1.1  # least speed-up that is worth a service of one's own
 
 
 class Density(msgspec.Struct, frozen=True):
-    """How much of one array is not zero: elements, and for each block size blocks, a short last one included.
+    """Counts of what is not zero in one array: elements, and for each block size blocks, a short last one included.
 
     Zeros are +0 and -0, decided on the bits: NaN is data.
     """
@@ -259,6 +259,6 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
 
 
 def _count_groups(flags: Array, size: int) -> int:
-    """How many groups of `size` flags have one set."""
+    """The number of groups of `size` flags that have at least one set."""
     padded = np.concatenate([flags, np.zeros(-flags.size % size, np.bool_)])
     return int(np.count_nonzero(padded.reshape(-1, size).any(axis=1)))

@@ -26,7 +26,7 @@ IN_A_ROW = 8  # addresses
 
 
 class Tensors(NamedTuple):
-    """So many tensors, `times`, that are combined one after the other. Their blocks, of `block_bytes` each, on each
+    """Tensors that are combined one after the other, `times` of them. Their blocks, of `block_bytes` each, on each
     rank are `patterns`."""
 
     patterns: Patterns
@@ -122,7 +122,8 @@ def predict_plan(
     costs: Costs | None = None,
     loads: dict[Plan, Load] | None = None,
 ) -> Prediction:
-    """What this plan gives for a tensor whose blocks on each rank are `patterns`. `loads` are kept between calls."""
+    """The prediction of a plan for a tensor whose blocks on each rank are `patterns`. `loads` are kept between
+    calls."""
     messages, loads = messages or Messages(), {} if loads is None else loads
     if plan.by_host:
         patterns = SummedPatterns(patterns, plan.ranks)
@@ -143,8 +144,8 @@ def predict_plan(
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Of those that are nearly as fast as the fastest: without hosts of their own, or relays, with few shards, by
-    host."""
+    """The cheapest candidate among those that are nearly as fast as the fastest. Cheap means, in this order: no hosts
+    for shards alone, no relays, few shards, ranks by host."""
     limit = AS_GOOD * min(candidate.prediction.seconds for candidate in candidates)
     good = [candidate for candidate in candidates if candidate.prediction.seconds <= limit]
     return min(

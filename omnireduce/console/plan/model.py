@@ -56,7 +56,7 @@ MOST = 512  # windows
 
 
 class Hosts(NamedTuple):
-    """So many (`number`) hosts with `cores` processors each. Each has a link of `bytes_per_s` each way, over which a
+    """Hosts, `number` of them, with `cores` processors each. Each has a link of `bytes_per_s` each way, over which a
     byte takes `latency_s`; after a pause `burst_bytes` pass at once. `one_machine`: the hosts are parts of one machine,
     as in a testbed, and have `cores` all together. They are divided into `racks`, if there are any. A rack has one link
     to all others, of `rack_bytes_per_s` each way. Hosts of shards alone are in no rack."""
@@ -77,7 +77,7 @@ class Hosts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How ranks and shards are placed. Each host has `ranks`. If `by_host`, they add up what they have in memory, and
+    """Placement of ranks and shards. Each host has `ranks`. If `by_host`, they add up what they have in memory, and
     send it as one sender. Shards are on hosts of their own if they are `dedicated`, else on those of the ranks, in
     turn. With `relays`, each rack has a host more, with a relay of so many shards."""
 
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
     @property
     def senders(self) -> int:
-        """Of each host."""
+        """The number of senders on each host."""
         return 1 if self.by_host else self.ranks
 
 
@@ -117,13 +117,13 @@ class Costs(NamedTuple):
     chunk: float = 110e-6
 
     def at(self, speed: float) -> Costs:
-        """Those of processors so many times as fast."""
+        """The costs on processors that are `speed` times as fast."""
         return Costs._make(cost / speed for cost in self)
 
 
 class Prediction(NamedTuple):
-    """Of one all-reduce, or of several: `seconds`; `link_bytes`, what the busiest link carries in its busier direction;
-    `processor_s` of all hosts together; `shard_bytes`, the memory for slots that one shard needs."""
+    """Cost of one all-reduce, or of several: `seconds`; `link_bytes`, those of the busiest link in its busier
+    direction; `processor_s` of all hosts together; `shard_bytes`, the memory for slots that one shard needs."""
 
     seconds: float
     link_bytes: int
@@ -308,7 +308,7 @@ class Links:
 
 
 class Processors:
-    """Those of all nodes."""
+    """The processors of all nodes."""
 
     def __init__(self, hosts: Hosts, nodes: int) -> None:
         self._cores, self._of_all, self._worked_s = hosts.cores, hosts.one_machine, np.zeros(nodes)
@@ -368,7 +368,7 @@ class _Tree:
         return counts
 
     def _seconds(self) -> float:
-        """When the last sender has placed the last window. Work is in seconds of processor."""
+        """The time at which the last sender has placed the last window. Work is in seconds of processor."""
         hosts, plan, costs, racks = self._hosts, self._plan, self._costs, np.arange(self._hosts.racks)
         latency = hosts.latency_s
         out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))

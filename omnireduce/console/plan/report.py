@@ -23,8 +23,8 @@ MOST_SHARDS = 4096
 
 
 class PlanRequest(NamedTuple):
-    """What is to be planned: files of saved arrays, a folder of traces and a job of it, or a tensor as it is drawn; the
-    ranks; the hosts."""
+    """The options of the command line: files of saved arrays, a folder of traces and a job of it, or a tensor as it is
+    drawn; the ranks; the hosts."""
 
     files: Sequence[str]
     trace: str | None

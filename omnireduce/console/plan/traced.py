@@ -20,7 +20,7 @@ MOST_SIZES = 8  # each costs seconds to plan for thousands of ranks
 
 
 class Size(NamedTuple):
-    """So many collectives, `times`, of tensors of one size: `nbytes` in `blocks`, with `block_bytes` each. `density`:
+    """Collectives of tensors of one size, `times` of them: `nbytes` in `blocks`, with `block_bytes` each. `density`:
     the share of its blocks that a rank brought, mean over ranks and collectives; `union_density`: the share that the
     results had."""
 
@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What `job` has reduced on so many `ranks`: tensors, largest sums of bytes first; of how many sizes they were, for
-    `sizes` has no more than MOST_SIZES; how many other collectives there were; for how long the tensors were under way,
-    mean over the ranks; and spans that did not fit the traces."""
+    """The reductions of `job` on so many `ranks`: tensors, largest sums of bytes first; of how many sizes they were,
+    for `sizes` has no more than MOST_SIZES; how many other collectives there were; for how long the tensors were under
+    way, mean over the ranks; and spans that did not fit the traces."""
 
     job: str
     ranks: int

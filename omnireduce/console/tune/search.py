@@ -101,7 +101,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many points there are."""
+        """The number of points."""
         return math.prod(len(values) for values in self.free.values())
 
     @property
@@ -136,7 +136,7 @@ def value_of(config: Config, key: str) -> Value:
 
 
 def read_holds(holds: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Which keys `--hold section.key` and `--hold section.key=value` hold, and the overrides among them. Raises
+    """The keys of `--hold section.key` and `--hold section.key=value`, and the overrides among them. Raises
     ConfigError."""
     keys, overrides = [], []
     for hold in holds:
@@ -314,7 +314,7 @@ class Race:
         return float(self._workload.nbytes / (np.median(self._seconds[contender]) * 1e6))
 
     def ratio(self, contender: int, against: int = 0) -> float:
-        """How many times as fast as another contender. A time counts by its ratio to the geometric mean of its round, a
+        """The speed relative to another contender. A time counts by its ratio to the geometric mean of its round, a
         contender by the median of these. So of any three the ratios fit together."""
         logs = np.log(self._seconds)
         medians = np.median(logs - logs.mean(axis=0), axis=1)

@@ -50,7 +50,7 @@ class Workload:
             task.wait(_WAIT_S)
 
     def wrong(self, number: int) -> int:
-        """How many elements are not the sums of round `number`."""
+        """The number of elements that are not the sums of round `number`."""
         return sum(array.source.wrong(number, array.tensor) for array in self._arrays)
 
 

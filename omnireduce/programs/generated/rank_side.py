@@ -60,7 +60,7 @@ class Target(NamedTuple):
     has_numba: bool
 
     def reduction(self, reduction: Reduction) -> str:
-        """How it calls a way to combine values."""
+        """The name of a reduction in the file."""
         return f"MPI.{reduction.op.upper()}" if self.name == "mpi4py" else f'"{reduction.op}"'
 
 
@@ -91,7 +91,7 @@ class Parts(Statements):
         return self._fitting(node, user.type) if isinstance(user, Pointwise | Update) else self.value(node)
 
     def _fitting(self, node: Expression, result: Type) -> Text:
-        """Of an operand what belongs to this rank's part of the result."""
+        """The piece of an operand that belongs to this rank's part of the result."""
         axis, text = axis_to_cut(node.type, result), self.value(node)
         return text if axis is None else Text(self._part(text.text, axis))
 
@@ -103,7 +103,7 @@ class Parts(Statements):
         return self.place_of(node.type)
 
     def place_of(self, kind: Type) -> str:
-        """Which elements of a whole tensor a value of this type has here."""
+        """The elements of a whole tensor that a value of this type has here."""
         self.used.add("place")
         axis = "" if axis_of(kind) is None else f", {axis_of(kind)}"
         is_local = kind.layout.value == "Local"
@@ -161,7 +161,7 @@ class Parts(Statements):
         return [*lines, *broken(make(), depth)]
 
     def _made_together(self, node: Expression) -> str:
-        """What a reduction of a tensor, or a communication, is made of."""
+        """The text of a reduction of a tensor, or of a communication."""
         if isinstance(node, WholeReduction):
             return self._reduced(node)
         x = node.operands[0]
@@ -321,7 +321,7 @@ class Parts(Statements):
         return any(isinstance(compound, Fused) and update in compound.nodes for compound in self._pipeline.compounds)
 
     def labels(self) -> list[str]:
-        """What each block is called in the line of a run: what it does, and its name where several do that."""
+        """The label of each block in the line of a run: its kind, and its name if several are of that kind."""
         kinds = [block.kind for block in self.blocks]
         of_sends = {"Send", "Recv"}
         return [
@@ -344,13 +344,13 @@ class Parts(Statements):
 
 
 class Owner(Protocol):
-    """Who writes the rest: it knows where a rank's elements are."""
+    """The writer of the rest, which knows where a rank's elements are."""
 
     names: Names
     used: set[str]
 
     def place_of(self, kind: Type) -> str:
-        """Which elements of a whole tensor a value of this type has here."""
+        """The elements of a whole tensor that a value of this type has here."""
 
 
 class Pass(Statements):
@@ -381,7 +381,7 @@ class Pass(Statements):
         self.name, self._element_name = (self.names.new(f"{what}_{self._last}") for what in ("compute", "element_of"))
 
     def _outside(self, node: Expression) -> Iterator[Expression]:
-        """What comes from outside of what `node` is made from."""
+        """The operands of `node` that come from outside of the pass."""
         operands = node.operands[1:] if isinstance(node, Update) else node.operands
         for operand in operands:
             if operand in self._shaped or isinstance(operand, Constant):

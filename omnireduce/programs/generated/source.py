@@ -218,7 +218,7 @@ class _File:
         return f"Written by omnireduce.programs. It communicates by {self._target.name} and computes {where}."
 
     def _inputs(self) -> list[str]:
-        """What a step is given: the inputs, and all sizes."""
+        """The arguments of a step: the inputs, and all sizes."""
         inputs = [input_node for input_node in self._pipeline.inputs if input_node not in self._sizes]
         return [self._names[input_node] for input_node in [*inputs, *self._sizes]]
 
@@ -334,7 +334,7 @@ class _File:
         return "\n".join(lines).strip().removeprefix("return ")
 
     def _bits(self) -> int:
-        """How many bits of a result are certain."""
+        """The number of bits of a result that are certain."""
         dtypes = {node.type.dtype for node in self._pipeline.nodes if node.type.dtype in FLOATS}
         if any(is_half(dtype) for dtype in dtypes):
             return 6

@@ -46,7 +46,7 @@ LANGUAGE = frozenset(
 
 
 class Names:
-    """What the values of a program are called in a file: as in the program, but for words that Python or the file
+    """Names of the values of a program in a file: those of the program, except for words that Python or the file
     needs. `dtypes`: the element types that the file names."""
 
     def __init__(self, names: Mapping[Expression, str], nodes: Iterable[Expression]) -> None:
@@ -124,7 +124,7 @@ class Statements:
         return self.value(node)
 
     def place(self, node: Dropout) -> str:
-        """Which elements of the whole tensor are here."""
+        """The elements of the whole tensor that are here."""
         raise NotImplementedError
 
     def value(self, node: Expression) -> Text:
@@ -136,7 +136,7 @@ class Statements:
         return Text(self.names[node]) if node in self.names else self.made(node)
 
     def made(self, node: Expression) -> Text:
-        """What a value is made of."""
+        """The text that makes a value."""
         if isinstance(node, Arithmetic):
             return self._arithmetic(node)
         operands = [self.operand(node, operand) for operand in node.operands]
@@ -188,7 +188,7 @@ class Statements:
         return Text(f"({factors}).astype({dtype})")
 
     def partial(self, node: WholeReduction, x: Text) -> str:
-        """What a part gives of a reduction of a whole tensor, as a number."""
+        """The contribution of a part to a reduction of a whole tensor, as a number."""
         assert isinstance(node, ReduceTensor)
         kind, op = self.names.dtype(node.partial_dtype), node.reduction.op
         empty = "0" if op == "sum" else "1"
@@ -257,7 +257,7 @@ def _broken_part(part: str, depth: int) -> list[str]:
 
 
 def _last_brackets(line: str) -> tuple[int, int]:
-    """Where the outermost brackets that end last begin and end."""
+    """Start and end of the outermost brackets that end last."""
     stop = max(line.rfind(")"), line.rfind("]"), line.rfind("}"))
     depth = 0
     for at in range(stop, -1, -1):
@@ -279,7 +279,7 @@ def _split(inner: str) -> list[str]:
 
 
 def ufunc(reduction: Reduction) -> str:
-    """What combines two arrays."""
+    """The function that combines two arrays."""
     return f"np.{reduction.ufunc.__name__}"
 
 
