@@ -4,6 +4,7 @@ have is tried in fresh environments, by tools/test_package.sh.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,18 @@ except SystemExit as end:
     assert not end.code, end.code
 print("loaded:", *sys.modules)
 """
+
+
+def test_a_clone_beside_a_script_does_not_hide_the_package(tmp_path: Path) -> None:
+    """The folder of the script comes first, and has `omnireduce/`, which is the clone and no package."""
+    (tmp_path / "omnireduce").symlink_to(ROOT)
+    (tmp_path / "train.py").write_text("import omnireduce, omnireduce.worker; print(omnireduce.init.__name__)")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")],
+        cwd="/", env=environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("init\n", "")
 
 
 @pytest.mark.parametrize("name", ["aggregator", "omnireduce.aggregator", "worker", "omnireduce.worker"])

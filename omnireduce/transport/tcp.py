@@ -32,7 +32,8 @@ class TcpLink(StreamLink):
         return events
 
     def _let_gather(self, nbytes: int) -> None:
-        """Let the system report the socket as readable once so many bytes have come, or the connection is over."""
+        """Let the system report the socket as readable once so many bytes have come, or the connection is over.
+        Otherwise each piece of 30 to 60 kB wakes the process for a turn in which nothing can be done."""
         if nbytes != self._readable_at:
             self._readable_at = 0  # unknown: an interrupt may come after each line
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
