@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter
     from omnireduce.data_parallel.broadcasting import broadcast_parameters
-    from omnireduce.data_parallel.job import init
+    from omnireduce.data_parallel.global_job import init
     from omnireduce.data_parallel.optimizer import DistributedOptimizer
     from omnireduce.data_parallel.partition import Loader, partition_dataset
     from omnireduce.runtime.rank.world import is_initialized, rank, shutdown, size
@@ -30,7 +30,7 @@ else:
         "DistributedOptimizer": "optimizer",
         "Loader": "partition",
         "broadcast_parameters": "broadcasting",
-        "init": "job",
+        "init": "global_job",
         "partition_dataset": "partition",
     }
     _OTHERS = "omnireduce.runtime.rank.world"

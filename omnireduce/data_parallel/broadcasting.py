@@ -10,9 +10,9 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
-from omnireduce.data_parallel.job import communicator
+from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
-from omnireduce.data_parallel.states import State
+from omnireduce.data_parallel.optimizer_state import OptimizerState
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import check_root
@@ -66,10 +66,10 @@ def broadcast_parameters(
 
 def _state_of(
     comm: Communicator, root: int, optimizer: Any, named: Sequence[tuple[str, Any]], adapter: Adapter
-) -> State:
+) -> OptimizerState:
     """The state that the optimizer of the root has."""
     inner = optimizer.opt if isinstance(optimizer, DistributedOptimizer) else optimizer
-    state = State(inner, [tensor for _, tensor in named], adapter)
+    state = OptimizerState(inner, [tensor for _, tensor in named], adapter)
     told = state.described() if comm.rank == root else None
     told = comm.broadcast_object(told, root, name=NAME)
     if comm.rank != root:

@@ -10,7 +10,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
 from omnireduce.data_parallel.averaging import Averaging, Part, exchangeable, leaves, rebuilt, scale
-from omnireduce.data_parallel.job import communicator
+from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator

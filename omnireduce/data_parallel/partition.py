@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel.job import communicator
+from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.agreement import check_agreement

@@ -7,8 +7,8 @@ The words are Horovod's ("Elastic Horovod", documentation): commit, restore, syn
 for torch is in `omnireduce.torch.elastic`, one for Keras in `omnireduce.keras.elastic`.
 """
 
-from omnireduce.elastic.arrays import ElasticState, run_elastic
+from omnireduce.elastic.array_state import ElasticState, run_elastic
 from omnireduce.elastic.loop import State
-from omnireduce.elastic.objects import ObjectState, run
+from omnireduce.elastic.object_state import ObjectState, run
 
 __all__ = ["ElasticState", "ObjectState", "State", "run", "run_elastic"]

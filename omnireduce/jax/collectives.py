@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from omnireduce.core.descriptor import Op
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.broadcasting import moved
-from omnireduce.data_parallel.job import communicator
+from omnireduce.data_parallel.global_job import communicator
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import check_root

@@ -13,7 +13,8 @@ from omnireduce.support.extras import need
 
 need("keras", "omnireduce.keras", "keras")  # before what fails without it
 
-from omnireduce.data_parallel.built import (
+from omnireduce.data_parallel.horovod import (
+    Compression,
     ccl_built,
     cuda_built,
     ddl_built,
@@ -54,7 +55,6 @@ from omnireduce.keras.collectives import (
     broadcast_variables,
     reducescatter,
 )
-from omnireduce.keras.compression import Compression
 from omnireduce.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from omnireduce.keras.saving import load_model
 from omnireduce.keras.tape import DistributedGradientTape

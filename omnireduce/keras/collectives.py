@@ -13,11 +13,11 @@ from typing import Any, cast
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.dispatcher import Task
+from omnireduce.data_parallel.horovod import Compression, NoneCompressor
 from omnireduce.data_parallel.queue import Queue, QueueOp
 from omnireduce.data_parallel.scaling import Average, Scaling, root_of, scaling
 from omnireduce.data_parallel.session import ProcessSet, begun_by_name, global_process_set, told_by_name
 from omnireduce.errors import UsageError
-from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.values import array_of, is_symbolic, like, through_arrays
 
 

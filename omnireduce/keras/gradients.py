@@ -9,11 +9,11 @@ from typing import Any
 import keras
 
 from omnireduce.core.dtypes import Array
+from omnireduce.data_parallel.horovod import Compression, NoneCompressor
 from omnireduce.data_parallel.scaling import Adasum, Average, Sum, scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set
 from omnireduce.errors import UsageError
 from omnireduce.keras.collectives import Combining
-from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.values import through_arrays
 
 Groups = int | Sequence[Sequence[Any]] | None

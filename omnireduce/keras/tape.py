@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
+from omnireduce.data_parallel.horovod import Compression, NoneCompressor
 from omnireduce.data_parallel.scaling import Average
 from omnireduce.errors import UsageError
-from omnireduce.keras.compression import Compression, NoneCompressor
 from omnireduce.keras.gradients import Settings
 from omnireduce.keras.optimizer import checked
 

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from omnireduce.errors import ConfigError
-from omnireduce.launch.elastic import cooldown, elastic_options, ranks_of_elastic
+from omnireduce.launch.elastic_flags import cooldown, elastic_options, ranks_of_elastic
 from omnireduce.launch.flags import horovod_options, read_yaml, variables_of
 from omnireduce.launch.hosts import Host, parse_hosts, read_hostfile
 from omnireduce.launch.plan import LaunchRequest

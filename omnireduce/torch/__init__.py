@@ -13,7 +13,8 @@ from omnireduce.support.extras import need
 
 need("torch", "omnireduce.torch", "torch")  # before what fails without it
 
-from omnireduce.data_parallel.built import (
+from omnireduce.data_parallel.horovod import (
+    Compression,
     ccl_built,
     check_extension,
     cuda_built,
@@ -54,13 +55,13 @@ from omnireduce.torch.broadcasting import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from omnireduce.torch.compression import Compression
-from omnireduce.torch.grace import grace_hook
-from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
-from omnireduce.torch.launch import local_first, tell_torch
-from omnireduce.torch.movements import (
+from omnireduce.torch.collectives import (
     allgather,
     allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
     alltoall_async,
     broadcast,
@@ -69,29 +70,24 @@ from omnireduce.torch.movements import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-)
-from omnireduce.torch.objects import let_tensors_travel
-from omnireduce.torch.optimizer import DistributedOptimizer
-from omnireduce.torch.process_group import ProcessGroup
-from omnireduce.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from omnireduce.torch.rendezvous import meet_at
-from omnireduce.torch.scattering import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
+from omnireduce.torch.grace import grace_hook
+from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
+from omnireduce.torch.launch_variables import local_first, tell_torch
+from omnireduce.torch.optimizer import DistributedOptimizer
+from omnireduce.torch.process_group import ProcessGroup
+from omnireduce.torch.rendezvous import meet_at
 from omnireduce.torch.sharded import ShardedOptimizer
+from omnireduce.torch.tensor_objects import let_tensors_travel
 from omnireduce.torch.tensors import barrier, join, poll, synchronize
 from omnireduce.torch_backend import register
 

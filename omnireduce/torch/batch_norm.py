@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnireduce.data_parallel.session import global_process_set, size, told_by_name
 from omnireduce.errors import UsageError
-from omnireduce.torch.reductions import sum_of
+from omnireduce.torch.collectives import sum_of
 
 _numbers = count()
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from omnireduce.data_parallel.scaling import root_of
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
 from omnireduce.errors import UsageError
+from omnireduce.torch.collectives import broadcast_async_
 from omnireduce.torch.gradients import Named
-from omnireduce.torch.movements import broadcast_async_
 from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.tensors import synchronize
 
@@ -115,7 +115,7 @@ def broadcast_object(
     trust: bool = False,
 ) -> Any:
     """The object of the root. It is plain data with tensors in it, or, with `trust` on all ranks, anything that can be
-    pickled: see `omnireduce.broadcast_object`, and `omnireduce.torch.objects`."""
+    pickled: see `omnireduce.broadcast_object`, and `omnireduce.torch.tensor_objects`."""
     name = name_of("broadcast_object", name, process_set)
     root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
     return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()

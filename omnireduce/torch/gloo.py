@@ -25,7 +25,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank.calls import once
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.torch.job import Job
+from omnireduce.torch.group_job import Job
 from omnireduce.torch.work import NO_LIMIT, Completion, Pending, told_to_torch
 from omnireduce.torch_backend import DEVICES
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from omnireduce.data_parallel.horovod import NoneCompressor
 from omnireduce.data_parallel.scaling import Average, Scaling, Sum
 from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.errors import OmniReduceError, UsageError, a_type
-from omnireduce.torch.compression import NoneCompressor
-from omnireduce.torch.reductions import start_reduction, start_sum_of_rows
+from omnireduce.torch.collectives import start_reduction, start_sum_of_rows
 from omnireduce.torch.tensors import Handle, array_of, handle_of, synchronize
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]

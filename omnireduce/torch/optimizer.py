@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from omnireduce.compression.grace import Communicator as Grace
+from omnireduce.data_parallel.horovod import Compression
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.scaling import Average, scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of
 from omnireduce.errors import UsageError, a_type
-from omnireduce.torch.compression import Compression
 from omnireduce.torch.grace import GraceGradients
 from omnireduce.torch.gradients import Gradients, Named, ParameterNames, ReductionSettings, StepGradients
 from omnireduce.torch.sharded import ShardedOptimizer

@@ -18,9 +18,9 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.torch import movements
 from omnireduce.torch.gloo import Movement, Movements, gloo_group, said_by_gloo
-from omnireduce.torch.job import Job
-from omnireduce.torch.messages import (
-    Messages,
+from omnireduce.torch.group_job import Job
+from omnireduce.torch.messages import Messages
+from omnireduce.torch.options import (
     all_gather_forms,
     allreduce_forms,
     broadcast_forms,
@@ -32,9 +32,9 @@ from omnireduce.torch.messages import (
     reduce_scatter_forms,
     scatter_forms,
 )
-from omnireduce.torch.movements import Reduction, reduction_of
-from omnireduce.torch.reductions import replace, rows_of, stream_of
+from omnireduce.torch.reduce_ops import Reduction, reduction_of
 from omnireduce.torch.rendezvous import address_for_gloo, is_torchs_own, keep, meet, said_of_host
+from omnireduce.torch.sparse import replace, rows_of, stream_of
 from omnireduce.torch.tensors import array_of, bytes_of, copied, put_back, staged
 from omnireduce.torch.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, told_to_torch
 from omnireduce.torch_backend import BACKEND, DEVICES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omnireduce import UsageError
-from omnireduce.torch.movements import COMPLEX, FLOATS, INTEGERS
+from omnireduce.torch.reduce_ops import COMPLEX, FLOATS, INTEGERS
 from omnireduce.torch.tensors import array_of, tensor_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # of torch: complex32

@@ -18,10 +18,10 @@ from local_cluster import ROOT, WAIT_S, Daemon
 
 import omnireduce.torch as hvd
 from omnireduce import AbortedError
+from omnireduce.data_parallel.horovod import Compression
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.data_parallel.scaling import Scaling
 from omnireduce.data_parallel.session import ProcessSet
-from omnireduce.torch.compression import Compression
 from omnireduce.torch.gradients import ReductionSettings
 
 SCRIPT = str(ROOT / "examples" / "torch_elastic.py")

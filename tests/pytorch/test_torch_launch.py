@@ -13,7 +13,7 @@ from free_ports import free_ports
 from local_cluster import MPIRUN, WAIT_S, Process
 
 from omnireduce.runtime.rank.environment import detect_launch, launch_id
-from omnireduce.torch.launch import tell_torch
+from omnireduce.torch.launch_variables import tell_torch
 from omnireduce.torch.rendezvous import FIRST_PORT, PORTS
 
 PROGRAM = """

@@ -18,7 +18,7 @@ from local_cluster import WAIT_S, Daemon, Ranks, eventually
 from torch import Tensor
 
 from omnireduce.torch import ProcessGroup
-from omnireduce.torch.job import Job
+from omnireduce.torch.group_job import Job
 from omnireduce.torch.work import Completion, Pending
 
 pytestmark = pytest.mark.usefixtures("aggregators")

@@ -51,7 +51,7 @@ def gloo(launch: Launch) -> Library:
         import torch.distributed as dist
     except ImportError:
         raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
-    from omnireduce.torch.launch import tell_torch
+    from omnireduce.torch.launch_variables import tell_torch
 
     tell_torch()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The state of an optimizer: what its attributes hold, as plain data and arrays."""
+"""State of an optimizer, which is what its attributes hold, as plain data and arrays."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class _NoStateError(Exception):
     """Something that is no state of an optimizer."""
 
 
-class State:
-    """Of one optimizer, which trains these `parameters`. On the root it is `described`; the others `expect` that, and
-    `restore` it with the values of the arrays. `arrays`: of the root those of the state, elsewhere as many like them.
+class OptimizerState:
+    """State of an optimizer, which trains these `parameters`. The root calls `described`. The others call `expect` with
+    that description, and `restore` with the values of the arrays. `arrays`: those of the state on the root, and as many
+    like them on the others.
     """
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any], adapter: Adapter) -> None:

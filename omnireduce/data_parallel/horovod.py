@@ -1,0 +1,69 @@
+"""Names of Horovod that are the same in all fronts: ways to compress, and questions about its build.
+
+A gradient is an array of NumPy, or a tensor with the methods of torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class NoneCompressor:
+    """Sends gradients as they are."""
+
+    @staticmethod
+    def compress(gradient: Any) -> tuple[Any, Any]:
+        """The gradient that is sent, and what `decompress` needs."""
+        return gradient, None
+
+    @staticmethod
+    def decompress(gradient: Any, context: Any) -> Any:
+        """The result in its own type, from the gradient that came."""
+        return gradient
+
+
+class FP16Compressor(NoneCompressor):
+    """Sends floats as float16, and combines them in it: sums of more than 65,504 are infinite. Other numbers are sent
+    as they are."""
+
+    @staticmethod
+    def compress(gradient: Any) -> tuple[Any, Any]:
+        if not isinstance(gradient, np.ndarray):
+            return (gradient.half(), gradient.dtype) if gradient.is_floating_point() else (gradient, None)
+        if gradient.dtype not in (np.float32, np.float64):
+            return gradient, None
+        with np.errstate(over="ignore"):
+            return gradient.astype(np.float16), gradient.dtype
+
+    @staticmethod
+    def decompress(gradient: Any, context: Any) -> Any:
+        if context is None:
+            return gradient
+        return gradient.astype(context) if isinstance(gradient, np.ndarray) else gradient.to(context)
+
+
+class Compression:
+    """The choices for `compression`: `Compression.none` or `Compression.fp16`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+def mpi_threads_supported() -> bool:
+    """Say no: nobody knows whether MPI may be used in several threads beside the service."""
+    return False
+
+
+def check_extension(*_: object) -> None:
+    """Horovod raises ImportError here where it was built without a framework. Here nothing is built."""
+
+
+def _not_here() -> bool:
+    """No: the service does its work."""
+    return False
+
+
+mpi_built = mpi_enabled = gloo_built = gloo_enabled = _not_here
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _not_here

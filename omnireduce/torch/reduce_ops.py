@@ -1,0 +1,85 @@
+"""Operations of torch, and how the service does each of them with each element type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from omnireduce.core.descriptor import Op
+from omnireduce.core.dtypes import Array
+from omnireduce.errors import UsageError
+from omnireduce.support.rounding import integer_mean
+from omnireduce.torch.tensors import type_name
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+_NAMES = tuple(ReduceOp.RedOpType.__members__.items())
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+class Reduction(NamedTuple):
+    """What becomes of the elements of all ranks. `op`: as the service does it; None: bit by bit, which gloo does.
+    `is_divided`: that is a sum, and is divided by the number of ranks after it, towards zero."""
+
+    op: Op | None
+    is_divided: bool = False
+
+    def divided(self, combined: Array, size: int) -> Array:
+        """What the service has combined of `size` ranks, divided in place where that is still to be done."""
+        return integer_mean(combined, size, combined) if self.is_divided else combined
+
+
+_NUMBERS: dict[str, Reduction] = {
+    "SUM": Reduction("sum"),
+    "PRODUCT": Reduction("prod"),
+    "MIN": Reduction("min"),
+    "MAX": Reduction("max"),
+}
+_FLOATS = _NUMBERS | {"AVG": Reduction("mean")}
+_INTEGERS = _NUMBERS | {
+    "AVG": Reduction("sum", is_divided=True),
+    **{name: Reduction(None) for name in ("BAND", "BOR", "BXOR")},
+}
+_COMPLEX = {"SUM": Reduction("sum"), "AVG": Reduction("mean")}  # of both parts
+_BOOL = {
+    **{name: Reduction("any") for name in ("SUM", "MAX", "BOR")},
+    **{name: Reduction("all") for name in ("PRODUCT", "MIN", "BAND")},
+    "BXOR": Reduction(None),
+}
+_OF_TYPE: dict[torch.dtype, dict[str, Reduction]] = {
+    **dict.fromkeys(FLOATS, _FLOATS),
+    **dict.fromkeys(INTEGERS, _INTEGERS),
+    **dict.fromkeys(COMPLEX, _COMPLEX),
+    torch.bool: _BOOL,
+}
+
+
+def op_name(op: object) -> str:
+    """What torch calls an operation."""
+    return next((name for name, operation in _NAMES if op == operation), str(op))
+
+
+def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
+    """How `op` of torch is done with tensors of one element type, all dense or all sparse. Raises UsageError where that
+    cannot be."""
+    name = op_name(op)
+    kinds = {type_name(tensor) for tensor in tensors}
+    if len(kinds) != 1:
+        raise UsageError(f"tensors of {' and '.join(sorted(kinds)) or 'no type'} came; expected one element type")
+    dtype, [kind] = tensors[0].dtype, kinds
+    known = _OF_TYPE.get(dtype, {})
+    if tensors[0].is_sparse:  # a tensor that lacks a row has zeros there: other operations would have to read them
+        known = {allowed: known[allowed] for allowed in ("SUM", "AVG") if allowed in known and dtype is not torch.bool}
+    elif tensors[0].layout != torch.strided:
+        known = {}
+    if not known:
+        raise UsageError(f"tensors of {kind} cannot be combined; cast them to another type")
+    if name not in known:
+        raise UsageError(f"ReduceOp.{name} does not work on tensors of {kind}; expected {' or '.join(known)}")
+    return known[name]
