@@ -22,7 +22,7 @@ import numpy as np
 from omnireduce.core.descriptor import Op
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter
-from omnireduce.data_parallel.operations import Buffer
+from omnireduce.data_parallel.fusion_buffer import Buffer
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.arguments import two_that_share
@@ -31,7 +31,7 @@ from omnireduce.support.rounding import scaled
 
 
 class Part(NamedTuple):
-    """What the gradient of a parameter is, without its numbers."""
+    """Dtype and shape of the gradient of a parameter."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

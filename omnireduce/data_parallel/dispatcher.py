@@ -7,19 +7,19 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.agreement import Agreement
+from omnireduce.data_parallel.fusion_buffer import Buffer
 from omnireduce.data_parallel.operations import (
     JOIN,
     OF_QUEUE,
     REFUSAL,
     Batch,
-    Buffer,
     Operation,
     Request,
     RowReduction,
@@ -27,16 +27,18 @@ from omnireduce.data_parallel.operations import (
     refusing,
     together,
 )
+from omnireduce.data_parallel.queue_timeline import QueueTimeline
+from omnireduce.data_parallel.stalls import Ready, in_words, stalls
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
 from omnireduce.runtime.rank.refusals import told
-from omnireduce.runtime.tracing.timeline import EXCHANGE, MEMCPY_IN, MEMCPY_OUT, QUEUE
+from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 from omnireduce.support.logs import tagged
 
 
 class Waiter(Protocol):
-    """What a task needs of the dispatcher."""
+    """The part of a dispatcher that a task uses."""
 
     def wait_for(self, task: Task, timeout_s: float | None) -> None: ...
 
@@ -72,123 +74,8 @@ class Task:
         return self.result
 
 
-MOST_TOLD = 64  # of the collectives that a rank waits for, the oldest
-MOST_NAMED = 6
-Ready = tuple[str, float]  # a name, and for how many seconds a rank has been ready for it
-
-
-class Stall(NamedTuple):
-    """A collective that some ranks are ready for, the first of them for `age_s` seconds, and others are `missing`."""
-
-    name: str
-    age_s: float
-    ready: tuple[int, ...]
-    missing: tuple[int, ...]
-
-
-def stalls(told: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: float) -> list[Stall]:
-    """The collectives that have waited for `oldest_s` seconds or more, the oldest first. `told`: by rank, what
-    it is ready for. A rank that has joined is never missing."""
-    ages: dict[str, dict[int, float]] = {}
-    for rank, waiting in enumerate(told):
-        for name, age_s in waiting:
-            ages.setdefault(name, {})[rank] = age_s
-    overdue = []
-    for name, ready in ages.items():
-        missing = tuple(rank for rank in range(len(told)) if rank not in ready and rank not in joined)
-        if missing and max(ready.values()) >= oldest_s:
-            overdue.append(Stall(name, max(ready.values()), tuple(sorted(ready)), missing))
-    return sorted(overdue, key=lambda stall: -stall.age_s)
-
-
-def in_words(found: Sequence[Stall]) -> list[tuple[str, str]]:
-    """For each set of missing ranks, two texts: their numbers, and the collectives that wait for them."""
-    names: dict[tuple[int, ...], list[Stall]] = {}
-    for stall in found:
-        names.setdefault(stall.missing, []).append(stall)
-    return [
-        (
-            _ranks(missing),
-            f"{'has' if len(missing) == 1 else 'have'} not come to {_listed(those)}, for which "
-            f"{_ranks(those[0].ready)} {'waits' if len(those[0].ready) == 1 else 'wait'} since {those[0].age_s:.0f} s",
-        )
-        for missing, those in names.items()
-    ]
-
-
-def _listed(those: Sequence[Stall]) -> str:
-    shown = [f"'{stall.name}'" for stall in those[:MOST_NAMED]]
-    return ", ".join(shown) + (f" and {len(those) - MOST_NAMED} more" if len(those) > MOST_NAMED else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MOST_NAMED])) + (", …" if len(ranks) > MOST_NAMED else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def _activity(request: Request) -> str:
-    """Horovod's name of the request's activity."""
-    return request.kind.upper()
-
-
-class QueueTimeline:
-    """The steps of a queue, in the timeline of `comm`."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def submitted(self, request: Request) -> None:
-        """This rank is ready for the request."""
-        timeline = self._comm.timeline
-        if timeline.is_on:
-            timeline.begin(request.name, f"NEGOTIATE_{_activity(request)}")
-
-    def cycle(self) -> None:
-        """A round of all ranks begins."""
-        self._comm.timeline.cycle()
-
-    def agreed(self, requests: Sequence[Request]) -> None:
-        """All ranks are ready for these requests, which now wait for their turn."""
-        timeline = self._comm.timeline
-        for request in requests if timeline.is_on else ():
-            timeline.end(request.name, f"NEGOTIATE_{_activity(request)}")
-            timeline.begin(request.name, _activity(request))
-            timeline.begin(request.name, QUEUE)
-
-    def filling(self, requests: Sequence[Request]) -> None:
-        """The tensors of these requests are copied into a buffer."""
-        self._next(requests, QUEUE, MEMCPY_IN)
-
-    def exchanging(self, requests: Sequence[Request], after: str = QUEUE) -> None:
-        """The tensors are exchanged."""
-        self._next(requests, after, EXCHANGE)
-
-    def emptying(self, requests: Sequence[Request]) -> None:
-        """The tensors are copied out of a buffer."""
-        self._next(requests, EXCHANGE, MEMCPY_OUT)
-
-    def spoiled(self, requests: Sequence[Request]) -> None:
-        """Not all ranks were ready. The requests for which this rank was ready are negotiated again."""
-        timeline = self._comm.timeline
-        for request in requests if timeline.is_on else ():
-            timeline.end(request.name, _activity(request))
-
-    def done(self, requests: Sequence[Request]) -> None:
-        """The results of these requests are there."""
-        timeline = self._comm.timeline
-        for request in requests if timeline.is_on else ():
-            parts = request.parts[:1]
-            details = {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "bytes": request.nbytes} if parts else {}
-            timeline.end(request.name, _activity(request), **details)
-
-    def _next(self, requests: Sequence[Request], last: str, activity: str) -> None:
-        timeline = self._comm.timeline
-        for request in requests if timeline.is_on else ():
-            timeline.end(request.name, last)
-            timeline.begin(request.name, activity)
-
-
 log = logging.getLogger("omnireduce")
+MOST_TOLD = 64  # of the collectives that a rank waits for, the oldest
 LONGEST_PAUSE_S = 0.05  # between rounds that have brought nothing
 MOST_BUFFERS = 256
 MARKED_BYTES = 1 << 20  # an array of up to so many is copied, so that a mark can travel with it
@@ -391,7 +278,7 @@ class Dispatcher:
         return machine.is_ready or machine.is_stuck(waits=bool(self._waited) and self._program_waits)
 
     def _do_due(self) -> None:
-        """The batch that is due, once this rank is ready or cannot be."""
+        """Do the batch that is due, once this rank is ready for it; spoil it if this rank cannot become ready."""
         with self._work:
             self._work.wait_for(lambda: self._closing or self._is_next, self._patience_s)
             batch, ready = self._machine.due, self._machine.is_ready
@@ -454,14 +341,14 @@ class Dispatcher:
         return False
 
     def _taken(self, operation: Any, parts: Sequence[Array]) -> Any:
-        """The result, or why this rank alone has none: NumPy may raise an error where numbers overflow."""
+        """The result, or an error of this rank alone: NumPy may raise one if numbers overflow."""
         try:
             return operation.take(parts, self._comm.size)
         except Exception as error:
             return FailedTask(told(error))
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
-        """That of the same requests before, if there were some."""
+        """The buffer of these requests; a new one if they have none yet."""
         buffer = self._buffers.get(requests)
         if buffer is None:
             sizes = [[part.elements for part in request.parts] for request in requests]
@@ -481,7 +368,7 @@ class Dispatcher:
         return bool(self._comm.allreduce(np.full(1, spoils, np.int8), op="max", name=OF_QUEUE + "mark")[0])
 
     def _operation(self, request: Request) -> Any:
-        """What this rank brings: nothing if it has joined."""
+        """The operation of this rank; one without data if this rank has joined."""
         task = self._tasks.get(request.name)
         if task is not None:
             return task.operation

@@ -141,7 +141,7 @@ def _shown(value: object) -> str:
 
 
 def parameters_of(opt: Any) -> Any:
-    """What an optimizer trains: its `params`, or `parameters`, which may be a method."""
+    """The parameters of an optimizer: its `params`, or `parameters`, which may be a method."""
     params = getattr(opt, "params", None)
     if params is None:
         params = getattr(opt, "parameters", [])

@@ -1,8 +1,9 @@
 """A dataset, dealt out to the ranks of a job in batches.
 
-In each epoch every sample comes once, on one rank. All ranks together see the batches that one process would see: of
-each, the ranks take one sample after the other. All have as many steps, so that none waits for a step that another does
-not take; and in each step all have a sample, for which a last batch of fewer samples than ranks goes to the one before.
+In each epoch every sample comes once, on one rank. All ranks together see the batches that one process would see. The
+samples of a batch go to the ranks in turn. All ranks have the same number of steps, so that no rank waits for a step
+that another rank does not take. In each step each rank has a sample: if the last batch has fewer samples than there are
+ranks, they are put into the batch before it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Loader:
         return [own[self._place(start) : self._place(end)] for start, end in self._bounds]
 
     def _place(self, at: int) -> int:
-        """How many of the first `at` samples of all ranks this one has."""
+        """The number of samples of this rank among the first `at` samples of all ranks."""
         return (at - self._rank + self._size - 1) // self._size
 
     def __iter__(self) -> Iterator[Any]:
@@ -121,7 +122,7 @@ def _is_columns(dataset: Any) -> bool:
 
 
 def samples_of(dataset: Any) -> int:
-    """How many samples it has. Raises UsageError where it is no dataset."""
+    """The number of its samples. Raises UsageError for an object that is no dataset."""
     if isinstance(dataset, np.ndarray):
         dataset = (dataset,)
     if _is_columns(dataset):

@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 def _told(method: Callable[Concatenate[Queue, P], Task]) -> Callable[Concatenate[Queue, P], Task]:
-    """What this method refuses, the ranks learn that wait for its name."""
+    """Decorate a method: if it raises an error, the ranks that wait for the same name learn of it."""
 
     @wraps(method)
     def telling(self: Queue, /, *args: P.args, **kwargs: P.kwargs) -> Task:
@@ -39,7 +39,8 @@ def _told(method: Callable[Concatenate[Queue, P], Task]) -> Callable[Concatenate
 
 
 class Queue:
-    """Does what all ranks of `comm`, or these `ranks` of it, are ready for, in a communicator and a thread of its own.
+    """Collectives of all ranks of `comm`, or of these `ranks`, in a communicator and a thread of its own. A collective
+    begins when all ranks are ready for it.
 
     Ranks may submit in any order: a `name` says what belongs together, and all ranks give the same one. Small arrays of
     one type and operation travel together, up to `queue.fusion_bytes` of rank 0. Programs whose steps are alike need
@@ -204,7 +205,7 @@ class Queue:
         return int(self._submit(operations.joining()).wait())
 
     def statistics(self) -> Statistics:
-        """What it has done."""
+        """Counters of the work that is done."""
         return self._dispatcher.statistics()
 
     def close(self) -> None:

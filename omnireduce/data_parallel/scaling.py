@@ -1,4 +1,4 @@
-"""Words of Horovod that fronts share: how tensors are combined."""
+"""Operations that combine tensors, and factors before and after them, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OPS = {"Average": Average, "Sum": Sum, "Adasum": Adasum, "Min": Min, "Max": Max,
 
 
 class Scaling(NamedTuple):
-    """How tensors are combined: they are multiplied by `prescale` before, the result by `postscale` after that."""
+    """An operation that combines tensors. They are multiplied by `prescale` before it, the result by `postscale` after
+    it."""
 
     op: QueueOp = Average
     prescale: float = 1.0
@@ -37,8 +38,8 @@ class Scaling(NamedTuple):
 
 
 def scaling(average: bool | None, op: QueueOp | None, prescale: float = 1.0, postscale: float = 1.0) -> Scaling:
-    """What the caller wants; `average` is of older programs. Raises UsageError for both words, and for an op that there
-    is not."""
+    """The operation that a caller asks for. Older programs say `average`. Raises UsageError if both are given, and for
+    an unknown op."""
     if average is not None and op is not None:
         raise UsageError("average and op are both given; expected one of them: op=Average or op=Sum")
     if op is None:

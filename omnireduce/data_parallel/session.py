@@ -46,7 +46,7 @@ class ProcessSet:
         return self.members().index(own)
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
         return len(self.members())
 
     def members(self) -> list[int]:
@@ -62,7 +62,7 @@ global_process_set.ranks, global_process_set.process_set_id = None, 0
 
 
 class LocalRank(NamedTuple):
-    """Where a rank is: its number among those of its host, and of its host among those with such a rank.
+    """Place of a rank: its number among the ranks of its host, and the number of its host among hosts with such a rank.
 
     In an elastic job that has fewer ranks than before, `local_rank` may be `local_size` or more.
     """
@@ -75,7 +75,7 @@ class LocalRank(NamedTuple):
 
 
 class _Session:
-    """What belongs to the global communicator, beside it. `added` counts the sets that were added so far, `unnamed` the
+    """Queues and process sets of the global communicator. `added` counts the sets that were added so far, `unnamed` the
     collectives without a name, by kind and set."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -127,7 +127,7 @@ def is_initialized() -> bool:
 
 
 def session_of() -> _Session:
-    """That of this process. Where there is only a global communicator, all ranks begin one now."""
+    """The session of this process. If there is only a global communicator, all ranks begin a session now."""
     if _session is not None and not _session.comm.is_shut_down:
         return _session
     if world.is_initialized():
@@ -184,8 +184,8 @@ def names_of(kind: str, name: str | None, values: Sequence[Any], process_set: Pr
 
 
 def told_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[], T]) -> T:
-    """What `begin` gives, which leads to the collectives of these names. What it raises is told to the ranks that wait
-    for them, unless they know."""
+    """Call `begin`, which leads to the collectives of these names, and return its result. If it raises an error, the
+    ranks that wait for these names are told, unless they know."""
     try:
         return begin()
     except Exception as error:
@@ -195,8 +195,8 @@ def told_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[
 
 
 def begun_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[int], Task]) -> list[Task]:
-    """What `begin` starts at the place of each name. Where it raises at one, that one and those behind it are refused;
-    those before it are waited for, so that their names are free again."""
+    """Call `begin` with the place of each name, and return the tasks. If it raises an error, this collective and
+    all later ones are refused. The earlier ones are waited for, so that their names are free again."""
     tasks = list[Task]()
     try:
         for at in range(len(names)):
@@ -287,7 +287,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many ranks the job has."""
+    """The number of ranks of the job."""
     return session_of().comm.size
 
 
@@ -297,7 +297,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks this host has."""
+    """The number of ranks on this host."""
     return session_of().place.local_size
 
 
@@ -307,7 +307,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many hosts have a rank with this `local_rank`."""
+    """The number of hosts that have a rank with this `local_rank`."""
     return session_of().place.cross_size
 
 
@@ -317,7 +317,7 @@ def is_homogeneous() -> bool:
 
 
 def _place(everyone: Queue, joined: Communicator) -> LocalRank:
-    """Where this rank is. The launcher knows better which host is which: containers of one host have other names.
+    """The place of this rank. The launcher knows best which ranks share a host, as containers have names of their own.
 
     In an elastic job the launcher knew it when it started this rank. How many ranks a host has now, they tell each
     other; each keeps its local rank, by which it may have chosen a device, though ranks before it may be gone.

@@ -61,7 +61,7 @@ class State(ABC):
 
     @abstractmethod
     def _newcomers(self) -> int:
-        """How many workers wait to join, as the rank knows that has heard of most. All ranks call this."""
+        """The number of workers that wait to join; the largest number that any rank knows. All ranks call this."""
 
     def commit(self) -> None:
         """Keep the state as it is now. All ranks call this after the same step.

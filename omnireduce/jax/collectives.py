@@ -68,8 +68,8 @@ def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
 
 
 def share_of(comm: Communicator, weight: Array) -> float:
-    """How much this rank counts beside one that has the mean of all weights. Raises UsageError on all ranks where one
-    has no number, or a negative one, and where all are 0."""
+    """The weight of this rank divided by the mean of all weights. Raises UsageError on all ranks if one gives no
+    number, or a negative one, and if all are 0."""
     try:
         own = float(weight.item())
     except (TypeError, ValueError):  # the others are waiting: they are told, too

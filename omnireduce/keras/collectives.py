@@ -1,7 +1,7 @@
 """Collectives of Keras tensors, variables, NumPy arrays and numbers, in Horovod's words.
 
-Each returns what its value is: a tensor for a tensor or a variable, otherwise an array. What has no `name` is done in
-the order in which the program calls it, on all ranks the same.
+Each returns a tensor for a tensor or a variable, and an array for anything else. All ranks call collectives without a
+`name` in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omnireduce.keras.values import array_of, is_symbolic, like, through_arrays
 
 @dataclass(frozen=True)
 class Combining:
-    """How arrays of the ranks of a set are combined. Raises UsageError for what cannot be."""
+    """A way to combine arrays of the ranks of a set. Raises UsageError for arguments that cannot be."""
 
     how: Scaling
     compression: type[NoneCompressor] = Compression.none

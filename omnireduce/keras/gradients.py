@@ -21,7 +21,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `DistributedOptimizer` is given. Raises UsageError for what cannot be.
+    """Arguments of `DistributedOptimizer`. Raises UsageError for arguments that cannot be.
 
     `local`: the ids of variables whose gradients stay as they are but for a division by the number of ranks, unless
     `scale_local_gradients` is False.
@@ -56,7 +56,7 @@ class Settings:
         return self.groups if isinstance(self.groups, int) else self.num_groups
 
     def _scaled(self, size: int) -> Combining:
-        """How gradients of `size` ranks are combined: an average may be divided in part before the sum, in part after
+        """The way to combine gradients of `size` ranks: an average may be divided in part before the sum, in part after
         it."""
         how = scaling(None, self.op).predivided(self.gradient_predivide_factor, size)
         return Combining(how, self.compression, self.process_set)

@@ -1,7 +1,7 @@
 """Optimizers of Keras whose gradients are combined with those of other ranks, in Horovod's words.
 
-The optimizer stays the same object: it gets a class of its own, which derives from that which it had. So its state
-stays, and what is saved of it is what a plain optimizer saves.
+The optimizer stays the same object. It gets a class of its own, which derives from the class that it had. So it keeps
+its state, and is saved as a plain optimizer is.
 
 Keras clips gradients right before it applies them. There they are combined: after the passes of a step were added, and
 before anything is done to them. So clipping and weight decay work as in one process.
@@ -47,7 +47,7 @@ class Combines:
 
 
 class CombinesItself(Combines):
-    """Of an optimizer that applies gradients itself."""
+    """Class of an optimizer that applies gradients itself."""
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         object.__setattr__(self, "_applied", trainable_variables)
@@ -87,7 +87,7 @@ class CombinesItself(Combines):
 
 
 class CombinesFirst(Combines):
-    """Of an optimizer that hands gradients on: the others must have those of all ranks."""
+    """Class of an optimizer that hands gradients on to other optimizers, which need the gradients of all ranks."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Combine gradients and apply them: see `keras.optimizers.Optimizer.apply`. None counts as zeros."""
@@ -99,7 +99,7 @@ class CombinesFirst(Combines):
 
 
 class CombinesBeforeScale(CombinesFirst):
-    """Of one that looks for infinities first: all ranks must see the same."""
+    """Class of an optimizer that looks for infinities first: all ranks must see the same."""
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Combine gradients and apply them: see `keras.optimizers.Optimizer.stateless_apply`."""

@@ -60,7 +60,8 @@ def is_symbolic(value: Any) -> bool:
 
 
 def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
-    """What `function` makes of arrays with these values, which are its own: as many, of the same shapes and dtypes.
+    """Call `function` with arrays of these values, which it may overwrite; return its arrays. They are as many, of the
+    same shapes and dtypes.
 
     Returns tensors where the values are tensors. Also works in a step that is compiled. Raises what `function` raises;
     from a compiled step an error of the backend, whose text has it.
@@ -75,8 +76,8 @@ _failures: list[Exception] = []  # of calls of the host, the last one
 
 
 def raised_by_host(error: BaseException) -> Exception | None:
-    """What a call of the host has raised within a compiled step, where `error` is that of the backend, which has only
-    its text."""
+    """The error that a call of the host has raised within a compiled step. `error`: that of the backend, which has only
+    the text of it."""
     failure = _failures.pop() if _failures else None
     is_shown = failure is not None and not isinstance(error, OmniReduceError) and str(failure) in str(error)
     return failure if is_shown else None

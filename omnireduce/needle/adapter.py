@@ -34,7 +34,7 @@ def library() -> Any:
 
 
 class NeedleAdapter:
-    """How the tensors of Needle are read and written. Its module is that of the program."""
+    """Access to the tensors of Needle, whose module is the one that the program imports."""
 
     gradient_kind = TENSOR
 
@@ -50,7 +50,7 @@ class NeedleAdapter:
         return NDARRAY if hasattr(x, "_handle") and hasattr(x, "is_compact") else ""
 
     def memory(self, x: Any) -> Array | None:
-        """That of the processor, where the values lie in one piece."""
+        """Memory of the processor, if the values lie in it in one piece."""
         data = x.realize_cached_data() if isinstance(x, self._needle.Tensor) else x
         if not isinstance(data, np.ndarray):
             return _memory_of(data)

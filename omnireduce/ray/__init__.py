@@ -163,7 +163,7 @@ def _await_room(group: Any, limit_s: float) -> bool:
 
 
 def _answers(calls: Sequence[Any], whose: str) -> list[Any]:
-    """What actors answer at their start. Raises TransportError where they do not."""
+    """The answers of actors at their start. Raises TransportError if one does not answer."""
     try:
         answers: list[Any] = ray.get(list(calls), timeout=ACTORS_S)
     except ray.exceptions.GetTimeoutError:
@@ -174,8 +174,8 @@ def _answers(calls: Sequence[Any], whose: str) -> list[Any]:
 
 
 def _results(calls: Sequence[Any]) -> list[Any]:
-    """What each call returned. When one has failed, the others have no more to do, but for a moment in which one may
-    say what it was: who fails because of another rank often says so first."""
+    """The results of the calls. When a call has failed, the others are waited for only for a moment: a rank that fails
+    because of another one is often the first to say so."""
     waiting: list[Any] = list(calls)
     failed: list[tuple[int, tuple[bool, Any, str]]] = []
     while waiting:

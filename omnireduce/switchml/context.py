@@ -78,12 +78,12 @@ class Context:
 
     @property
     def state(self) -> ContextState:
-        """What the context does now."""
+        """The state of the context now."""
         return self._state
 
     @property
     def communicator(self) -> Communicator | DummyCommunicator:
-        """What the context stands on: rank, size, configuration, and all collectives that SwitchML has not.
+        """The communicator of the context: rank, size, configuration, and all collectives that SwitchML lacks.
 
         They take part in the order of jobs, so call them when no job is in the queue, after `wait_for_all_jobs` for
         example. Else jobs may come before them on one rank and after them on another, which ends the job of the ranks
@@ -234,7 +234,7 @@ class Context:
 
     @property
     def stats(self) -> Stats:
-        """What the context has done so far. Raises nothing, also after `stop`."""
+        """Counters of the work so far. Raises nothing, even after `stop`."""
         with self._changed:
             self._settle()
             moved = None if self._comm is None else self._comm.statistics()
@@ -313,7 +313,7 @@ class Context:
 
 
 def _opened(settings: Settings, rank: int | None, size: int | None) -> tuple[Communicator | DummyCommunicator, Starter]:
-    """What a context stands on, and what starts its jobs. Raises ConfigError, and what `connect` raises."""
+    """The communicator of a context, and the starter of its jobs. Raises ConfigError, and what `connect` raises."""
     config, way = settings.config, settings.in_packets
     comm: Communicator | DummyCommunicator
     if way is None or way.dummy is None:

@@ -23,7 +23,7 @@ DUMMY_THREADS = 4  # where nothing says how many
 
 
 class DummyExchange:
-    """Where packets go that go nowhere, of so many `threads`, which share the bandwidth."""
+    """Exchange that sends packets nowhere. So many `threads` share its bandwidth."""
 
     def __init__(self, num_workers: int, settings: Dummy, threads: int) -> None:
         self._factor = num_workers if settings.process_packets else 1
@@ -46,7 +46,7 @@ class DummyExchange:
 
 
 class DummyCommunicator:
-    """What a context of the dummy backend has in the place of a communicator: a rank that nobody else is with."""
+    """Communicator of a context of the dummy backend: its rank is alone."""
 
     transport, shards, generation = "dummy", 0, 0
 

@@ -134,7 +134,7 @@ class Job:
 
     @property
     def state(self) -> JobState:
-        """What has become of the job by now."""
+        """The state of the job now."""
         if self._handle is None:
             if self._error is not None:
                 return JobState.FAILED

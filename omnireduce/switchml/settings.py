@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
 
 class _Allowed(NamedTuple):
-    """What a value may be: `read` gives it, or raises ValueError or KeyError."""
+    """Values that a key may have: `read` gives the value of a text, or raises ValueError or KeyError."""
 
     text: str
     read: Callable[[str], object]
@@ -152,7 +152,7 @@ class _File:
         self.used = set[str]()
 
     def get(self, name: str, default: Any) -> Any:
-        """What a key says, which then counts as used."""
+        """The value of a key, which then counts as used."""
         self.used.add(name)
         return self.peek(name, default)
 
@@ -206,7 +206,7 @@ def _told(file: _File, environ: Mapping[str, str]) -> tuple[int | None, int | No
 
 
 def _defaults(file: _File) -> dict[str, tuple[str, object]]:
-    """What the keys set, by the key here, each with its place."""
+    """The values of our own configuration that the keys set, each with its place in the file."""
     is_rdma = file.peek(BACKEND, "") == "rdma"
     direct = {name: key for name, key in DIRECT.items() if is_rdma or not name.startswith("backend")}
     defaults = {key: (file.where(name), file.get(name, None)) for name, key in direct.items() if name in file.keys}
@@ -222,7 +222,7 @@ def _needs_packets(file: _File) -> bool:
 
 
 def _in_packets(file: _File, config: Config) -> InPackets | None:
-    """How jobs travel in packets, if they do. Raises ConfigError."""
+    """Settings of jobs that travel in packets; None if they do not. Raises ConfigError."""
     if not _needs_packets(file):
         return None
     name, dummy = file.get(PROCESSOR, DEFAULT), None

@@ -63,8 +63,8 @@ class _Differentiable(torch.autograd.Function):
 
 
 def differentiable(run: Tensors, back: Tensors, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What `run` makes of the tensors: other ones. `back` makes their gradients of those of the results, in a backward
-    pass, which all ranks make."""
+    """Call `run`, which makes new tensors of these, and return its results. In a backward pass, which all ranks make,
+    `back` makes the gradients of the tensors of the gradients of the results."""
     return list(_Differentiable.apply(run, back, *tensors))
 
 
@@ -103,7 +103,7 @@ def start_sum_of_rows(tensor: Tensor, op: QueueOp, name: str, process_set: Proce
 
 
 def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
-    """What the service calls it. Raises UsageError where it does not go with these tensors."""
+    """The name of the operation in the service. Raises UsageError if it does not work on these tensors."""
     kinds = {tensor.dtype for tensor in tensors}
     if op not in (Average, Sum) and any(kind.is_complex for kind in kinds):
         raise UsageError(f"op {op!r} of complex numbers: expected Average or Sum")
@@ -134,7 +134,7 @@ def _into_others(tensors: Sequence[Tensor], how: Scaling, name: str, process_set
 def _scaling_of(
     name: str, process_set: ProcessSet, average: bool | None, op: QueueOp | None, before: float, after: float
 ) -> Scaling:
-    """How what has this name is combined."""
+    """The operation of the collective with this name. If the arguments cannot be, other ranks are told."""
     return told_by_name([name], process_set, lambda: scaling(average, op, before, after))
 
 
@@ -170,14 +170,14 @@ class Compressed(NamedTuple):
     contexts: list[Any]
 
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What came of those that have travelled."""
+        """Tensors in their own types, from those that have come back."""
         return [self.compression.decompress(*pair) for pair in zip(tensors, self.contexts, strict=True)]
 
 
 def compressed(
     compression: type[Any], tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet
 ) -> Compressed:
-    """What travels of tensors by these names."""
+    """Compress tensors for the collectives of these names."""
     pairs = told_by_name(names, process_set, lambda: [compression.compress(tensor) for tensor in tensors])
     return Compressed(compression, [tensor for tensor, _ in pairs], [context for _, context in pairs])
 
@@ -360,7 +360,7 @@ def _start_gathering(tensors: Sequence[Tensor], names: Sequence[str], process_se
 
 
 def gathered(tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet) -> list[Tensor]:
-    """Those of all ranks, one behind the other. Gradients go through it."""
+    """The tensors of all ranks, one behind the other. Gradients go through it."""
 
     lengths: list[int] = []
 

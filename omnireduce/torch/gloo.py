@@ -1,4 +1,4 @@
-"""Gloo, for what the aggregators do not serve: it moves bytes between ranks.
+"""Collectives of gloo, which moves bytes between ranks: those that the aggregators do not serve.
 
 Gloo takes the memory of a tensor for its values, in their order, and knows few element types. It uses the address of
 a tensor on a GPU as if it were of its own memory. So it gets bytes in the processor's memory.
@@ -105,7 +105,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: t
 
 
 class Movement(NamedTuple):
-    """What gloo is to do. `words` say what it is; they are the same on all ranks, and `sizes` fit those of the others.
+    """A collective of gloo. `words` describe it. They are the same on all ranks, and `sizes` fit those of the others.
     `begin` asks gloo for it, and `finish` returns the tensors with its results. `devices`: the GPUs of these."""
 
     words: str
@@ -210,9 +210,9 @@ def said_by_gloo(error: Exception) -> str:
 
 
 class GlooWork(dist._Work):
-    """What gloo does. `begun` waits until it has begun, with a time limit or without, and returns gloo's own work;
+    """Work of gloo. `begun` waits until it has begun, with a time limit or without, and returns gloo's own work;
     `is_begun` tells whether that would wait. `finish` is called once, when it is over, and returns the tensors. `words`
-    say what it is."""
+    describe it."""
 
     def __init__(
         self,

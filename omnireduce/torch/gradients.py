@@ -58,7 +58,7 @@ def _checked(named: Named) -> dict[Tensor, str]:
 
 
 class ReductionSettings(NamedTuple):
-    """How gradients are combined: see `DistributedOptimizer`."""
+    """A way to combine gradients: see `DistributedOptimizer`."""
 
     how: Scaling
     predivides: float
@@ -153,8 +153,8 @@ class StepGradients(ABC):
 
 
 class Gradients(StepGradients):
-    """Those of one optimizer. A hook starts to combine each gradient when backward has made it for the last time before
-    a step."""
+    """Gradients of one optimizer. A hook starts to combine each gradient when backward has made it for the last time
+    before a step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames, settings: ReductionSettings, passes: int

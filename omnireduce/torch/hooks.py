@@ -22,7 +22,7 @@ BLOCK = 256  # elements
 
 
 class State:
-    """What a hook keeps between two steps.
+    """State of a hook between two steps.
 
     `model`: whose gradients the hook combines, before or after DistributedDataParallel wraps it. `block_topk_hook`
     needs it: what a step keeps for later is known by the names of the parameters. `process_group`: the ranks (None:
@@ -54,7 +54,7 @@ class State:
         self.group = group
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept for later, by the name of the parameter. It differs between ranks: save it on each."""
+        """The residuals of gradients, by the name of the parameter. They differ between ranks: save them on each."""
         return {"residuals": {name: residual.clone() for name, residual in self.residuals.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class State:
         self.residuals = {name: residual.to(known[name].device, copy=True) for name, residual in of_file}
 
     def _residual(self, parameter: Tensor) -> Tensor:
-        """What was kept of the gradient of a parameter: a tensor of its shape, to be changed in place."""
+        """The residual of the gradient of a parameter: a tensor of its shape, to be changed in place."""
         name = self.names.get(parameter)
         if name is None:
             raise UsageError("block_topk_hook needs the model: State(model). It has a parameter that is not known")

@@ -107,7 +107,7 @@ class _MessageWork(GlooWork):
 
 
 class _Waits:
-    """What threads wait for. Another thread says so where it takes long."""
+    """Waits of threads for messages. Another thread logs those that take long."""
 
     def __init__(self) -> None:
         self._begun: dict[object, tuple[str, Reminders]] = {}  # words, and when to say them

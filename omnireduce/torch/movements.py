@@ -190,7 +190,7 @@ def _check_alike(outs: Tensors, tensor: Tensor, size: int) -> None:
 
 
 def _sizes(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many bytes of a tensor each of `splits` has, which count rows; empty: the same number each."""
+    """Bytes of a tensor for each of `splits`, which count rows; for no splits, the same number each."""
     rows = len(tensor) if tensor.dim() else 0
     lengths = list(splits) or [rows // size] * size
     if not tensor.dim() or len(lengths) != size or min(lengths) < 0 or sum(lengths) != rows:

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 
 class Distributed(torch.optim.Optimizer):
-    """What an optimizer can do beside its own once its gradients are those of all ranks."""
+    """Class of an optimizer whose gradients are combined with those of other ranks."""
 
     _gradients: StepGradients
 

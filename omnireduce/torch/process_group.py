@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 
 class Abilities:
-    """What a group can do beside collectives, as torch asks: nothing. It asks when a rank has a `device_id`."""
+    """Abilities of a group beside collectives: none. Torch asks for them when a rank has a `device_id`."""
 
     supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
 

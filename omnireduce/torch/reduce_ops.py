@@ -24,14 +24,14 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 class Reduction(NamedTuple):
-    """What becomes of the elements of all ranks. `op`: as the service does it; None: bit by bit, which gloo does.
-    `is_divided`: that is a sum, and is divided by the number of ranks after it, towards zero."""
+    """An operation on the elements of all ranks. `op`: the operation of the service; None: bit by bit, by gloo.
+    `is_divided`: the operation is a sum, which is then divided by the number of ranks, towards zero."""
 
     op: Op | None
     is_divided: bool = False
 
     def divided(self, combined: Array, size: int) -> Array:
-        """What the service has combined of `size` ranks, divided in place where that is still to be done."""
+        """The result of the service for `size` ranks, divided in place if that is still to be done."""
         return integer_mean(combined, size, combined) if self.is_divided else combined
 
 
@@ -61,13 +61,13 @@ _OF_TYPE: dict[torch.dtype, dict[str, Reduction]] = {
 
 
 def op_name(op: object) -> str:
-    """What torch calls an operation."""
+    """The name of an operation in torch."""
     return next((name for name, operation in _NAMES if op == operation), str(op))
 
 
 def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
-    """How `op` of torch is done with tensors of one element type, all dense or all sparse. Raises UsageError where that
-    cannot be."""
+    """The reduction for `op` of torch on tensors of one element type, all dense or all sparse. Raises UsageError if
+    there is none."""
     name = op_name(op)
     kinds = {type_name(tensor) for tensor in tensors}
     if len(kinds) != 1:

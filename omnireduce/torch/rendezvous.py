@@ -206,7 +206,7 @@ log = logging.getLogger("omnireduce")
 
 
 class MeetingPoint(NamedTuple):
-    """Where the ranks of the launch `identity` meet: on the host `address`; the signpost is at one of the `ports`."""
+    """Meeting point of the ranks of the launch `identity`: the host `address`. The signpost is at one of `ports`."""
 
     identity: str
     address: str

@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _norm_of(begun: Sequence[tuple[_Group, dict[str, Any]]]) -> float:
-    """That of the means of all gradients together."""
+    """The norm of the means of all gradients together."""
     ends = [part.begin_squares(gradients) for part, gradients in begun]
     return math.sqrt(sum(end() for end in ends))
 
@@ -289,7 +289,7 @@ class _Group:
 
 
 def _arrays_of(state: Mapping[str, Any]) -> dict[str, Array]:
-    """What one of torch's optimizers keeps of a parameter, but for the number of its steps."""
+    """Arrays that an optimizer of torch keeps of a parameter, without the number of its steps."""
     return {what: array_of(staged(x)) for what, x in state.items() if what != "step" and x is not None}
 
 

@@ -31,7 +31,7 @@ def rows_of(tensor: Tensor) -> tuple[Array, Array, int]:
 
 
 def width_of(tensor: Tensor) -> int:
-    """How many numbers of the service's types a row of a sparse tensor has."""
+    """The number of elements of a row of a sparse tensor; a complex element counts twice."""
     dense: Sequence[int] = tensor.shape[tensor.sparse_dim() :]
     return math.prod(dense) * (2 if tensor.is_complex() else 1)
 

@@ -36,7 +36,7 @@ class Handle(NamedTuple):
 
 
 def handle_of(task: Task, finish: Callable[[Any], Any]) -> Handle:
-    """That of one collective, whose result `finish` makes of that of the task."""
+    """The handle of one collective. `finish` makes its result of the result of the task."""
     return Handle((task,), lambda results: finish(results[0]))
 
 
@@ -52,7 +52,7 @@ def joined(handles: list[Handle]) -> Handle:
 
 
 def first(results: list[T]) -> T:
-    """The only one."""
+    """The only element of a list."""
     return results[0]
 
 
@@ -125,7 +125,7 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def room_of(tensor: Tensor) -> Tensor:
-    """Where values for `tensor` may be put that come later: its own memory, if it is a staged one.
+    """Memory for values of `tensor` that come later: its own memory, if it is staged.
 
     Raises UsageError for what is no dense tensor.
     """
@@ -170,7 +170,7 @@ def put_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor
 
 
 def gpus_of(tensors: Sequence[Tensor]) -> list[torch.device]:
-    """Where tensors are that are not in the processor's memory."""
+    """The GPUs of these tensors."""
     return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 

@@ -133,7 +133,7 @@ def told_to_torch(error: Exception) -> RuntimeError:
 
 
 class Outcome:
-    """What becomes of the collective behind `handle`. `finish` makes its tensors of its result; it is called once, in
+    """Outcome of the collective behind `handle`. `finish` makes its tensors of its result; it is called once, in
     whatever thread comes first. `is_known`: the tensors are there, or the collective has failed."""
 
     def __init__(self, handle: Handle[Any], finish: Callable[[Any], Sequence[Tensor]]) -> None:

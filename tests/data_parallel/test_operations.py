@@ -14,7 +14,8 @@ from local_cluster import Daemon, configured, run_job
 from omnireduce import Communicator, Op, UsageError
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.agreement import ALIKE_STEPS
-from omnireduce.data_parallel.operations import Buffer, Reduction, adasum
+from omnireduce.data_parallel.fusion_buffer import Buffer
+from omnireduce.data_parallel.operations import Reduction, adasum
 from omnireduce.data_parallel.queue import Queue
 
 RANKS, STEPS = 2, ALIKE_STEPS + 4
