@@ -171,7 +171,7 @@ class Security(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         FilePath,
         meta(
             "file with the secret that workers and aggregators prove to each other to know; only its owner may be "
-            "allowed to read it, or a group of this process. Of up to 4 lines a worker proves the first, an "
+            "allowed to read it, or a group of this process. It has up to 4 lines: a worker proves the first, an "
             "aggregator admits any. The variable OMNIREDUCE_SECURITY_SECRET can hold the secret instead"
         ),
     ] = ""
@@ -207,7 +207,7 @@ class Security(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         FilePath,
         meta(
             "PEM file: who must have signed the other end's certificate. With it a worker connects by TLS, and an "
-            "aggregator with TLS wants workers to have certificates, too"
+            "aggregator with TLS wants workers to have certificates as well"
         ),
     ] = ""
 
@@ -230,7 +230,7 @@ class Metrics(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         FilePath,
         meta(
             "file with the bearer token that /metrics wants, and /healthz and /readyz do not; only its owner may be "
-            "allowed to read it. Of up to 4 lines any will do"
+            "allowed to read it. It has up to 4 lines, and each of them counts"
         ),
     ] = ""
     tls_certificate: Annotated[
@@ -377,7 +377,7 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Address, ...],
         Meta(max_length=4096),
         meta(
-            "address of every aggregator shard; the same list in the same order on every worker. Where there is none, "
+            "address of every aggregator shard; the same list in the same order on every worker. Without any, "
             "rank 0 starts one for its job, whose ranks must all be on one host"
         ),
     ] = ()
