@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import demand, memory_bytes
 from omnireduce.support.config.schema import Terms
-
-
-def beyond_allowance(terms: Terms, hello: Hello, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
-    """The limit of a team that the job of `hello` would exceed, as a text; empty if there is room.
-
-    `jobs` has a hello of every other job that gathers or runs, `held` of every job whose slots are taken.
-    """
-    team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
-    count = sum(other.team == hello.team for other in jobs)
-    if count >= terms.max_jobs:
-        return f"{count} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
-    ranks, taken = demand(other for other in held if other.team == hello.team)
-    if ranks + hello.world_size > terms.max_ranks:
-        wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
-        return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"
-    if taken + memory_bytes(hello) > terms.max_bytes:
-        wanted = f"{taken} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
-        return f"{wanted} are more than max_bytes, {terms.max_bytes}, in {where}"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +38,36 @@ class Limits:
             )
         return ""
 
-    def beyond(self, hello: Hello, jobs: int, others: Collection[Hello]) -> str:
-        """The limit that the job of `hello` would exceed beside `jobs` other jobs, as a text; empty if there is room.
+    def beyond(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+        """The limit, of the shard or of a team with `terms`, that the job of `hello` would exceed, as a text; empty if
+        there is room.
 
-        `others`: the jobs that have memory, or want it.
+        `jobs` has a hello of every other job that gathers or runs, `held` one of every job whose slots are taken.
         """
-        if jobs >= self.max_jobs:
+        if len(jobs) >= self.max_jobs:
             return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        ranks, held = demand(others)
+        ranks, taken = demand(held)
         if ranks + hello.world_size > self.max_ranks:
             wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
             return f"{wanted} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
-        if held + memory_bytes(hello) > self.max_bytes:
-            wanted = f"{held} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
+        if taken + memory_bytes(hello) > self.max_bytes:
+            wanted = f"{taken} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
             return f"{wanted} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
-        return ""
+        own = [[other for other in others if other.team == hello.team] for others in (jobs, held)]
+        return _beyond_terms(terms, hello, len(own[0]), own[1])
+
+
+def _beyond_terms(terms: Terms, hello: Hello, jobs: int, held: Sequence[Hello]) -> str:
+    """The limit of its team that one more job would exceed beside `jobs` others of the team, as a text; empty if there
+    is room."""
+    team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
+    if jobs >= terms.max_jobs:
+        return f"{jobs} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
+    ranks, taken = demand(held)
+    if ranks + hello.world_size > terms.max_ranks:
+        wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
+        return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"
+    if taken + memory_bytes(hello) > terms.max_bytes:
+        wanted = f"{taken} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
+        return f"{wanted} are more than max_bytes, {terms.max_bytes}, in {where}"
+    return ""

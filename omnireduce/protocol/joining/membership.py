@@ -51,7 +51,7 @@ from omnireduce.protocol.joining.checks import (
 from omnireduce.protocol.joining.compiling import COMPILING_S, TOO_LONG, Compilers
 from omnireduce.protocol.joining.failed_launches import FailedLaunches, fails_launch
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
-from omnireduce.protocol.joining.limits import Limits, beyond_allowance
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import Claim, FormationKey, JobKey, PendingJob, WaitingRank, member_name
 from omnireduce.support.config.schema import Terms
 from omnireduce.support.teams import FREE
@@ -234,7 +234,7 @@ class Room:
         jobs = [job.spec for job in self._running.values()]
         jobs += [other.spec for other in others if other.replaces not in self._running]
         held = [*self._held.values(), *(other.spec for other in others if other.replaces not in self._held)]
-        return bool(self._too_much(pending_job.spec, pending_job.terms, jobs, held))
+        return bool(self._limits.beyond(pending_job.spec, pending_job.terms, jobs, held))
 
     def why_none(self, hello: Hello, terms: Terms, displaced: PendingJob | None) -> str:
         """The reason why there is no room for one more job in place of `displaced`; empty if there is room. Pending
@@ -243,7 +243,7 @@ class Room:
         gather = [other.spec for other in self._pending_jobs.values() if other is not displaced]
         jobs = gather + [job.spec for number, job in self._running.items() if number != leaving]
         held = gather + [spec for number, spec in self._held.items() if number != leaving]
-        return self._too_much(hello, terms, jobs, held)
+        return self._limits.beyond(hello, terms, jobs, held)
 
     def replaced_by(self, hello: Hello, displaced: PendingJob | None = None) -> int | None:
         """The generation whose room an elastic job takes over: its last generation, unless a pending job other than
@@ -257,11 +257,6 @@ class Room:
             if any(other.replaces == last for other in self._pending_jobs.values() if other is not displaced)
             else last
         )
-
-    def _too_much(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
-        """The limit that the job of `hello` would exceed beside `jobs`, and `held`, whose slots are taken; empty if
-        there is room."""
-        return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held)
 
 
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn

@@ -28,22 +28,24 @@ from omnireduce.core.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
+    Greeting,
     Hello,
     Leave,
     Newcomers,
     Pending,
+    Proof,
     RankAssignment,
     Refused,
-    Waiting,
     Welcome,
 )
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.collective.effects import Tell, error_of
 from omnireduce.protocol.host.groups import LocalRanks
-from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
+from omnireduce.protocol.joining.authentication import UNHEARD
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.pending_job import worker_name
+from omnireduce.protocol.joining.request import JoinRequest
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.secret import Secret
 
@@ -134,9 +136,7 @@ class _Visit:
 
     since: float
     hint: str
-    candidate: Candidate | None  # until the secret is proved
-    pending: Pending | None = None
-    welcome: Welcome | None = None
+    request: JoinRequest
 
 
 class Joining:
@@ -189,13 +189,10 @@ class Joining:
         """There is a connection to this aggregator. `nonce` is fresh. `hint`: a possible reason if it is lost."""
         if shard != len(self._visits):
             return  # the connection belongs to an attempt that has ended
-        candidate = None if self._secret is None else Candidate(self._secret, nonce)
-        self._visits.append(_Visit(now, hint, candidate))
+        request = JoinRequest(self._hello_to(shard), self._secret, nonce)
+        self._visits.append(_Visit(now, hint, request))
         self._again_at = None
-        if candidate is None:
-            yield from self._say_hello(shard, now)
-        else:
-            yield Tell(shard, candidate.greeting)
+        yield from self._say(shard, request.first, now)
 
     def unreachable(self, shard: int, reason: str, now: float) -> Iterator[JoinEffect]:
         """No connection to this aggregator could be made. It may still start, or its name may become known later."""
@@ -207,22 +204,26 @@ class Joining:
         """An aggregator said something."""
         if shard >= len(self._visits):
             return  # of an attempt that has ended
-        visit, address = self._visits[shard], self._addresses[shard]
-        self._has_answer = True
-        if isinstance(message, Refused):
+        address, self._has_answer = self._addresses[shard], True
+        try:
+            answer = self._visits[shard].request.told(message)
+        except ProtocolError as wrong:
+            yield from self.failed(TransportError(f"aggregator {address} {wrong}"), now)
+            return
+        if answer is not None:
+            yield from self._say(shard, answer, now)
+        elif isinstance(message, Refused):
             error = RefusedError(f"aggregator {address} refused: {shown(message.reason)}", temporary=message.temporary)
             yield from self.failed(error, now)
-        elif visit.candidate is not None:
-            yield from self._prove(shard, visit.candidate, message, now)
         else:
-            yield from self._answered(shard, visit, message, now)
+            yield from self._answered(shard, message, now)
 
     def lost(self, shard: int, reason: str, now: float, *, for_good: bool = False) -> Iterator[JoinEffect]:
         """The connection to this aggregator is over. `for_good`: the next connection would end in the same way."""
         if shard >= len(self._visits):
             return
         visit, address = self._visits[shard], self._addresses[shard]
-        if visit.candidate is not None and not for_good:
+        if not visit.request.has_said_hello and not for_good:
             yield HangUp(shard)
             del self._visits[shard:]
             yield from self.unreachable(shard, f"{reason} before the hello{visit.hint}", now)
@@ -256,7 +257,7 @@ class Joining:
         cause = cause or Cause(self._me, f"could not begin: {error}")
         leave = Leave(replace(cause, culprit=cause.culprit[:MOST_SAID], reason=cause.reason[:MOST_SAID]))
         for shard, visit in enumerate(self._visits):
-            if visit.candidate is None:
+            if visit.request.has_said_hello:
                 yield Tell(shard, leave)
         yield HangUp()
         self._visits.clear()
@@ -304,39 +305,30 @@ class Joining:
         self._said = {text}
         return is_news
 
-    def _say_hello(self, shard: int, now: float) -> Iterator[JoinEffect]:
-        """Say Hello at once: an aggregator drops a connection without a Hello, and the next aggregator may take long to
-        start."""
-        self._reminders, self._reason = Reminders(now), ""
+    def _hello_to(self, shard: int) -> Hello:
         hello, seat = replace(self._hello, shard=shard), self._seat
-        if seat is not None:
-            hello = replace(
-                hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,
-                min_ranks=0, last_call_s=0.0, survived=0, ticket=b"",
-            )  # fmt: skip
-        yield Tell(shard, hello)
-        if shard + 1 < self._shards:
-            yield Connect(shard + 1, self._by)
+        if seat is None:
+            return hello
+        return replace(
+            hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,
+            min_ranks=0, last_call_s=0.0, survived=0, ticket=b"",
+        )  # fmt: skip
 
-    def _prove(self, shard: int, candidate: Candidate, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
-        try:
-            answer = candidate.told(message)
-        except ProtocolError as error:
-            yield from self.failed(TransportError(f"aggregator {self._addresses[shard]} {error}"), now)
-            return
-        if answer is not None:
-            yield Tell(shard, answer)
-        else:
-            self._visits[shard].candidate = None
-            yield from self._say_hello(shard, now)
+    def _say(self, shard: int, message: Greeting | Proof | Hello, now: float) -> Iterator[JoinEffect]:
+        """Say it at once: an aggregator drops a connection without a Hello, and the next aggregator may take long to
+        start."""
+        yield Tell(shard, message)
+        if isinstance(message, Hello):
+            self._reminders, self._reason = Reminders(now), ""
+            if shard + 1 < self._shards:
+                yield Connect(shard + 1, self._by)
 
-    def _answered(self, shard: int, visit: _Visit, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
+    def _answered(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
         """An aggregator answered the Hello, or said something later. One shard may admit a job while another still
         gathers it. Ranks that have all their welcomes go ahead. So the first shard can say Waiting, or Aborted, to a
         rank that waits for the second shard."""
         address = self._addresses[shard]
         if isinstance(message, Pending):
-            visit.pending = message
             if message.compiling and self._seat is None:
                 more_s = max(self._limit_s, NEWS_LATE_S)
                 self._by = self._join_by = min(max(self._join_by, now + more_s), self._latest + more_s)
@@ -346,16 +338,12 @@ class Joining:
             self.newcomers = message.count
         elif isinstance(message, Aborted):
             yield from self.failed(error_of(message.cause), now, message.cause)
-        elif isinstance(message, Welcome) and visit.welcome is None:
-            visit.welcome = message
+        elif isinstance(message, Welcome):
             yield from self._welcomed(now)
-        elif not isinstance(message, Waiting):
-            name = type(message).__name__
-            yield from self.failed(TransportError(f"aggregator {address} answered the hello with {name}"), now)
 
     def _welcomed(self, now: float) -> Iterator[JoinEffect]:
         """Go on once all aggregators that were visited have said Welcome."""
-        welcomes = [visit.welcome for visit in self._visits if visit.welcome is not None]
+        welcomes = [visit.request.welcome for visit in self._visits if visit.request.welcome is not None]
         if len(welcomes) < self._shards:
             return
         if self._is_elastic and self._seat is None:
@@ -431,7 +419,7 @@ class Joining:
 
     def _overdue(self, now: float) -> OmniReduceError:
         """The error for the end of this attempt's time. It says whom the attempt waited for."""
-        proving = next(((i, visit) for i, visit in enumerate(self._visits) if visit.candidate is not None), None)
+        proving = next(((i, visit) for i, visit in enumerate(self._visits) if not visit.request.has_said_hello), None)
         if proving is not None and (waited_s := now - proving[1].since) >= min(QUIET_S, (now - self._begun) / 2):
             late = f"within {waited_s:.2g} s; {UNHEARD}"
             return RefusedError(
@@ -443,7 +431,7 @@ class Joining:
         limit = f"cluster.join_timeout_s = {self._limit_s:g}"
         if self._by < self._join_by:
             limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"
-        is_known = any(visit.pending for visit in self._visits if visit.welcome is None)
+        is_known = any(visit.request.pending for visit in self._visits if visit.request.welcome is None)
         hint = "; were all workers started, with the same world size and job?" if is_known else ""
         if self._place is None and not self._has_answer:
             hint = f"; {UNHEARD}"
@@ -452,9 +440,9 @@ class Joining:
     def _what_is_missing(self) -> str:
         if self._place is not None:
             return f"the other ranks of job '{self._hello.job}' on this host to share their memory"
-        waiting = [(self._addresses[i], visit) for i, visit in enumerate(self._visits) if visit.welcome is None]
-        address, visit = min(waiting, key=lambda pair: pair[0])
-        pending = visit.pending
+        requests = [(self._addresses[i], visit.request) for i, visit in enumerate(self._visits)]
+        address, request = min((pair for pair in requests if pair[1].welcome is None), key=lambda pair: pair[0])
+        pending = request.pending
         if pending is None:
             return f"an answer of aggregator {address}"
         if not pending.missing and pending.note:

@@ -12,7 +12,7 @@ import secrets
 import selectors
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -39,12 +39,12 @@ from omnireduce.core.wire.control import (
     other_version,
 )
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.joining.authentication import Candidate
 from omnireduce.protocol.joining.checks import kin, malformed
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
-from omnireduce.protocol.joining.limits import Limits, beyond_allowance
+from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect, Relayed
 from omnireduce.protocol.joining.pending_job import FormationKey, member_name
+from omnireduce.protocol.joining.request import JoinRequest
 from omnireduce.runtime.driver import Clock
 from omnireduce.support.config.schema import Terms
 from omnireduce.support.logs import tagged
@@ -62,9 +62,7 @@ class PendingUplink:
     address: str
     since: float
     link: Link | None = None
-    candidate: Candidate | None = None  # until the upstream has proved that it knows the secret
-    pending: Pending = field(default_factory=lambda: Pending([], 0))
-    welcome: Welcome | None = None
+    request: JoinRequest | None = None  # on this link
     again_at: float | None = None  # when to connect once more
     give_up: Callable[[], object] = lambda: None  # the attempt to connect
     why: str = ""  # why the upstream could not be reached
@@ -72,6 +70,15 @@ class PendingUplink:
     @property
     def formation_key(self) -> FormationKey:
         return FormationKey.of(self.hello)
+
+    @property
+    def welcome(self) -> Welcome | None:
+        return None if self.request is None else self.request.welcome
+
+    @property
+    def has_said_hello(self) -> bool:
+        """The upstream may count on this worker."""
+        return self.request is not None and self.request.has_said_hello
 
 
 def rank_of(hello: Hello, welcome: Welcome) -> int:
@@ -89,9 +96,10 @@ def status_of(uplinks: Sequence[PendingUplink], now: float) -> JobStatus:
     """The status of a job that gathers, of which these workers are here."""
     here = [uplink for uplink in uplinks if not uplink.hello.compiling]
     first = (here or uplinks)[0]
+    pending = None if first.request is None else first.request.pending
     return JobStatus(
         name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,
-        world_size=first.hello.world_size, joined=len(here), missing=first.pending.missing,
+        world_size=first.hello.world_size, joined=len(here), missing=[] if pending is None else pending.missing,
         age_s=now - first.since, upstream=first.address,
     )  # fmt: skip
 
@@ -171,7 +179,7 @@ class Relaying:
         if FormationKey.of(hello) in self._pending_jobs or hello.refuses:
             return "", False
         jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
-        return self._limits.beyond(hello, len(jobs), held) or beyond_allowance(terms, hello, jobs, held), True
+        return self._limits.beyond(hello, terms, jobs, held), True
 
     def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
         """These jobs and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
@@ -290,18 +298,16 @@ class Relaying:
         secret = self._secret_of(uplink.hello.team)
         if secret is not None and secret.team != uplink.hello.team:
             self._answer([self._refuse(uplink, f"is told of no team '{uplink.hello.team}': there is none any more")])
-        elif secret is None:
-            self._say_hello(uplink)
         else:
-            uplink.candidate = Candidate(secret, secrets.token_bytes(NONCE_BYTES))
-            found.send_control(encode_control(uplink.candidate.greeting))
+            uplink.request = JoinRequest(self._passed_on(uplink.hello), secret, secrets.token_bytes(NONCE_BYTES))
+            found.send_control(encode_control(uplink.request.first))
 
     def _try_again(self, uplink: PendingUplink, why: str) -> None:
         """The upstream has not heard of this worker yet: connect once more, after a pause."""
         if uplink.link is not None:
             self._selector.unregister(uplink.link)
             uplink.link.close()
-        uplink.link = uplink.candidate = None
+        uplink.link = uplink.request = None
         uplink.again_at = self._clock() + RETRY_S
         if why != uplink.why:
             uplink.why = why
@@ -311,13 +317,11 @@ class Relaying:
         else:
             self._answer(())
 
-    def _say_hello(self, uplink: PendingUplink) -> None:
-        assert uplink.link is not None
-        hello = uplink.hello
+    def _passed_on(self, hello: Hello) -> Hello:
+        """The hello of a worker as the upstream gets it."""
         # a host sends one sum, so ranks that come through different relays must not count as one host
         memory = hello.memory and hashlib.blake2b(hello.memory.encode(), key=self._key, digest_size=16).hexdigest()
-        own = replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
-        uplink.link.send_control(encode_control(own))
+        return replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
 
     def _hear(self, uplink: PendingUplink) -> None:
         """Deal with what the upstream says to a worker that has not been admitted here."""
@@ -347,51 +351,36 @@ class Relaying:
                 return
             if not isinstance(event, Control):
                 raise ProtocolError("sent blocks before its welcome")
-            message = decode_control(event.body)
-            if uplink.candidate is None or isinstance(message, Refused):
-                yield from self._told(uplink, message)
-            else:
-                self._prove(uplink, uplink.candidate, message)
+            yield from self._told(uplink, decode_control(event.body))
         except ProtocolError as error:
             yield self._refuse(uplink, str(error))
 
     def _lost(self, uplink: PendingUplink, reason: str) -> Iterator[MembershipEffect]:
-        if uplink.candidate is not None:
+        if not uplink.has_said_hello:
             self._try_again(uplink, f"{reason} before the hello")
         else:
             yield self._refuse(uplink, f"{reason} before it had admitted this worker", temporary=True)
 
-    def _prove(self, uplink: PendingUplink, candidate: Candidate, message: ControlMessage) -> None:
-        """Go on with the handshake. Raises ProtocolError."""
-        answer = candidate.told(message)
-        if answer is None:
-            uplink.candidate = None
-            self._say_hello(uplink)
-        else:
-            assert uplink.link is not None
-            uplink.link.send_control(encode_control(answer))
-
     def _told(self, uplink: PendingUplink, message: ControlMessage) -> Iterator[MembershipEffect]:
-        """Pass on what the upstream says. Raises ProtocolError."""
-        if isinstance(message, Pending):
-            uplink.pending = message
+        """Go on with the handshake, or pass on what the upstream says. Raises ProtocolError."""
+        assert uplink.link is not None
+        assert uplink.request is not None
+        if uplink.has_said_hello and isinstance(message, Welcome) and not message.relayed:
+            raise ProtocolError("does not know that this is a relay")
+        answer = uplink.request.told(message)
+        if answer is not None:
+            uplink.link.send_control(encode_control(answer))
+        elif isinstance(message, Pending | Newcomers):
             yield Answer(uplink.key, message)
         elif isinstance(message, Waiting):
             yield Answer(uplink.key, message.heard_from(uplink.address))
-        elif isinstance(message, Newcomers):
-            yield Answer(uplink.key, message)
         elif isinstance(message, Refused):
             yield self._refused(uplink, message)
         elif isinstance(message, Aborted):
             self.gone(uplink.key, self._clock())
             yield Answer(uplink.key, message)
-        elif isinstance(message, Welcome) and uplink.welcome is None:
-            if not message.relayed:
-                raise ProtocolError("does not know that this is a relay")
-            uplink.welcome = message
+        elif isinstance(message, Welcome):
             self._welcome[uplink.formation_key, message.generation] += 1
-        else:
-            raise ProtocolError(f"answered the hello with {type(message).__name__}")
 
     def _refused(self, uplink: PendingUplink, message: Refused) -> Answer:
         """The upstream refuses this worker. If it only passes that on, the message says already whose refusal it is."""
@@ -440,7 +429,7 @@ class Relaying:
         uplink.give_up()
         if link is None:
             return
-        if uplink.candidate is None:  # the upstream may have begun the job
+        if uplink.has_said_hello:  # the upstream may have begun the job
             link.send_control(encode_control(Leave(cause)))
         self._selector.unregister(link)
         link.close()

@@ -22,9 +22,9 @@ MUTATIONS = (
         "bad news behind the last welcome is lost",
         _JOINING,
         "a rank believes in a job that is over",
-        "            return  # of an attempt that has ended\n        visit, address",
+        "            return  # of an attempt that has ended\n        address",
         "            return  # of an attempt that has ended\n        if self._has_joined:\n            return\n"
-        "        visit, address",
+        "        address",
         within=6000,
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = (
         "the seat is forgotten",
         _JOINING,
         "workers go to the other shards with the ranks that they were launched with",
-        "                hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,\n",
-        "                hello, formation=seat.formation,\n",
+        "            hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,\n",
+        "            hello, formation=seat.formation,\n",
         test="tests/protocol/test_joining.py::test_a_seat_is_taken_to_the_other_aggregators",
     ),
     Mutation(
@@ -111,7 +111,7 @@ MUTATIONS = (
         "a connection that is lost before the hello ends it all",
         _JOINING,
         "a worker gives up because of one lost connection, though it has time left",
-        "        if visit.candidate is not None and not for_good:\n",
+        "        if not visit.request.has_said_hello and not for_good:\n",
         "        if False:\n",
         test="tests/protocol/test_joining.py::test_a_connection_that_is_lost_before_the_hello_is_made_again",
     ),
