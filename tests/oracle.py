@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from omnireduce.core.dtypes import ELEMENT_TYPES
+
 Array = NDArray[Any]
-HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+NARROW = {element.dtype for element in ELEMENT_TYPES.values() if element.is_float and element.itemsize < 4}
 STEPS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "mean": np.add,
@@ -24,11 +25,11 @@ STEPS: dict[str, Callable[[Array, Array], Array]] = {
 def reduce_in_rank_order(tensors: Sequence[Array], op: str, *, divisor: int | None = None) -> Array:
     """Combine `tensors`, one of each rank, all of one shape and dtype; every argument stays as it is.
 
-    16-bit floats are kept in float32 and rounded once, a mean is a sum divided once (by `divisor`, else by the number
-    of tensors), integers wrap, and NaN wins.
+    Floats of fewer than 32 bits are kept in float32 and rounded once. A mean is a sum divided once (by `divisor`, else
+    by the number of tensors). Integers wrap, and NaN wins.
     """
     dtype = tensors[0].dtype
-    wide = np.dtype(np.float32) if dtype in HALVES else dtype
+    wide = np.dtype(np.float32) if dtype in NARROW else dtype
     total = tensors[0].astype(wide)
     with np.errstate(all="ignore"):
         for tensor in tensors[1:]:
@@ -40,13 +41,14 @@ def reduce_in_rank_order(tensors: Sequence[Array], op: str, *, divisor: int | No
 
 def reduce_by_host(hosts: Sequence[Sequence[int]], tensors: Sequence[Array], op: str) -> Array:
     """Combine the tensors of each host's ranks in order, rounded to their type, then those of the hosts. A mean is
-    divided once, in the end. The sum of a host could be infinite in float16: its tensors are combined rank by rank."""
+    divided once, in the end. The sum of a host could be infinite in a narrow type, except in bfloat16: such tensors are
+    combined rank by rank."""
     return reduce_by_tree(tuple(tuple(ranks) for ranks in hosts) if len(hosts) > 1 else tuple(hosts[0]), tensors, op)
 
 
 def reduce_by_tree(tree: Any, tensors: Sequence[Array], op: str) -> Array:
     """As `reduce_by_host`, for any tree: a rank, or a tuple of trees that are combined in order."""
-    if tensors[0].dtype == np.float16:
+    if tensors[0].dtype in NARROW and tensors[0].dtype.name != "bfloat16":
         return reduce_in_rank_order(tensors, op)
 
     def combine(part: Any) -> Array:

@@ -173,11 +173,11 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
         contribute zeros."""
         return self.kind in REDUCING
 
-    @property
+    @cached_property
     def summed_by_host(self) -> bool:
         """Whether each host sends a single sum, if a job runs on several hosts. In float16 that sum could be infinite
         although the result is not. A refusal is each rank's own."""
-        return self.element.name != "float16" and not self.refused
+        return not self.element.has_short_range and not self.refused
 
     @property
     def has_rows(self) -> bool:

@@ -18,15 +18,16 @@ from omnireduce.errors import UsageError
 Array = NDArray[Any]
 BYTES = np.dtype(np.uint8)
 ALL_BITS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+FLOAT32_MAXEXP = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
     """One element type.
 
-    `storage` is the NumPy type under which kernels see it: 16-bit floats are uint16, unsigned integers are signed ones,
-    so that fewer kernels are compiled and loaded. `zero_mask` selects the bits of a 64-bit word that make an element
-    non-zero, `is_half` says that sums are kept in float32 and rounded once.
+    `name`: what NumPy or ml_dtypes, PyTorch and JAX call it. `storage`: the NumPy type under which kernels see it.
+    Narrow floats are unsigned integers there, and unsigned integers are signed ones, so that fewer kernels are compiled
+    and loaded. `zero_mask` selects the bits of a 64-bit word that make an element non-zero.
     """
 
     name: str
@@ -36,8 +37,20 @@ class ElementType:
     is_float: bool
 
     @property
-    def is_half(self) -> bool:
-        return self.is_float and self.dtype.itemsize == 2
+    def is_narrow(self) -> bool:
+        """Whether it is a float of fewer than 32 bits. Sums are then kept in float32, and rounded once."""
+        return self.is_float and self.dtype.itemsize < 4
+
+    @property
+    def has_short_range(self) -> bool:
+        """Whether it is a float with fewer bits of exponent than float32: a sum of few ranks may be infinite although
+        the sum of all is not."""
+        return self.is_narrow and bool(ml_dtypes.finfo(self.dtype).maxexp < FLOAT32_MAXEXP)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether NumPy itself has the type. The others are those of ml_dtypes."""
+        return self.dtype.isbuiltin == 1
 
     @property
     def is_unsigned(self) -> bool:
@@ -52,7 +65,7 @@ def _float(name: str, dtype: DTypeLike) -> ElementType:
     dtype = np.dtype(dtype)
     bits = dtype.itemsize * 8
     signs = sum(1 << (at + bits - 1) for at in range(0, 64, bits))
-    storage = np.dtype(np.uint16) if bits == 16 else dtype
+    storage = np.dtype(f"u{dtype.itemsize}") if bits < 32 else dtype
     return ElementType(name, dtype, storage, np.uint64(ALL_BITS ^ np.uint64(signs)), is_float=True)
 
 

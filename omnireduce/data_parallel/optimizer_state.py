@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.core.dtypes import Array
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.data_parallel.adapters import ARRAY, Adapter
 from omnireduce.errors import UsageError, a_type
 
-NUMBERS = "biufc"  # kinds of NumPy arrays that travel, beside bfloat16
+NUMBERS = "biufc"  # kinds of NumPy arrays that travel, beside the types of ml_dtypes that can be summed
 PLAIN = bool, int, float, str, bytes, type(None)
 
 
@@ -114,7 +114,7 @@ class OptimizerState:
 
 
 def _has_numbers(x: Any) -> bool:
-    return x.dtype.kind in NUMBERS or x.dtype.name == "bfloat16"
+    return x.dtype.kind in NUMBERS or x.dtype.name in ELEMENT_TYPES
 
 
 def _is_plain(key: Any) -> bool:

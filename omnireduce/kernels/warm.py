@@ -27,7 +27,7 @@ from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
 from omnireduce.support.progress import Ticker
 
 # of rows, too: those of halves are added as float32; in the same order in every process
-STORAGES = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_half))
+STORAGES = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_narrow))
 
 
 Progress = Callable[[int, int], None]  # how many kernels are ready, of how many

@@ -30,7 +30,7 @@ BFloat16 = ELEMENT_TYPES["bfloat16"].dtype
 Int8, Int16, Int32, Int64 = (ELEMENT_TYPES[f"int{bits}"].dtype for bits in (8, 16, 32, 64))
 UInt8, UInt16, UInt32, UInt64 = (ELEMENT_TYPES[f"uint{bits}"].dtype for bits in (8, 16, 32, 64))
 
-FLOATS = frozenset({Float16, BFloat16, Float32, Float64})
+FLOATS = frozenset(element.dtype for element in ELEMENT_TYPES.values() if element.is_float)
 DTYPES = frozenset({Bool, *(element_type.dtype for element_type in ELEMENT_TYPES.values())})
 Number = int | float | bool
 LONGEST_FORMULA = 80  # characters, in a message
@@ -316,9 +316,9 @@ def number_array(value: Number | np.generic, dtype: DType) -> Array:
     return array
 
 
-def is_half(dtype: DType) -> bool:
-    """Whether it is a float of 16 bits: sums of such are kept in float32."""
-    return dtype in FLOATS and dtype.itemsize == 2
+def is_narrow(dtype: DType) -> bool:
+    """Whether it is a float of fewer than 32 bits: sums of such are kept in float32."""
+    return dtype in FLOATS and dtype.itemsize < 4
 
 
 def common_group(expression: Expression) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, is_half
+from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, is_narrow
 from omnireduce.programs.operations import Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
@@ -100,6 +100,6 @@ def _reduced(node: WholeReduction, parts: PerRank) -> PerRank:
 def combined(reduction: Reduction, parts: PerRank) -> Array:
     """The parts, combined in their order. 16-bit floats are combined in float32 and rounded once."""
     dtype = parts[0].dtype
-    wide = [part.astype(np.float32) if is_half(dtype) else part for part in parts]
+    wide = [part.astype(np.float32) if is_narrow(dtype) else part for part in parts]
     with np.errstate(all="ignore"):
         return np.asarray(reduce(reduction.ufunc, wide)).astype(dtype)

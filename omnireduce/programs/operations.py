@@ -20,7 +20,7 @@ from omnireduce.programs.expressions import (
     Type,
     as_expression,
     common_group,
-    is_half,
+    is_narrow,
     short,
 )
 from omnireduce.programs.layouts import MATMUL, MOVES, UPDATE, Layout
@@ -129,7 +129,7 @@ class MatMul(Expression):
         """The product of what a rank has of both, in `out` if that is given."""
         left, right = arrays
         with np.errstate(all="ignore"):  # as in `placement.compute`
-            if not is_half(self.type.dtype):
+            if not is_narrow(self.type.dtype):
                 array: Array = np.matmul(left, right, out=out)
                 return array
             product = np.matmul(left.astype(np.float32), right.astype(np.float32))

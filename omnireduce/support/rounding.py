@@ -14,8 +14,8 @@ WIDE = np.dtype(np.float64)
 def scaled(x: Array, factor: float, out: Array | None = None) -> Array:
     """`x` times `factor`, into `out` (None: a new array of its shape and dtype), which may be `x`.
 
-    The product of a 16-bit float is that of float32, rounded. The product of an integer is that of float64, cut off
-    towards zero.
+    The product of a float of fewer than 32 bits is that of float32, rounded. The product of an integer is that of
+    float64, cut off towards zero.
     """
     out = np.empty_like(x) if out is None else out
     return np.multiply(x, factor, out=out, dtype=_exact(x.dtype), casting="unsafe")
@@ -36,4 +36,4 @@ def _exact(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which a product is made before it is rounded."""
     if dtype.kind in "iu":
         return WIDE
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype

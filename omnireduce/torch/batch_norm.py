@@ -38,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
         name = f"{self._name}.sum"
         told_by_name([name], global_process_set, lambda: self._check_input_dim(input))
         axes, shape = [0, *range(2, input.dim())], (1, -1, *[1] * (input.dim() - 2))
-        exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        exact = input.float() if input.dtype.itemsize < 4 else input
         own = exact.new_tensor([float(input.numel() // input.shape[1])])
         sums = sum_of(torch.cat([exact.sum(axes), own]), name, global_process_set)
         many = sums[-1].detach()

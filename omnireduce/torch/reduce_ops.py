@@ -13,12 +13,10 @@ from omnireduce.core.descriptor import Op
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.support.rounding import integer_mean
-from omnireduce.torch.tensors import type_name
+from omnireduce.torch.tensors import TORCH_TYPES, type_name
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
+FLOATS = tuple(dtype for dtype, element in TORCH_TYPES.items() if element.is_float)
+INTEGERS = tuple(dtype for dtype in TORCH_TYPES if dtype not in (*FLOATS, torch.bool))
 _NAMES = tuple(ReduceOp.RedOpType.__members__.items())
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 

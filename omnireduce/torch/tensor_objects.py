@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from omnireduce.core.wire.blocks import MAX_ELEMENTS
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.objects import ADVICE, ObjectCodec, add_form
-from omnireduce.torch.tensors import bytes_of, staged
+from omnireduce.torch.tensors import TORCH_TYPES, bytes_of, staged
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool",
-        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    )
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES: dict[torch.dtype, str] = {
+    **{dtype: element.name for dtype, element in TORCH_TYPES.items()},
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _Tensor = tuple[
     Annotated[str, Meta(max_length=20)],
     Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_ELEMENTS)]], Meta(max_length=64)],  # the shape

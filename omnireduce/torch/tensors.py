@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
-from omnireduce.core.dtypes import Array
+from omnireduce.core.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, queue
@@ -83,11 +82,13 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     queue(process_set).barrier()
 
 
-_KINDS = {
-    torch.float16: "<f2", torch.float32: "<f4", torch.float64: "<f8", torch.bfloat16: "<u2", torch.bool: "|b1",
-    torch.int8: "|i1", torch.int16: "<i2", torch.int32: "<i4", torch.int64: "<i8",
-    torch.uint8: "|u1", torch.uint16: "<u2", torch.uint32: "<u4", torch.uint64: "<u8",
-}  # fmt: skip
+TORCH_TYPES: dict[torch.dtype, ElementType] = {
+    getattr(torch, element.name): element for element in (*ELEMENT_TYPES.values(), BOOL)
+}
+_KINDS = {  # as `__array_interface__` says it, which has no names for the types of ml_dtypes
+    dtype: element.dtype.str if element.is_native else np.dtype(f"u{element.itemsize}").str
+    for dtype, element in TORCH_TYPES.items()
+}
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -204,15 +205,16 @@ def array_of(tensor: Tensor) -> Array:
     if kind is None:
         raise UsageError(f"a tensor of {described(tensor)} came; cast it to a type that NumPy has, too")
     array = np.asarray(_Memory(plain, kind)) if plain.numel() else np.empty(tuple(plain.shape), kind)
-    return array.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else array
+    return array.view(TORCH_TYPES[plain.dtype].dtype)
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
     """The reverse of `array_of`, for a tensor of `dtype`."""
     if not array.size:  # NumPy says strides of 0, which are no pairs for torch
         return torch.empty(array.shape[:-1] if dtype.is_complex else array.shape, dtype=dtype)
-    if dtype == torch.bfloat16:
-        return torch.from_numpy(array.view(np.uint16)).view(dtype)
+    element = TORCH_TYPES.get(dtype)
+    if element is not None and not element.is_native:
+        return torch.from_numpy(array.view(_KINDS[dtype])).view(dtype)
     tensor = torch.from_numpy(array)
     return torch.view_as_complex(tensor) if dtype.is_complex else tensor
 

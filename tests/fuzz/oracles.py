@@ -8,6 +8,7 @@ import struct
 from messages import SLOT_BYTES
 
 from omnireduce.core.descriptor import Descriptor
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.core.wire.control import (
     Challenge,
     ControlMessage,
@@ -22,8 +23,6 @@ from omnireduce.core.wire.control import (
 
 from .seeds import FIRST, TENSOR
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")
 MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier", "refusal", *PACKED)
 MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
@@ -76,7 +75,9 @@ def descriptor_is_proper(found: Descriptor) -> bool:
     elif found.dtype == "bool":
         proper = found.op in ("any", "all") and found.item_bytes == 0 and found.kind != "allreduce_rows"
     else:
-        proper = found.dtype in DTYPES and found.item_bytes == 0 and (found.op != "mean" or found.dtype in FLOATS)
+        proper = (
+            found.dtype in ELEMENT_TYPES and found.item_bytes == 0 and (found.op != "mean" or "float" in found.dtype)
+        )
         proper = proper and found.op not in ("any", "all")
     if found.kind in PACKED:
         elements, block_size = found.parts * found.packets * 1024, 1024

@@ -26,7 +26,7 @@ def reduce_entries(dtype: str, op: str, arena: Array, parts: Array, out: Array) 
     """Call the kernel that belongs to `dtype`."""
     element = ELEMENT_TYPES[dtype]
     arena, out = arena.view(element.storage), out.view(element.storage)
-    if element.is_half:
+    if element.is_narrow:
         scratch = np.full((2, out.shape[1]), np.nan, np.float32)
         reduce_half_blocks(
             op_code(op, element), dtype == "bfloat16", arena, parts, out, scratch, scratch.view(np.uint32),

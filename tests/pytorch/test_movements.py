@@ -19,6 +19,8 @@ from omnireduce.protocol import reminders
 from omnireduce.torch import messages
 from omnireduce.torch.messages import Messages
 from omnireduce.torch.process_group import ProcessGroup
+from omnireduce.torch.reduce_ops import COMPLEX
+from omnireduce.torch.tensors import TORCH_TYPES
 
 pytestmark = [
     pytest.mark.usefixtures("aggregators"),
@@ -26,11 +28,7 @@ pytestmark = [
 ]
 
 SIZE = 3
-TYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex32, torch.complex64,
-    torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
+TYPES = (*TORCH_TYPES, *COMPLEX, torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.clone(),
     "transposed": lambda x: x.clone().t().contiguous().t(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job, start_job
-from oracle import HALVES, assert_results, reduce_in_rank_order
+from oracle import NARROW, assert_results, reduce_in_rank_order
 from pairwise import pairwise
 from tensors import Array
 from transports import WAYS, by_ways
@@ -32,7 +32,7 @@ def expected_rows(inputs: Sequence[Rows], n_rows: int, op: str = "sum") -> Rows:
     """Add duplicates of each rank in the order given, round, then add the ranks in their order."""
     union = np.unique(np.concatenate([indices for indices, _ in inputs])).astype(np.int64)
     length, dtype = inputs[0][1].shape[1], inputs[0][1].dtype
-    wide = np.dtype(np.float32) if dtype in HALVES else dtype
+    wide = np.dtype(np.float32) if dtype in NARROW else dtype
     dense = []
     for indices, values in inputs:
         total = np.zeros((n_rows, length), wide)

@@ -13,12 +13,12 @@ import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Tensors, is_ours
 from omnireduce.compression.selectors import Selector
-from omnireduce.core.dtypes import Array
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.draws import stream_key
 from omnireduce.runtime.rank.communicator import Communicator as Member
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = tuple(element.name for element in ELEMENT_TYPES.values() if element.is_float)
 
 
 def is_tensor(x: object) -> bool:

@@ -200,13 +200,14 @@ def synthetic_cases(config: Config) -> list[SyntheticCase]:
     """The sweep: every combination of the values that [bench] lists, the density varying fastest."""
     bench = config.bench
     ops: tuple[Op, ...] = _listed(bench.op)
+    dtypes: tuple[str, ...] = _listed(bench.dtype)
     return [
         SyntheticCase(
             elements=elements, dtype=dtype, op=op, block_size=block_size, overlap=overlap, density=density,
             seed=bench.seed, distribution=distribution,
         )
         for elements in _listed(bench.elements)
-        for dtype in _listed(bench.dtype)
+        for dtype in dtypes
         for op in ops
         for block_size in _block_sizes(config)
         for distribution in _listed(bench.distribution)

@@ -43,7 +43,7 @@ class MpiAllreduce:
 
     def supports(self, array: Array) -> bool:
         """Whether MPI has a type for the array's elements: it has none for 16-bit floats."""
-        return not element_type(array.dtype).is_half
+        return not element_type(array.dtype).is_narrow
 
     def out_of_place(self, array: Array, result: Array, op: str) -> float:
         """Reduce `array` into `result`; return the seconds that it took on this rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
-from omnireduce.programs.expressions import Dropout, Expression, Float32, Input, is_half
+from omnireduce.programs.expressions import Dropout, Expression, Float32, Input, is_narrow
 from omnireduce.programs.generated.statements import (
     MARGIN,
     WHOLE,
@@ -83,7 +83,7 @@ class Oracle(Statements):
         """The values of all ranks together, in their order."""
         self.used.add("reduce")
         how = ufunc(node.reduction)
-        if not is_half(node.type.dtype):
+        if not is_narrow(node.type.dtype):
             return f"reduce({how}, {values})"
         wide, dtype = self.names.dtype(Float32), self.names.dtype(node.type.dtype)
         return f"reduce({how}, [each.astype({wide}) for each in {values}]).astype({dtype})"

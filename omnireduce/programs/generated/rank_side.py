@@ -21,7 +21,7 @@ from omnireduce.programs.expressions import (
     Sqrt,
     Type,
     Variable,
-    is_half,
+    is_narrow,
 )
 from omnireduce.programs.generated.statements import (
     MARGIN,
@@ -179,7 +179,7 @@ class Parts(Statements):
         return self._call("broadcast", [text, str(node.root)], node)
 
     def _note_half(self, node: Expression) -> None:
-        if is_half(node.type.dtype):
+        if is_narrow(node.type.dtype):
             self.used.add("half")
 
     def _reduced(self, node: WholeReduction) -> str:
@@ -267,7 +267,7 @@ class Parts(Statements):
         self.used |= {"chunks", "room"}
         dtype = self.names.dtype(matmul.type.dtype)
         product = "np.matmul(left[rows], right, out=product[rows])"
-        if is_half(matmul.type.dtype):
+        if is_narrow(matmul.type.dtype):
             product = f"product[rows] = {self._product(matmul, Text('left[rows]'), Text('right')).text}"
         started = self._call(
             "start_all_reduce", ["product[rows]", self._target.reduction(reduction.reduction)], reduction
@@ -403,7 +403,7 @@ class Pass(Statements):
             for node in self._stage.nodes
             if node.type.shape or node not in self.names
         )
-        is_float = all((kind.dtype in FLOATS and not is_half(kind.dtype)) or kind.dtype == Bool for kind in kinds)
+        is_float = all((kind.dtype in FLOATS and not is_narrow(kind.dtype)) or kind.dtype == Bool for kind in kinds)
         return is_arithmetic and is_float and all(kind.shape in ((), self.kind.shape[:1]) for kind in kinds)
 
     def place(self, node: Dropout) -> str:

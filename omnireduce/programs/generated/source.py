@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.communication import ReduceScatter
 from omnireduce.programs.expressions import (
@@ -25,7 +26,7 @@ from omnireduce.programs.expressions import (
     Type,
     Variable,
     as_expression,
-    is_half,
+    is_narrow,
 )
 from omnireduce.programs.generated.oracle import Oracle
 from omnireduce.programs.generated.rank_side import Parts, Target
@@ -196,10 +197,11 @@ class _File:
         }  # fmt: skip
         job = environment.get_template("job.jinja").render(words)
         dtypes = self._names.dtypes | ({"float64"} if "squares" in used else set())
-        numpy_types = sorted(dtypes - {"bfloat16"}, key=lambda name: (name.rstrip("0123456789_"), len(name), name))
+        ml_types = sorted(name for name in dtypes if name in ELEMENT_TYPES and not ELEMENT_TYPES[name].is_native)
+        numpy_types = sorted(dtypes - {*ml_types}, key=lambda name: (name.rstrip("0123456789_"), len(name), name))
         words |= {
             "title": self._title(), "summary": self._summary(), "file": self._file.replace("\\", "").replace('"', ""),
-            "bfloat16": "bfloat16" in dtypes, "has_numba": any("@njit" in function for function in functions),
+            "ml_types": ml_types, "has_numba": any("@njit" in function for function in functions),
             "numpy_types": numpy_types, "numpy_import": _imported("numpy", numpy_types),
             "language_import": _imported("omnireduce.programs", sorted(self._declared.words)) if self._shards else "",
             "program": quoted(self._pipeline.name), "least_ranks": self._pipeline.least_ranks,
@@ -273,7 +275,7 @@ class _File:
     def _check_types(self, is_mpi: bool) -> None:
         """Raises UsageError for what MPI has no type for."""
         for node in self._pipeline.nodes if is_mpi else []:
-            if is_half(node.type.dtype):
+            if is_narrow(node.type.dtype):
                 raise UsageError(
                     f"{self._pipeline.name} has values of {node.type.dtype}, for which MPI has no type: expected "
                     'target="omnireduce", or a Cast'
@@ -336,7 +338,7 @@ class _File:
     def _bits(self) -> int:
         """The number of bits of a result that are certain."""
         dtypes = {node.type.dtype for node in self._pipeline.nodes if node.type.dtype in FLOATS}
-        if any(is_half(dtype) for dtype in dtypes):
+        if any(is_narrow(dtype) for dtype in dtypes):
             return 6
         return 18 if Float32 in dtypes or Float64 not in dtypes else 40
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.programs.expressions import (
     FLOATS,
     Arithmetic,
@@ -22,7 +23,7 @@ from omnireduce.programs.expressions import (
     Ite,
     Sqrt,
     Type,
-    is_half,
+    is_narrow,
 )
 from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
 
@@ -83,16 +84,13 @@ class Names:
     @property
     def dtype_words(self) -> frozenset[str]:
         """The names of element types."""
-        return frozenset({"bfloat16", "bool_", *(f"{kind}{bits}" for kind in _KINDS for bits in (8, 16, 32, 64))})
+        return frozenset({"bool_", *ELEMENT_TYPES})
 
     def dtype(self, dtype: DType) -> str:
         """An element type."""
         word = "bool_" if dtype == Bool else dtype.name
         self.dtypes.add(word)
         return word
-
-
-_KINDS = ("float", "int", "uint")
 
 
 class Text(NamedTuple):
@@ -181,7 +179,7 @@ class Statements:
         return Text(f"{x.within(WHOLE)}.astype({dtype})" if node.type.shape else f"{dtype}({x.text})")
 
     def _product(self, node: MatMul, left: Text, right: Text) -> Text:
-        if not is_half(node.type.dtype):
+        if not is_narrow(node.type.dtype):
             return Text(f"{left.within(WHOLE)} @ {right.within(WHOLE)}", 3)
         wide, dtype = self.names.dtype(Float32), self.names.dtype(node.type.dtype)
         factors = " @ ".join(f"{factor.within(WHOLE)}.astype({wide})" for factor in (left, right))

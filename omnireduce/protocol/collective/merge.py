@@ -295,7 +295,7 @@ class Combiner:
 
     def _new_format(self, descriptor: Descriptor, codec: Codec | None) -> Format:
         element, block_bytes, block_size = descriptor.element, descriptor.block_bytes, descriptor.layout.block_size
-        storage, coder, byte_work = element.storage, None, HALF_WORK if element.is_half else 1
+        storage, coder, byte_work = element.storage, None, HALF_WORK if element.is_narrow else 1
         columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
         if codec is not None:
             coder, storage = Coder(descriptor.codec, codec, block_size), BYTES
@@ -307,12 +307,12 @@ class Combiner:
         return Format(
             block_size=block_size,
             block_bytes=block_bytes,
-            half=element.is_half,
+            half=element.is_narrow,
             brain=element.name == "bfloat16",
             source=self._slots.reshape(-1).view(storage),
             rows=blocks.reshape(len(blocks), fitting, -1),
             capacity=min(fitting, self._most_blocks, self._sizing.most(block_bytes)),
-            columns=min(columns, HALF_COLUMNS) if element.is_half else columns,
+            columns=min(columns, HALF_COLUMNS) if element.is_narrow else columns,
             byte_work=byte_work,
             block_work=self._senders * (block_bytes * byte_work + BLOCK_WORK),
             coder=coder,

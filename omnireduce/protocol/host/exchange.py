@@ -286,7 +286,7 @@ class HostExchange:
             state[_AT["in_place"]], state[_AT["silent"]] = blocks.in_place, blocks.silent
         else:
             brought = len(blocks.numbers)
-        if collective.descriptor.element.is_half:
+        if collective.descriptor.element.is_narrow:
             self._make_scratch(collective.operand.layout.block_size)
         self._taken = 0
         at = self._descriptor_at(self.me)

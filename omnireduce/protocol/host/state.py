@@ -17,7 +17,7 @@ from omnireduce.protocol.host.groups import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, 
 
 def storage_of(element: ElementType) -> int:
     """The number by which kernels know how to add these elements: an index into STORAGES."""
-    name = element.name if element.is_half else element.storage.name
+    name = element.name if element.is_narrow else element.storage.name
     assert name in STORAGES, f"no kernel adds {name}: see 'An element type' in CONTRIBUTING.md"
     return STORAGES.index(name)
 

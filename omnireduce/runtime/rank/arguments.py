@@ -164,7 +164,7 @@ def combine_duplicates(numbers: Array, rows: Array, element: ElementType) -> tup
     ordered = numbers[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True])))
     unique = ordered[starts[:-1]]
-    values = rows.astype(np.float32) if element.is_half else rows.view(element.storage)
+    values = rows.astype(np.float32) if element.is_narrow else rows.view(element.storage)
     out = np.empty((len(unique), rows.shape[1]), values.dtype)
     add_rows(as_writable(values), order, starts, out)
-    return unique, out.astype(rows.dtype) if element.is_half else out.view(rows.dtype)
+    return unique, out.astype(rows.dtype) if element.is_narrow else out.view(rows.dtype)

@@ -7,10 +7,11 @@ Constructing a struct in Python does not check it; `omnireduce.support.config.ch
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN
 
 
@@ -351,10 +352,10 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = 30.0
 
 
-Dtype = Literal[
-    "float16", "bfloat16", "float32", "float64",
-    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-]  # fmt: skip
+if TYPE_CHECKING:
+    Dtype = str
+else:
+    Dtype = Literal[tuple(ELEMENT_TYPES)]
 Op = Literal["sum", "mean", "min", "max", "prod"]
 Overlap = Literal["random", "full", "none"]
 Distribution = Literal["uniform", "zipf"]

@@ -18,25 +18,17 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from omnireduce.core.dtypes import Array
+from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.support.files.paths import user_path, without_waiting
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_SAFETENSORS_DTYPES: dict[str, Any] = {
+_SAFETENSORS_DTYPES: dict[str, Any] = {  # such as "BF16" of bfloat16
+    **{
+        name.replace("float", "F").replace("uint", "U").replace("int", "I").upper(): element.dtype
+        for name, element in ELEMENT_TYPES.items()
+    },
     "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "F32": np.float32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F64": np.float64,
     "C64": np.complex64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
