@@ -50,6 +50,7 @@ from omnireduce.support.config import Config
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.logs import tagged, tell_left_out
 from omnireduce.support.progress import Seldom
+from omnireduce.transport.rdma import check_rdma
 
 log = logging.getLogger("omnireduce.aggregator")
 STOP_MARGIN_S = 5.0  # how long after finish_s a shard that does not stop is killed
@@ -75,8 +76,7 @@ class Daemon:
         ConfigError when traces cannot be written."""
         self._watch_signals()
         check_trace(self._config.trace)
-        if self._config.transport.kind == "verbs":
-            _check_rdma(self._config)
+        check_rdma(self._config)
         bound = self._bind()
         refuse_itself_as_upstream(self._config.aggregator.upstream, [listeners.address for listeners in bound])
         self._give_advice()
@@ -304,10 +304,3 @@ def _make_kernels_ready() -> None:
 
 def _say_progress(ready: int, total: int) -> None:
     log.info(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
-
-
-def _check_rdma(config: Config) -> None:
-    """Raise TransportError unless some RDMA port can be used. The error lists the ports that there are."""
-    from omnireduce.transport.verbs.devices import choose
-
-    choose(config.verbs, near="")

@@ -41,10 +41,17 @@ from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import TransportError
 from omnireduce.runtime.aggregator_client import MONITOR, ask_all
 from omnireduce.runtime.file_descriptors import NO_ROOM, PAUSE_S, allow_all_descriptors
-from omnireduce.support.addresses import Address, parse_address, parse_listen, seen_from_here, why_cannot_listen
+from omnireduce.support.addresses import (
+    BACKLOG,
+    Address,
+    listen,
+    parse_address,
+    parse_listen,
+    seen_from_here,
+    why_cannot_listen,
+)
 from omnireduce.support.config import Config
 from omnireduce.support.logs import start_logs, tagged, tell_left_out
-from omnireduce.transport.tcp import listen_tcp
 
 log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others
@@ -292,7 +299,7 @@ def open_http(address: str) -> tuple[socket.socket, str]:
     """
     wanted = parse_listen(address)
     try:
-        listener = listen_tcp(*wanted)
+        listener = listen(*wanted, BACKLOG)
     except OSError as error:
         raise TransportError(
             f"metrics.listen: cannot listen on {wanted}: {why_cannot_listen(error, wanted)}"

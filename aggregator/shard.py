@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
 import socket
-import ssl
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.children import ClientOrder, Line, RemainingJobs, process_count
@@ -29,12 +27,21 @@ from omnireduce.runtime.shard.relay import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
-from omnireduce.support.addresses import Address, host_of, is_wildcard, why_cannot_listen
+from omnireduce.support.addresses import Address, is_wildcard, why_cannot_listen
 from omnireduce.support.config import Aggregator, Config
 from omnireduce.support.logs import start_logs, tagged, tell_left_out
-from omnireduce.transport.shm import ShmLink, holder_of, listen_shm, name_of, peer_of
-from omnireduce.transport.tcp import TcpLink, listen_tcp
-from omnireduce.transport.tls import accept_tls
+from omnireduce.transport.base import Link
+from omnireduce.transport.kinds import (
+    NETWORK,
+    MakeTls,
+    Transport,
+    UnavailableError,
+    accepted_of_own,
+    allowed_by,
+    is_required,
+    listen_to_own,
+)
+from omnireduce.transport.rdma import rdma_of
 
 log = logging.getLogger("omnireduce.aggregator")
 
@@ -45,10 +52,9 @@ class Listeners:
 
     address: str
     name: str  # what errors call the shard: a wildcard address would name no host
-    tcp: socket.socket
-    shm: socket.socket | None
+    sockets: list[tuple[Transport, socket.socket]]
     monitor: socket.socket | None
-    why_no_shm: str = ""  # why workers of this host go by TCP
+    missing: list[str]  # why workers go by other transports than they could
 
 
 def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listeners:
@@ -58,43 +64,29 @@ def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listen
     Port 0 takes a free one. Raises TransportError.
     """
     address = Address(host, port)
+    missing = []
     with ExitStack() as undo:
         try:
-            # The TCP port is taken even for shm alone: it keeps two daemons from using one address.
-            tcp = undo.enter_context(listen_tcp(host, port))
-            address = Address(host, tcp.getsockname()[1])
-            shm, why = _listen_shm(address) if kind in ("auto", "shm") else (None, "")
-            if why and kind == "shm":
-                raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}")
-            if shm is not None:
-                undo.callback(shm.close)
-            local = listen_shm(*address, purpose=monitor) if monitor else None
+            # Its port is taken even if workers may not use it: that keeps two daemons from using one address.
+            network = undo.enter_context(NETWORK.listen(address))
+            address = Address(host, network.getsockname()[1])
+            sockets = [(NETWORK, network)]
+            for transport in [transport for transport in allowed_by(kind) if transport is not NETWORK]:
+                try:
+                    sockets.append((transport, undo.enter_context(transport.listen(address))))
+                except UnavailableError as error:
+                    if is_required(transport, kind):
+                        raise TransportError(str(error)) from None
+                    missing.append(str(error))
+            own = listen_to_own(address, monitor) if monitor else None
+        except TransportError as error:
+            raise TransportError(f"aggregator.listen: cannot listen on {address}: {error}") from None
         except OSError as error:
             why = why_cannot_listen(error, address)
             raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}") from error
         undo.pop_all()
     name = socket.gethostname() if is_wildcard(host) else host
-    return Listeners(str(address), str(Address(name, address.port)), tcp, shm, local, why)
-
-
-def _listen_shm(address: Address) -> tuple[socket.socket | None, str]:
-    """The Unix socket for workers of this host, or why there is none: its name may have been taken.
-
-    If a process of another user has it, workers do not trust that process, and go by TCP. If it is one of root or of
-    this user, they would take it for the aggregator. Raises TransportError then, and OSError.
-    """
-    try:
-        return listen_shm(*address), ""
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-    name = name_of(*address)
-    holder = holder_of(name)
-    whose = holder or "a process that answers nobody"
-    why = f"the Unix socket @{name[1:]}, for workers of this host, belongs to {whose}"
-    if holder is not None and holder.is_trusted:
-        raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}; end it, or choose another port")
-    return None, why
+    return Listeners(str(address), str(Address(name, address.port)), sockets, own, missing)
 
 
 def _run_as_batch() -> None:
@@ -106,33 +98,20 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def _listening(listeners: Listeners, config: Config, tls: Callable[[], ssl.SSLContext | None]) -> list[Listener]:
+def _listening(listeners: Listeners, config: Config, tls: MakeTls) -> list[Listener]:
     """The shard's listeners. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
 
-    def tcp_link(sock: socket.socket) -> TcpLink:
-        if config.transport.kind == "shm":
-            raise ConnectionRefusedError("transport.kind is shm")
-        name = sock.getpeername()
-        peer, context, dead_peer_s = str(Address(host_of(name), name[1])), tls(), config.transport.dead_peer_s
-        if context is not None:
-            return accept_tls(sock, peer, dead_peer_s, context, aside=True)
-        return TcpLink(sock, peer, dead_peer_s)
+    kind = config.transport.kind
 
-    def shm_link(sock: socket.socket) -> ShmLink:
-        return ShmLink(sock, str(peer_of(sock)))
+    def make_link(transport: Transport, sock: socket.socket) -> Link:
+        if transport not in allowed_by(kind):
+            raise ConnectionRefusedError(f"transport.kind is {kind}")
+        return transport.accepted(sock, config, tls)
 
-    def monitor_link(sock: socket.socket) -> ShmLink:
-        link = shm_link(sock)
-        if link.foreign_user is not None:  # connections of this listener are served first
-            raise ConnectionRefusedError("only the daemon's own user may ask here")
-        return link
-
-    all_listeners = [Listener(listeners.tcp, tcp_link, False)]
-    if listeners.shm is not None:
-        all_listeners.append(Listener(listeners.shm, shm_link, False))
+    made = [Listener(sock, partial(make_link, transport)) for transport, sock in listeners.sockets]
     if listeners.monitor is not None:
-        all_listeners.append(Listener(listeners.monitor, monitor_link, True))
-    return all_listeners
+        made.append(Listener(listeners.monitor, accepted_of_own, of_monitor=True))
+    return made
 
 
 def _limits(settings: Aggregator) -> Limits:
@@ -164,9 +143,9 @@ def own_codecs(config: Config) -> Codecs:
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
     """Make the server of the shard that runs in this process."""
     settings = config.aggregator
-    if listeners.why_no_shm:
+    for why in listeners.missing:
         text = "%s: they go by TCP. For shared memory end that process, and start the aggregator again"
-        log.warning(text, listeners.why_no_shm, extra=tagged("no_shm"))
+        log.warning(text, why, extra=tagged("no_shm"))
     callers = Callers(config) if settings.upstream else None
     server = ShardServer(
         listeners.name,
@@ -176,7 +155,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
         upstream=None if callers is None else Upstream(settings.upstream, callers.connect, callers.close),
-        verbs=config.verbs if config.transport.kind in ("auto", "verbs") else None,
+        verbs=rdma_of(config),
         straggler_s=settings.straggler_s,
         traces=ShardTraces(with_folder(config.trace)) if trace_folder(config.trace) else None,
         codecs=own_codecs(config),

@@ -15,6 +15,7 @@ from omnireduce.runtime.aggregator_client import connect_once
 from omnireduce.runtime.shard.relay import Connected
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
+from omnireduce.transport.kinds import NETWORK
 from omnireduce.transport.tls import worker_context
 
 AT_ONCE = 4  # connections that are made at the same time
@@ -25,7 +26,7 @@ class Callers:
     """A pool of threads that connect by TCP. The shard calls `hear` in its own thread when `fileno` is readable."""
 
     def __init__(self, config: Config) -> None:
-        self._config = replace(config, transport=replace(config.transport, kind="tcp"))
+        self._config = replace(config, transport=replace(config.transport, kind=NETWORK.name))
         self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")  # threads come when there is something to do
         self._done: deque[tuple[Connected, Link | str]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

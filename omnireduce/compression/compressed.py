@@ -150,7 +150,7 @@ class Compression:
             scatter(places, sums, out)
             return
         if step % DECIDE_EVERY == 0:
-            work_bytes = WORK_BYTES_IN_MEMORY if "memory" in comm.transport.split("+") else WORK_BYTES
+            work_bytes = WORK_BYTES_IN_MEMORY if comm.in_memory else WORK_BYTES
             own = costs(places, comm.config.protocol.block_size, values.itemsize, work_bytes)
             self._costs[name] = comm.allreduce(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
         by_number, by_block = self._costs[name]

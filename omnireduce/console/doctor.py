@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,18 +27,14 @@ from omnireduce.runtime.aggregator_client import AT_ONCE, question, reach
 from omnireduce.runtime.rank.embedded import identify
 from omnireduce.runtime.rank.environment import alone_though, detect_launch, job_name
 from omnireduce.support import processors
-from omnireduce.support.addresses import loopback
 from omnireduce.support.config import Config
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.printing import make_console
 from omnireduce.support.progress import PlainProgress
 from omnireduce.support.secret import load_secret
 from omnireduce.support.version import __version__
-from omnireduce.transport.framing import StreamLink
-from omnireduce.transport.memory import Region
-from omnireduce.transport.shm import connect_shm, listen_shm
-from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
-from omnireduce.transport.tls import TlsLink
+from omnireduce.transport.kinds import TABLE, Transport, UnavailableError, is_required
+from omnireduce.transport.rdma import RDMA, rdma_is_required
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.devices import Port
@@ -154,8 +150,8 @@ def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices
             "ulimit -l unlimited, LimitMEMLOCK=infinity of a systemd unit, or --ulimit memlock=-1 of a container; or "
             "lower protocol.slots or protocol.slot_bytes"
         )
-        if config.transport.kind == "verbs" or has_devices:
-            state: State = "fail" if config.transport.kind == "verbs" else "warn"
+        if rdma_is_required(config) or has_devices:
+            state: State = "fail" if rdma_is_required(config) else "warn"
             yield Finding(state, "locked memory", f"{text}; a worker registers {need} for RDMA", advice)
             return
         text += f"; RDMA would need {need}, other transports none"
@@ -188,33 +184,17 @@ ANSWER_S = 2.0  # how long an aggregator may take to answer
 
 def check_transports(config: Config) -> Iterator[Finding]:
     """Try shared memory and TCP, over loopback. RDMA is looked at by `check_rdma`."""
-    yield _tried("shm", config, _try_shm, "does the sandbox allow memfd_create and abstract Unix sockets?")
-    yield _tried("tcp", config, _try_tcp, "is the loopback interface up (ip link set lo up)?")
+    for transport in TABLE:
+        yield _tried(transport, config)
 
 
-def _tried(kind: str, config: Config, attempt: Callable[[], str], advice: str) -> Finding:
+def _tried(transport: Transport, config: Config) -> Finding:
     try:
-        return Finding("ok", kind, attempt())
-    except OSError as error:
-        state: State = "fail" if config.transport.kind == kind else "warn"
-        return Finding(state, kind, f"not available: {error.strerror or error}", advice)
-
-
-def _try_shm() -> str:
-    host = loopback()
-    with listen_tcp(host, 0) as holder:  # its port makes the name of the Unix socket unique
-        port = holder.getsockname()[1]
-        Region(1, 65536).close()
-        with listen_shm(host, port), contextlib.closing(connect_shm(host, port, ANSWER_S)):
-            return "available on this host"
-
-
-def _try_tcp() -> str:
-    host = loopback()
-    with listen_tcp(host, 0) as listener:
-        port = listener.getsockname()[1]
-        with contextlib.closing(connect_tcp(host, port, ANSWER_S, dead_peer_s=1.0)):
-            return "available"
+        return Finding("ok", transport.name, transport.probe())
+    except (OSError, UnavailableError) as error:
+        state: State = "fail" if is_required(transport, config.transport.kind) else "warn"
+        why = getattr(error, "strerror", None) or error
+        return Finding(state, transport.name, f"not available: {why}", transport.advice)
 
 
 def find_ports() -> tuple[list[Port], str]:
@@ -230,10 +210,10 @@ def find_ports() -> tuple[list[Port], str]:
 
 def check_rdma(config: Config, ports: list[Port], why_none: str) -> Iterator[Finding]:
     """Ports with their state and GIDs, and which one is taken."""
-    required: State = "fail" if config.transport.kind == "verbs" else "info"
+    required: State = "fail" if rdma_is_required(config) else "info"
     if not ports:
         advice = "or choose another transport.kind; docs/rdma.md" if required == "fail" else ""
-        yield Finding(required, "verbs", f"not available: {why_none}", advice)
+        yield Finding(required, RDMA, f"not available: {why_none}", advice)
         return
     for port in ports:
         yield _port(port)
@@ -243,10 +223,10 @@ def check_rdma(config: Config, ports: list[Port], why_none: str) -> Iterator[Fin
         choice = choose(config.verbs, near="")
     except TransportError as error:
         advice = "give the port's interface an IPv4 address and a link, or set verbs.device, port and gid_index"
-        yield Finding(required if required == "fail" else "warn", "verbs", f"not available: {error}", advice)
+        yield Finding(required if required == "fail" else "warn", RDMA, f"not available: {error}", advice)
         return
     gid = f"GID {choice.gid.index}, {choice.gid.ipv4 or choice.gid.text}"
-    yield Finding("ok", "verbs", f"available, by default {choice.port.device} port {choice.port.number}, {gid}")
+    yield Finding("ok", RDMA, f"available, by default {choice.port.device} port {choice.port.number}, {gid}")
 
 
 def _port(port: Port) -> Finding:
@@ -302,7 +282,7 @@ def _aggregator(address: str, config: Config) -> Finding:
         secret = load_secret(config.security)
         with contextlib.closing(reach(address, config, secret, started + ANSWER_S)) as link:
             status = question(link, started + ANSWER_S)
-            way = _way(link)
+            way = str(link)
     except OmniReduceError as error:
         return Finding("fail", what, shown(str(error)))
     if secret is None and status.wants_secret:  # this user may ask without it, and no worker may
@@ -313,11 +293,6 @@ def _aggregator(address: str, config: Config) -> Finding:
     if status.version != __version__:
         return Finding("warn", what, text, f"here is {__version__}: install the same omnireduce everywhere")
     return Finding("ok", what, text)
-
-
-def _way(link: StreamLink) -> str:
-    tls = " with TLS" if isinstance(link, TlsLink) else ""
-    return f"{link.kind}{tls}, from {link.local_host}" if isinstance(link, TcpLink) else link.kind
 
 
 NO_COMPILER = "unset NUMBA_DISABLE_JIT"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import select
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,17 +32,12 @@ from omnireduce.support.logs import tagged
 from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.framing import StreamLink
-from omnireduce.transport.shm import connect_shm
-from omnireduce.transport.tcp import TcpLink, connect_tcp
-from omnireduce.transport.tls import connect_tls, worker_context
+from omnireduce.transport.kinds import Call, MakeTls, connect_by_any, connect_to_own
+from omnireduce.transport.tls import worker_context
 
 
 def connect_once(
-    address: str,
-    config: Config,
-    make_tls: Callable[[], ssl.SSLContext | None],
-    deadline: float,
-    say: Callable[[str], None],
+    address: str, config: Config, make_tls: MakeTls, deadline: float, say: Callable[[str], None]
 ) -> StreamLink:
     """Connect to an aggregator; only control messages can flow yet. Calls `make_tls` before it connects by TCP. Calls
     `say`, with the reason, when shared memory is there but belongs to another user.
@@ -52,38 +45,13 @@ def connect_once(
     Raises OSError when the aggregator cannot be reached; TransportError when only shared memory may be used and it
     belongs to another user, or when TLS fails; and what `make_tls` raises.
     """
-    host, port = parse_address(address)
-    wanted = config.transport
     timeout_s = max(0.1, deadline - time.monotonic())
-    if wanted.kind in ("auto", "shm"):
-        any_user = config.security.local_users == "any"
-        try:
-            link = connect_shm(host, port, timeout_s, any_user=any_user)
-        except (OSError, TransportError) as error:
-            if wanted.kind == "shm":
-                raise
-            if isinstance(error, TransportError):
-                say(str(error))
-        else:
-            owner = link.process.user
-            if wanted.kind == "shm" or any_user or owner == os.geteuid():
-                return link
-            # Memory is shared only between processes of one user, even if the other one is root, unless both allow any.
-            link.close()
-            say(
-                f"the aggregator {address} is of user {owner}, this worker of user {os.geteuid()}: for shared memory "
-                "set security.local_users = 'any' on both"
-            )
-    tls = make_tls()
-    if tls is not None:
-        return connect_tls(host, port, timeout_s, wanted.dead_peer_s, tls)
-    return connect_tcp(host, port, timeout_s, wanted.dead_peer_s)
+    return connect_by_any(Call(parse_address(address), timeout_s, config, make_tls), say)
 
 
 def why_lost(link: StreamLink) -> str:
     """The likely reason if an aggregator hangs up before it has admitted this worker."""
-    tls = ", and does it want TLS (security.tls_ca here)" if type(link) is TcpLink else ""
-    return f"; does its transport.kind allow {link.kind}{tls}?"
+    return f"; does its transport.kind allow {link.kind}{link.if_lost}?"
 
 
 def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
@@ -184,7 +152,7 @@ def reach(address: str, config: Config, secret: Secret | None, deadline: float, 
     """
     try:
         if purpose:
-            link: StreamLink = connect_shm(*parse_address(address), deadline - time.monotonic(), purpose=purpose)
+            link = connect_to_own(parse_address(address), deadline - time.monotonic(), purpose)
         else:
             make_tls, say = partial(worker_context, config.security), partial(_say_once, address)
             link = connect_once(address, config, make_tls, deadline, say)

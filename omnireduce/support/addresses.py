@@ -24,6 +24,7 @@ from omnireduce.errors import ConfigError, show
 from omnireduce.support.os_errors import from_a_handler
 
 ANYWHERE = "::"  # to listen at every address of this host, of both families
+BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn
 LOOPBACKS = ("127.0.0.1", "::1")
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 MOST_TRIED = 16  # addresses of one name

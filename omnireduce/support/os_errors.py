@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-FILES = ("framing", "shm", "tcp", "tls", "host_meeting", "memory")
-OURS = {  # between us and the system
-    *("socket", "ssl", "selectors", "omnireduce.support.addresses"),
-    *(f"omnireduce.transport.{name}" for name in FILES),
-}
+OURS = ("socket", "ssl", "selectors", "omnireduce.support.addresses")  # modules between us and the system
+TRANSPORT = "omnireduce.transport."  # what its modules begin with, which are there as well
 
 
 def from_a_handler(error: OSError) -> bool:
@@ -19,7 +16,8 @@ def from_a_handler(error: OSError) -> bool:
     assert error.__traceback__ is not None  # its first entry is the caller, who has caught it
     at = error.__traceback__.tb_next
     while at is not None:
-        if at.tb_frame.f_globals.get("__name__") not in OURS:
+        module = str(at.tb_frame.f_globals.get("__name__"))
+        if module not in OURS and not module.startswith(TRANSPORT):
             return True
         at = at.tb_next
     return False

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from omnireduce.core.dtypes import Array
+from omnireduce.transport.local import Peer
+from omnireduce.transport.memory import Region, private_slots
 
 NO_SLOTS = np.zeros((0, 0), np.uint8)
 EVERYTHING = 1 << 62  # bytes
@@ -77,9 +79,11 @@ class Counters:
 class Link(ABC):
     """One end of a reliable, ordered, credit-controlled path to a peer."""
 
-    kind: str
-    user: int | None = None  # of the peer's process, where the system knows
-    inline = False  # True: block messages travel as bytes, so they need not lie in the send slot
+    kind: str  # what statistics and logs call it
+    process: Peer | None = None  # at the other end, if it is on this host
+    inline = False  # block messages travel as bytes, so they need not lie in the send slot
+    gathers = True  # what is sent may wait until `flush`
+    if_lost = ""  # a further question to a user whose aggregator hangs up
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -89,6 +93,19 @@ class Link(ABC):
         self._under_way: set[int] = set()  # send slots without credit
         self._held: set[int] = set()  # receive slots that our side still reads
 
+    def __str__(self) -> str:
+        return self.kind
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether both ends use the same slots."""
+        return False
+
+    @property
+    def user(self) -> int | None:
+        """The user of the process at the other end, if it is on this host."""
+        return None if self.process is None else self.process.user
+
     @property
     @abstractmethod
     def over(self) -> bool:
@@ -97,6 +114,19 @@ class Link(ABC):
     def attach(self, send_slots: Array, receive_slots: Array) -> None:
         """Give the link its slots, each uint8 (slots, slot bytes). Before that only control messages may flow."""
         self.send_slots, self.receive_slots = send_slots, receive_slots
+
+    def take_slots(self, place: int, slots: int, slot_bytes: int) -> None:
+        """Worker side, after the Welcome: attach slots. `place`: the rank's place among those of the aggregator. Raises
+        TransportError, OSError and MemoryError."""
+        self.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))
+
+    def release(self) -> None:
+        """Give the slots back. Control messages can still flow: they may say why."""
+        self.attach(NO_SLOTS, NO_SLOTS)
+
+    def send_welcome(self, body: bytes, up: Region, down: Region) -> None:
+        """Aggregator side: send the Welcome. `up`, `down`: the memory of the upward and downward slots of all ranks."""
+        self.send_control(body)
 
     def bound_control(self, most: int) -> None:
         """Until slots are attached, accept only control messages of at most `most` bytes."""

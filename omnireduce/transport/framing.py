@@ -51,7 +51,6 @@ BYTES_PER_POLL = 4 << 20
 EVENTS_PER_POLL = 256  # and those read together with the last of them; an honest peer has fewer under way
 FRAMES_BYTES = 8192  # bytes read at once while frames are expected: this limits the events of one read
 CONTROL_LIMIT = READ_BYTES - FRAME.size  # bytes: a control message and its frame fit the input buffer
-BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn
 GATHER = 16  # buffers per sendmsg
 SMALL_LIMIT = 1 << 20  # bytes of frames and control messages that may wait for the peer; an honest one leaves few
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
+from omnireduce.support.addresses import BACKLOG
 from omnireduce.support.os_errors import from_a_handler
 from omnireduce.transport.base import NO_SLOTS
-from omnireduce.transport.framing import BACKLOG
+from omnireduce.transport.local import peer_of
 from omnireduce.transport.memory import Regions
-from omnireduce.transport.shm import peer_of
 
 _CARD = struct.Struct("<II")  # what a rank sends with its descriptors: its number among those of the host, its process
 _BATCH = struct.Struct("<II")  # what comes with a batch of descriptors: the first rank, how many ranks

@@ -56,7 +56,6 @@ class SimLink(InprocLink):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether both ends use the same slots."""
         return self._mapped or self.other._mapped
 
     @property

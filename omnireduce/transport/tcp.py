@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from omnireduce.support.addresses import Address, connect, host_of, listen
+from omnireduce.support.addresses import BACKLOG, Address, connect, host_of, listen
 from omnireduce.transport.base import Event
-from omnireduce.transport.framing import BACKLOG, StreamLink
+from omnireduce.transport.framing import StreamLink
 
 WORTH_READING = 1 << 20  # bytes of a message that wake its reader, if so many are still to come
 
@@ -17,6 +17,7 @@ class TcpLink(StreamLink):
 
     kind = "tcp"
     inline = True
+    if_lost = ", and does it want TLS (security.tls_ca here)"
 
     def __init__(self, sock: socket.socket, peer: str, dead_peer_s: float) -> None:
         super().__init__(sock, peer)
@@ -24,6 +25,9 @@ class TcpLink(StreamLink):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._readable_at = 1  # bytes from which on the system calls the socket readable
         self.local_host, self.remote_host = host_of(sock.getsockname()), host_of(sock.getpeername())
+
+    def __str__(self) -> str:
+        return f"{self.kind}, from {self.local_host}"
 
     def poll(self) -> Sequence[Event]:
         events = super().poll()

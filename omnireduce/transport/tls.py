@@ -142,6 +142,8 @@ class TlsLink(TcpLink):
     the handshake is a `task`, because signing takes long. Until the task is done, this thread leaves OpenSSL alone.
     """
 
+    if_lost = ""
+
     def __init__(
         self,
         sock: socket.socket,
@@ -165,6 +167,9 @@ class TlsLink(TcpLink):
         if host:
             with suppress(ssl.SSLWantReadError):  # it wants an answer first
                 self._tls.do_handshake()
+
+    def __str__(self) -> str:
+        return f"{self.kind} with TLS, from {self.local_host}"
 
     def attach(self, send_slots: Array, receive_slots: Array) -> None:
         super().attach(send_slots, receive_slots)

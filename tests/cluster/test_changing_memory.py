@@ -21,8 +21,9 @@ from omnireduce import AbortedError, Communicator
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Welcome, encode_control
 from omnireduce.transport.framing import FRAME
+from omnireduce.transport.local import listen_local
 from omnireduce.transport.memory import Region, map_slots
-from omnireduce.transport.shm import ShmLink, listen_shm
+from omnireduce.transport.shm import ShmLink
 
 ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say
@@ -103,7 +104,7 @@ def test_an_aggregator_that_rewrites_its_results() -> None:
     result = message([3, 5, 39], extra=b"")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with listen_shm("127.0.0.1", port) as listener:
+        with listen_local("127.0.0.1", port) as listener:
             listener.setblocking(True)
             listener.settimeout(WAIT_S)
             for _ in range(ROUNDS):
@@ -129,7 +130,7 @@ def mislead(sock: socket.socket, result: bytes, ranks: Ranks) -> None:
     assert sock.recv(65536)
     link = ShmLink(sock, "worker")
     link.attach(down.slots, up.slots)
-    link.send_control_with_memory(encode_control(Welcome(1)), up.fd, down.fd)
+    link.send_welcome(encode_control(Welcome(1)), up, down)
     with rewriting(down.slots[0], result):
         sock.setblocking(True)
         sock.settimeout(WAIT_S)

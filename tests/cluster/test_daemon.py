@@ -33,7 +33,7 @@ from transports import MEMORY, called, over
 from omnireduce import Communicator, RefusedError, TransportError
 from omnireduce.aggregator.shard import _run_as_batch
 from omnireduce.support.addresses import Address, why_cannot_listen
-from omnireduce.transport.shm import listen_shm
+from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
 
 either = pytest.mark.parametrize("way", ["shm", MEMORY])
@@ -157,7 +157,7 @@ def test_a_name_for_shared_memory_that_this_user_has_taken(name: str) -> None:
     """Workers would take that process for the aggregator: it does not start."""
     with listen_tcp("127.0.0.1", 0) as holder:
         port = holder.getsockname()[1]
-    with listen_shm("127.0.0.1", port):
+    with listen_local("127.0.0.1", port):
         status, _, log = run_aggregator("--listen", f"127.0.0.1:{port}", "--set", f"transport.kind={name}")
     assert status == 1
     holder = f"process {os.getpid()} of user {os.geteuid()}; end it"

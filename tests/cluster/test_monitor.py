@@ -20,7 +20,7 @@ from omnireduce.aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import A_SECOND, LimitedHandler, tagged
-from omnireduce.transport.shm import listen_shm
+from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
 
 ALIVE = (200, "alive\n")
@@ -158,7 +158,7 @@ def test_all_who_wait_for_a_shard_share_one_round_of_asking() -> None:
     """It says nothing. Those who wait for it have a bound; those who ask for the daemon's health have none."""
     with listen_tcp("127.0.0.1", 0) as holder, contextlib.ExitStack() as stack:
         port = holder.getsockname()[1]
-        shard = stack.enter_context(listen_shm("127.0.0.1", port, purpose=MONITOR))
+        shard = stack.enter_context(listen_local("127.0.0.1", port, purpose=MONITOR))
         pages = stack.enter_context(serving(600.0, f"127.0.0.1:{port}"))
         waiting = [stack.enter_context(pages.connect()) for _ in range(AT_ONCE)]
         for client in waiting:

@@ -19,7 +19,7 @@ from users import set_user
 
 from omnireduce import Communicator, RefusedError, TransportError
 from omnireduce.runtime.aggregator_client import ask
-from omnireduce.transport.shm import listen_shm
+from omnireduce.transport.local import listen_local
 
 NOBODY = 65534
 IMPOSTOR = f"process {os.getpid()} of user {NOBODY}"
@@ -101,7 +101,7 @@ def test_real_processes_of_two_users(daemon: Daemon) -> None:
 @contextlib.contextmanager
 def impostor(port: int) -> Iterator[socket.socket]:
     """Another user's process has taken the name under which an aggregator offers shared memory."""
-    with as_nobody(lambda: listen_shm("127.0.0.1", port)) as listener:
+    with as_nobody(lambda: listen_local("127.0.0.1", port)) as listener:
         yield listener
 
 

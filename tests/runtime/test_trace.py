@@ -178,9 +178,9 @@ def assert_messages_meet(lanes: list[Lane]) -> None:
 def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Config]]:
     """A shard in a thread of this process, and the configuration of its workers."""
     listeners = open_listeners("127.0.0.1", 0, "shm")
-    assert listeners.shm is not None
+    sock = next(sock for transport, sock in listeners.sockets if transport.name == "shm")
     reader, writer = os.pipe()
-    made = [Listener(listeners.shm, lambda sock: ShmLink(sock, "a local process"))]
+    made = [Listener(sock, lambda sock: ShmLink(sock, "a local process"))]
     server = ShardServer("here", made, Limits(4, 4, 1 << 30, 60.0), finish_s=10.0, traces=traces)
 
     def stop() -> None:
@@ -196,8 +196,8 @@ def server_here(traces: ShardTraces | None) -> Iterator[tuple[ShardServer, Confi
         os.close(writer)
         thread.join(WAIT_S)
         os.close(reader)
-        listeners.tcp.close()
-        listeners.shm.close()
+        for _, taken in listeners.sockets:
+            taken.close()
     assert not thread.is_alive()
 
 

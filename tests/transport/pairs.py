@@ -25,8 +25,9 @@ from omnireduce.support.config import load_config
 from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.framing import CREDIT, DATA, FRAME, StreamLink
+from omnireduce.transport.local import listen_local
 from omnireduce.transport.memory import Region, private_slots
-from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
+from omnireduce.transport.shm import ShmLink, connect_shm
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, connect_tls, worker_context
 from omnireduce.transport.verbs import link as verbs
@@ -203,14 +204,14 @@ class ShmPair(StreamPair):
     right: ShmLink
 
     def __init__(self) -> None:
-        with listen_shm("127.0.0.1", SHM_PORT) as listener:
+        with listen_local("127.0.0.1", SHM_PORT) as listener:
             self.right = connect_shm("127.0.0.1", SHM_PORT, WAIT_S)
             self.left = ShmLink(accept(listener), "right")
         self.up, self.down = Region(SLOTS, SLOT_BYTES), Region(SLOTS, SLOT_BYTES)
         self.left.attach(self.down.slots, self.up.slots)
-        self.left.send_control_with_memory(b"welcome", self.up.fd, self.down.fd)
+        self.left.send_welcome(b"welcome", self.up, self.down)
         self.collect(self.right, 1)
-        self.right.attach_memory(0, SLOTS, SLOT_BYTES)
+        self.right.take_slots(0, SLOTS, SLOT_BYTES)
 
     def close(self) -> None:
         super().close()

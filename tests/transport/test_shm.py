@@ -18,8 +18,9 @@ from local_cluster import ROOT
 from omnireduce.errors import TransportError
 from omnireduce.transport import memory
 from omnireduce.transport.base import Control, Event, Lost, Received
+from omnireduce.transport.local import listen_local
 from omnireduce.transport.memory import Region, map_slots, private_slots, touch
-from omnireduce.transport.shm import ShmLink, connect_shm, listen_shm
+from omnireduce.transport.shm import ShmLink, connect_shm
 
 from .pairs import SHM_PORT, SLOT_BYTES, SLOTS, ShmPair, accept
 from .test_lifetime import descriptors
@@ -28,7 +29,7 @@ from .test_lifetime import descriptors
 @pytest.fixture
 def joined() -> Iterator[tuple[ShmLink, ShmLink]]:
     """The aggregator's and the worker's end, without memory."""
-    with listen_shm("127.0.0.1", SHM_PORT) as listener:
+    with listen_local("127.0.0.1", SHM_PORT) as listener:
         worker = connect_shm("127.0.0.1", SHM_PORT, 10)
         aggregator = ShmLink(accept(listener), "worker")
     yield aggregator, worker
@@ -38,7 +39,7 @@ def joined() -> Iterator[tuple[ShmLink, ShmLink]]:
 
 WHO = """
 import os, socket
-from omnireduce.transport.shm import peer_of
+from omnireduce.transport.local import peer_of
 peer = peer_of(socket.socket(fileno=0))
 print(peer.user == os.geteuid(), peer.is_trusted)
 """
@@ -72,14 +73,14 @@ def test_memory_comes_with_the_welcome_in_its_place(joined: tuple[ShmLink, ShmLi
     aggregator, worker = joined
     up, down = Region(2 * SLOTS, SLOT_BYTES), Region(SLOTS, SLOT_BYTES)
     aggregator.send_control(b"pending")
-    aggregator.send_control_with_memory(b"welcome", up.fd, down.fd)
+    aggregator.send_welcome(b"welcome", up, down)
     aggregator.send_control(b"after")
     events = list[Event]()
     while len(events) < 3:
         assert select.select([worker], [], [], 10)[0]
         events += worker.poll()
     assert events == [Control(b"pending"), Control(b"welcome"), Control(b"after")]
-    worker.attach_memory(SLOTS, SLOTS, SLOT_BYTES)
+    worker.take_slots(1, SLOTS, SLOT_BYTES)
     worker.send_slots[0, 0] = 7
     assert up.slots[SLOTS, 0] == 7
     down.slots[SLOTS - 1, 5] = 9
@@ -93,17 +94,17 @@ def test_a_welcome_without_memory_is_an_error(joined: tuple[ShmLink, ShmLink]) -
     aggregator.send_control(b"welcome")
     read(worker)
     with pytest.raises(TransportError, match="no shared memory"):
-        worker.attach_memory(0, SLOTS, SLOT_BYTES)
+        worker.take_slots(0, SLOTS, SLOT_BYTES)
 
 
 def test_memory_that_is_too_small_is_an_error(joined: tuple[ShmLink, ShmLink]) -> None:
     aggregator, worker = joined
     up, down = Region(SLOTS, SLOT_BYTES), Region(SLOTS, SLOT_BYTES)
     before = descriptors()
-    aggregator.send_control_with_memory(b"welcome", up.fd, down.fd)
+    aggregator.send_welcome(b"welcome", up, down)
     read(worker)
     with pytest.raises(TransportError, match="smaller than 8 slots"):
-        worker.attach_memory(SLOTS, SLOTS, SLOT_BYTES)
+        worker.take_slots(1, SLOTS, SLOT_BYTES)
     assert descriptors() == before
     up.close()
     down.close()
@@ -169,7 +170,7 @@ def test_a_peer_that_does_not_read_its_answers_is_hung_up_on(joined: tuple[ShmLi
     while not aggregator.wants_write:
         aggregator.send_control(b"pending" * 5000)
     region = Region(SLOTS, SLOT_BYTES)
-    aggregator.send_control_with_memory(b"welcome", region.fd, region.fd)
+    aggregator.send_welcome(b"welcome", region, region)
     assert select.select([aggregator], [], [], 10)[0]
     (event,) = aggregator.poll()
     assert isinstance(event, Lost)
@@ -234,14 +235,14 @@ def test_private_slots_are_zero_and_writable() -> None:
 def test_one_write_serves_two_ranks() -> None:
     """The second rank's link gets the same result region."""
     first = ShmPair()
-    with listen_shm("127.0.0.1", SHM_PORT) as listener:
+    with listen_local("127.0.0.1", SHM_PORT) as listener:
         worker = connect_shm("127.0.0.1", SHM_PORT, 10)
         second = ShmLink(accept(listener), "rank 1")
     up = Region(SLOTS, SLOT_BYTES)
     second.attach(first.down.slots, up.slots)
-    second.send_control_with_memory(b"welcome", up.fd, first.down.fd)
+    second.send_welcome(b"welcome", up, first.down)
     read(worker)
-    worker.attach_memory(0, SLOTS, SLOT_BYTES)
+    worker.take_slots(0, SLOTS, SLOT_BYTES)
     first.down.slots[2, :1000] = np.arange(1000) % 251
     for link in (first.left, second):
         link.send(2, 1000)
@@ -257,9 +258,9 @@ def test_one_write_serves_two_ranks() -> None:
 
 
 def test_an_address_can_be_taken_once_and_is_free_after_close() -> None:
-    with listen_shm("127.0.0.1", SHM_PORT), pytest.raises(OSError, match="in use"):
-        listen_shm("127.0.0.1", SHM_PORT)
-    listen_shm("127.0.0.1", SHM_PORT).close()
+    with listen_local("127.0.0.1", SHM_PORT), pytest.raises(OSError, match="in use"):
+        listen_local("127.0.0.1", SHM_PORT)
+    listen_local("127.0.0.1", SHM_PORT).close()
 
 
 def test_another_host_has_no_shared_memory() -> None:
@@ -279,7 +280,7 @@ def test_nobody_listens() -> None:
 
 @pytest.mark.parametrize("anywhere", ["0.0.0.0", "::"])
 def test_an_aggregator_that_listens_everywhere_is_found_under_every_name(anywhere: str) -> None:
-    with listen_shm(anywhere, SHM_PORT) as listener:
+    with listen_local(anywhere, SHM_PORT) as listener:
         for host in ("127.0.0.1", "localhost"):
             link = connect_shm(host, SHM_PORT, 10)
             accept(listener).close()
@@ -287,7 +288,7 @@ def test_an_aggregator_that_listens_everywhere_is_found_under_every_name(anywher
 
 
 def test_a_name_and_its_number_are_one_address() -> None:
-    with listen_shm("127.0.0.1", SHM_PORT) as listener:
+    with listen_local("127.0.0.1", SHM_PORT) as listener:
         link = connect_shm("localhost", SHM_PORT, 10)
         assert link.peer == f"localhost:{SHM_PORT}"
         accept(listener).close()

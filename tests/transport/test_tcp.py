@@ -13,7 +13,7 @@ import pytest
 from omnireduce.transport import framing
 from omnireduce.transport.base import Control, Lost, Received
 from omnireduce.transport.framing import DATA, FRAME
-from omnireduce.transport.shm import listen_shm
+from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import WORTH_READING, TcpLink, connect_tcp, listen_tcp
 
 from .pairs import SHM_PORT, SLOT_BYTES, TcpPair, accept, wait_for
@@ -87,7 +87,7 @@ def test_a_crowd_may_wait_to_be_accepted(local: bool) -> None:
     """Nobody accepts: who finds no room by TCP would have to try again after a second, by a Unix socket fails."""
     crowd = min(300, int(Path("/proc/sys/net/core/somaxconn").read_text()))
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen_shm("127.0.0.1", SHM_PORT) if local else listen_tcp("127.0.0.1", 0))
+        listener = stack.enter_context(listen_local("127.0.0.1", SHM_PORT) if local else listen_tcp("127.0.0.1", 0))
         for _ in range(crowd):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX if local else socket.AF_INET))
             sock.setblocking(False)

@@ -79,7 +79,7 @@ class Session:
     def __init__(self, request: Request, config: Config, comm: Communicator, log: Log) -> None:
         self._request, self._comm, self._log = request, comm, log
         self._leads = comm.rank == 0
-        in_memory = comm.transport.startswith("memory") and comm.local_size == comm.size
+        in_memory = comm.in_memory and comm.local_size == comm.size
         self._space = Space(config, request.holds, Circumstances(comm.shards, in_memory, request.in_order))
         cases = cases_of(
             config, pattern=request.pattern, elements=request.elements, arrays=request.arrays, density=request.density,

@@ -72,6 +72,7 @@ class RankChannels(NamedTuple):
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")
 MOST_CHARACTERS = 128  # the longest name of a job, and the longest launch id
+MEMORY = "memory"  # beside the kinds of links, what carries tensors among ranks of one host
 GENERATION_CHARACTERS = 20  # a number of 63 bits, and a dot before it
 
 
@@ -85,9 +86,14 @@ class Channel:
         self.way = CallChannel(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)
 
     @property
+    def in_memory(self) -> bool:
+        """Whether ranks of this host exchange tensors in memory that they share."""
+        return self.machine.host is not None
+
+    @property
     def kinds(self) -> set[str]:
         """The kinds of its links, and "memory" if ranks of this host share memory."""
-        return {link.kind for link in self.links} | ({"memory"} if self.machine.host is not None else set())
+        return {link.kind for link in self.links} | ({MEMORY} if self.in_memory else set())
 
     @property
     def sent_bytes(self) -> int:
@@ -106,7 +112,7 @@ class Channel:
         for link in self.links:
             carried[link.kind] += link.counters.message_bytes
         if host is not None:
-            carried["memory"] += host.sent_bytes + host.received_bytes
+            carried[MEMORY] += host.sent_bytes + host.received_bytes
         return carried
 
     @property

@@ -95,8 +95,9 @@ class Communicator:
 
     Attributes, not to be changed: `rank`, `size`, `local_rank` and `local_size` (each None if the launcher did not give
     it) of this worker; `config`; `transport` ("shm", "tcp", "verbs", "memory", which ranks of one host share, or
-    several joined by "+"); `shards`, the number of aggregators; `generation`, the number that the first aggregator gave
-    this membership; `formation`, an object that no other communicator has, and another object after `reform`.
+    several joined by "+"); `in_memory`, whether ranks of this host share memory; `shards`, the number of aggregators;
+    `generation`, the number that the first aggregator gave this membership; `formation`, an object that no other
+    communicator has, and another object after `reform`.
 
     With `elastic.enabled` the job can be formed anew after a fault: see `reform`. A worker that is started again waits
     until the others call `reform`.
@@ -334,6 +335,7 @@ class Communicator:
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self.formation = object()
         self.transport = "+".join(sorted(first.kinds | last.kinds))
+        self.in_memory = any(channel.in_memory for channel in channels)
         self.shards = len(first.links)
         if first is not last:
             first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)

@@ -40,7 +40,7 @@ from omnireduce.runtime.embedded_messages import (
 )
 from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of
-from omnireduce.support.addresses import Address, loopback
+from omnireduce.support.addresses import BACKLOG, Address, loopback
 from omnireduce.support.config import Config, Security
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.interpreters import TREE, program_of
@@ -48,8 +48,7 @@ from omnireduce.support.loading import search_path
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.support.os_errors import from_a_handler
 from omnireduce.support.secret import Secret
-from omnireduce.transport.framing import BACKLOG
-from omnireduce.transport.shm import holder_of, peer_of
+from omnireduce.transport.local import holder_of, peer_of
 
 CARD = struct.Struct("<II")  # rank, world size
 RETRY_S = 0.02  # between two attempts to connect: rank 0 may not listen yet

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -28,7 +29,6 @@ from omnireduce.core.wire.control import (
     decode_control,
     encode_control,
 )
-from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
 from omnireduce.kernels.claims import are_kept
 from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
@@ -65,11 +65,9 @@ from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
-from omnireduce.transport.memory import private_slots, touch
-from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.tcp import TcpLink
+from omnireduce.transport.memory import touch
+from omnireduce.transport.rdma import offer_rdma, take_answer
 from omnireduce.transport.tls import worker_context
-from omnireduce.transport.verbs import import_rdma
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.connect import Offer
@@ -249,7 +247,7 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
 
 
 def _sizing(protocol: settings.Protocol, link: Link) -> MessageSizing:
-    if link.kind == "tcp":
+    if link.inline:
         return MessageSizing.up_to(protocol.tcp_message_bytes)
     return MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
 
@@ -505,8 +503,9 @@ class _PendingRank:
         """Send a message. A Hello also says how this worker can be reached by RDMA."""
         link, message = self._links[effect.peer], effect.message
         if isinstance(message, Hello):
-            offer = self._offers[effect.peer] = _offer(link, self._config, self._log)
-            message = replace(message, verbs=None if offer is None else offer.endpoint)
+            offered = offer_rdma(link, self._config, partial(_say_no_verbs, self._log, link))
+            self._offers[effect.peer] = offered
+            message = replace(message, verbs=None if offered is None else offered.endpoint)
         link.send_control(encode_control(message))
 
     def _hang_up(self, first: int = 0) -> None:
@@ -533,41 +532,18 @@ class _PendingRank:
         meeting.close()
 
 
-def _offer(link: Link, config: Config, log: BoundLog) -> Offer | None:
-    """Get ready for RDMA with this aggregator, if it is wanted and possible. Raises TransportError."""
-    kind, protocol = config.transport.kind, config.protocol
-    if not isinstance(link, TcpLink) or kind not in ("auto", "verbs"):
-        return None
-    try:
-        import_rdma()
-        from omnireduce.transport.verbs.connect import Offer
-
-        return Offer(link, config.verbs, protocol.slots, protocol.slot_bytes, required=kind == "verbs")
-    except TransportError as error:
-        if kind == "verbs":
-            raise
-        _say_no_verbs(log, link, str(error))
-        return None
-
-
-def _attach(link: Link, welcome: Welcome, offer: Offer | None, config: Config, log: BoundLog) -> Link:
-    """The link with its slots, over RDMA if the aggregator took the offer. Raises TransportError."""
-    slots, slot_bytes = config.protocol.slots, config.protocol.slot_bytes
-    if offer is not None and welcome.verbs is not None:
-        return offer.accepted(welcome.verbs)
-    if offer is not None:
-        if config.transport.kind == "verbs":
-            raise TransportError(
-                f"aggregator {link.peer} offers no RDMA: {shown(welcome.note)}; or choose transport.kind = 'tcp'"
-            )
-        _say_no_verbs(log, link, shown(welcome.note))
-        offer.close()
-    if isinstance(link, ShmLink):
-        link.attach_memory(welcome.place * slots, slots, slot_bytes)
-    else:
-        link.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))
+def _attach(link: Link, welcome: Welcome, offered: Offer | None, config: Config, log: BoundLog) -> Link:
+    """The link with its slots, over RDMA if the aggregator took the offer. Raises TransportError, OSError and
+    MemoryError."""
+    if offered is not None:
+        taken = take_answer(link, offered, welcome.verbs, welcome.note, config, partial(_say_no_verbs, log, link))
+        if taken is not link:
+            return taken
+    link.take_slots(welcome.place, config.protocol.slots, config.protocol.slot_bytes)
     return link
 
 
 def _say_no_verbs(log: BoundLog, link: Link, why: str) -> None:
-    log.info("aggregator %s by tcp, not verbs: %s", link.peer, why, extra=tagged("no_verbs", aggregator=link.peer))
+    log.info(
+        "aggregator %s by %s, not verbs: %s", link.peer, link.kind, why, extra=tagged("no_verbs", aggregator=link.peer)
+    )

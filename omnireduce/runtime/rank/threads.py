@@ -45,7 +45,7 @@ def threads_for(wanted: int, links: Sequence[Link], ranks: int) -> Threads | Non
 
 
 def _by_processors(links: Sequence[Link], ranks: int) -> int:
-    shards_here = sum(link.kind == "shm" for link in links)
+    shards_here = sum(link.process is not None for link in links)
     share = (min(usable(), quota() or math.inf) - shards_here) / max(ranks, _launched_here())
     return min(int(share / 2), MOST_BY_ITSELF)
 

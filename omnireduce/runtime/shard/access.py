@@ -14,7 +14,6 @@ from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
 from omnireduce.transport.base import Link
-from omnireduce.transport.shm import ShmLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +53,17 @@ class Access:
         return Order(request.action, f"{by} ({link.peer})", request.job, team, request.why)
 
     def _objection(self, link: Link) -> str:
-        user = None if self.any_local_user or not isinstance(link, ShmLink) else link.foreign_user
-        if user is None:
+        if self.any_local_user or not link.shares_memory or is_operator(link):
             return ""
         return (
-            f"user {user} may not share memory with an aggregator of user {os.geteuid()}: "
+            f"user {link.user} may not share memory with an aggregator of user {os.geteuid()}: "
             "set security.local_users = 'any' on both, or transport.kind = 'tcp' on the client"
         )
 
 
 def is_operator(link: Link) -> bool:
     """Whether the kernel says that the peer is of root or of this process's user, on this host."""
-    return isinstance(link, ShmLink) and link.foreign_user is None
+    return link.process is not None and link.process.is_trusted
 
 
 ANYBODY = Access()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -19,7 +19,6 @@ from omnireduce.core.wire.control import (
     Aborted,
     Cause,
     ControlMessage,
-    Endpoint,
     Hello,
     Leave,
     Welcome,
@@ -44,11 +43,7 @@ from omnireduce.support.config import Verbs
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.transport.base import NO_SLOTS, Link
 from omnireduce.transport.memory import Region
-from omnireduce.transport.shm import ShmLink
-from omnireduce.transport.tcp import TcpLink
-
-if TYPE_CHECKING:
-    from omnireduce.transport.verbs.link import VerbsLink
+from omnireduce.transport.rdma import take_offer
 
 log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
@@ -148,8 +143,8 @@ class Job:
                 self.machine, self.links, clock, on_end=lambda end: on_end(self, end), on_warn=self._warn
             )
             undo.pop_all()
-        for link, welcome in zip(attached, welcomes, strict=True):
-            self._welcome(link, welcome)
+        for link, welcome in zip(attached, welcomes, strict=True):  # all ranks are there
+            link.send_welcome(encode_control(welcome), self._arena, self._results)
         transport = "+".join(sorted({link.kind for link in self.links[:ranks]}))  # tensors may go through memory
         started = tagged("job_started", world_size=ranks, transport=transport)
         self.log.info("%s: %d ranks joined by %s", self, ranks, transport, extra=started)
@@ -158,7 +153,7 @@ class Job:
         over_tcp = [
             hello.tcp_message_bytes
             for link, hello in zip(self.links, hellos, strict=True)
-            if link.kind == "tcp" or self._above is not None
+            if link.inline or self._above is not None
         ]
         spec, members = self._spec, members_of(welcomes, hellos)
         hosts = max(1 if member.host is None else member.host.hosts for member in members)
@@ -199,32 +194,30 @@ class Job:
         link = self.links[rank]
         send_slots = self._results.slots
         receive_slots = self._rows_of(rank)
-        if hello.verbs is not None and isinstance(link, TcpLink):
+        if hello.verbs is not None:
             try:
-                endpoint, over_verbs = _by_verbs(link, hello.verbs, verbs, send_slots, receive_slots)
+                endpoint, over_verbs = take_offer(link, hello.verbs, verbs, send_slots, receive_slots)
                 undo.callback(over_verbs.release)  # not closed: by its control connection the rank hears the reason
                 self.links[rank] = over_verbs
                 return replace(welcome, verbs=endpoint)
             except TransportError as error:
                 self.log.info(
-                    "%s: rank %d by tcp, not verbs: %s", self, rank, error, extra=tagged("no_verbs", rank=rank)
+                    "%s: rank %d by %s, not verbs: %s",
+                    self,
+                    rank,
+                    link.kind,
+                    error,
+                    extra=tagged("no_verbs", rank=rank),
                 )
                 welcome = replace(welcome, note=str(error))
         link.attach(send_slots, receive_slots)
-        undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
+        undo.callback(link.release)
         return welcome
 
     def _rows_of(self, rank: int) -> Array:
         """The receive slots of a rank."""
         slots: Array = self._arena.slots[rank * self._spec.slots : (rank + 1) * self._spec.slots]
         return slots
-
-    def _welcome(self, link: Link, welcome: Welcome) -> None:
-        """Tell the rank that all are here."""
-        if isinstance(link, ShmLink):
-            link.send_control_with_memory(encode_control(welcome), self._arena.fd, self._results.fd)
-        else:
-            link.send_control(encode_control(welcome))
 
     def _warn(self, warning: Warn) -> None:
         wait = self.machine.waiting(self._clock())
@@ -333,14 +326,3 @@ class Job:
             self._trace.close()
         # They refer to this job: without this the slots would wait for the cycle collector.
         del self.driver, self.machine
-
-
-def _by_verbs(
-    control: TcpLink, offered: Endpoint, settings: Verbs | None, send_slots: Array, receive_slots: Array
-) -> tuple[Endpoint, VerbsLink]:
-    """Answer a worker's offer of RDMA. Raises TransportError, and OSError when there are no descriptors left."""
-    if settings is None:
-        raise TransportError("the aggregator's transport.kind does not allow verbs")
-    from omnireduce.transport.verbs.connect import answer  # needs pyverbs
-
-    return answer(control, settings, offered, send_slots, receive_slots)

@@ -15,10 +15,10 @@ class TracedLink(Link):
 
     def __init__(self, link: Link, number: int, recorder: Recorder) -> None:
         super().__init__(link.peer)
-        self.kind, self.inline = link.kind, link.inline
+        self.kind, self.inline, self.process = link.kind, link.inline, link.process
         self._link, self._number, self._recorder = link, number, recorder
         self.counters, self.send_slots, self.receive_slots = link.counters, link.send_slots, link.receive_slots
-        self._gathers = link.kind != "verbs"  # until `flush`; RDMA writes leave at once
+        self._gathers = link.gathers
         self._gathered: list[tuple[What, int]] = []
 
     @property

@@ -63,6 +63,7 @@ class VerbsLink(Link):
     """A link over `queue`, which is connected, and `control`, whose other end is a VerbsLink as well."""
 
     kind = "verbs"
+    gathers = False
 
     def __init__(self, control: TcpLink, queue: QueuePair, send_slots: Array, receive_slots: Array) -> None:
         super().__init__(control.peer)
