@@ -14,6 +14,7 @@ from typing import Any
 from omnireduce import Communicator
 from omnireduce.errors import TransportError
 from omnireduce.runtime.rank import engine
+from omnireduce.transport.kinds import TABLE
 
 
 def _has_rdma() -> bool:
@@ -27,7 +28,7 @@ def _has_rdma() -> bool:
 
 RDMA = _has_rdma()
 MEMORY = "memory"  # that the ranks share
-KINDS = ["shm", "tcp", *(["verbs"] if RDMA else [])]
+KINDS = [*(transport.name for transport in TABLE), *(["verbs"] if RDMA else [])]
 WAYS = [*KINDS, MEMORY]
 HOST_EXCHANGE = "transport.host_exchange"
 BY_SHARDS = f"{HOST_EXCHANGE}=off"  # all tensors, though the ranks could share memory

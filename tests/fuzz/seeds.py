@@ -244,9 +244,12 @@ def folder(target: str) -> Path:
 
 
 def write() -> int:
-    """Write the files anew; return how many there are."""
+    """Write the files anew, in place of all but those that were found; return how many there are."""
     for target, inputs in SEEDS.items():
         folder(target).mkdir(parents=True, exist_ok=True)
+        for old in folder(target).glob("*.bin"):
+            if not old.name.startswith("found-"):
+                old.unlink()
         for name, content in inputs.items():
             (folder(target) / f"{name}.bin").write_bytes(content)
     return sum(map(len, SEEDS.values()))
