@@ -207,7 +207,7 @@ def test_dtypes_in_words() -> None:
 
 
 def test_calls_travel_as_before() -> None:
-    """The bytes of protocol version 22: whoever changes them raises PROTOCOL_VERSION."""
+    """Byte for byte: whoever changes them makes a protocol version, as CONTRIBUTING.md says."""
     called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
     assert (
         called.encoded.hex() == "9fae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000a000c0a0"
