@@ -16,6 +16,7 @@ from samples import Array, sparse_tensor
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import SUM, block_keys, stream_key
 from omnireduce.kernels.codecs.table import BUILT_IN, codec_named, with_own
+from omnireduce.support.config.schema import CODECS
 
 NAMES = tuple(BUILT_IN)
 SIZES = st.sampled_from([8, 16, 24, 256])
@@ -158,6 +159,10 @@ def test_blocks_are_added_where_they_belong(name: str) -> None:
     plain = decoded(name, coded, 8)
     assert (totals[[0, 5]] == 2 + plain[1:3]).all()
     assert (totals[1:5] == 2).all()
+
+
+def test_the_configuration_names_all_codecs() -> None:
+    assert {*CODECS} == {"none", *BUILT_IN}, "'A codec' in CONTRIBUTING.md says where its name stands"
 
 
 def test_sizes() -> None:

@@ -47,10 +47,9 @@ FilePath = Annotated[
 
 
 _OWN = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
-CODEC_PATTERN = rf"^(none|bf16|fp16|int8|natural|onebit|qsgd|scaled_sign|sign|ternary|(?=.{{3,50}}\Z){_OWN})\Z"
-CODEC_ALLOWED = (
-    "none, bf16, fp16, int8, natural, onebit, qsgd, scaled_sign, sign, ternary, or module:Class of up to 50 characters"
-)
+CODECS = ("none", "bf16", "fp16", "int8", "natural", "onebit", "qsgd", "scaled_sign", "sign", "ternary")
+CODEC_PATTERN = rf"^({'|'.join(CODECS)}|(?=.{{3,50}}\Z){_OWN})\Z"
+CODEC_ALLOWED = f"{', '.join(CODECS)}, or module:Class of up to 50 characters"
 OwnCodec = Annotated[str, meta("", pattern=rf"^(?=.{{3,50}}\Z){_OWN}\Z", allowed="module:Class of up to 50 characters")]
 
 
@@ -117,9 +116,9 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     codec: Annotated[
         str,
         meta(
-            "how sums and means of float32 travel, unless a call says otherwise: none, bf16, fp16, int8, natural, "
-            "onebit, qsgd, scaled_sign, sign, ternary, or module:Class, a codec of your own, which aggregators name, "
-            "too (aggregator.codecs); the same on every worker. Ranks of one host exchange exactly, whatever this says",
+            f"how sums and means of float32 travel, unless a call says otherwise: {', '.join(CODECS)}, or "
+            "module:Class, a codec of your own, which aggregators name, too (aggregator.codecs); the same on every "
+            "worker. Ranks of one host exchange exactly, whatever this says",
             pattern=CODEC_PATTERN,
             allowed=CODEC_ALLOWED,
         ),
