@@ -28,7 +28,7 @@ BITS: dict[str, Callable[[int, int], int]] = {
     "BOR": lambda a, b: a | b,
     "BXOR": lambda a, b: a ^ b,
 }
-REFUSED = (torch.float8_e4m3fn, torch.float8_e5m2)
+REFUSED = tuple(dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) if dtype not in FLOATS)
 TYPES = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool, *REFUSED)
 SIZE = 3
 NUMBERS = ([5, -5, 3, 0, 1, -1], [6, -4, 3, 0, 1, -2], [4, -8, 3, 0, 0, -2])  # of each rank; means are exact or odd
