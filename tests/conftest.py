@@ -17,7 +17,6 @@ from transports import carriers
 
 from omnireduce.support.config.schema import SECRET_VARIABLE
 
-LONG = {"pytorch", "siege", "faults", "deploy", "bench"}
 settings.register_profile(
     "tests",
     deadline=None,  # machines that run tests are busy
@@ -41,7 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test gets its tier. Files of few tests that take long come first: else one of them runs alone at the end."""
+    """Each test gets its tier. Files with slow tests come first: else one of them runs alone at the end."""
     for item in items:
         own = {mark.name for mark in item.iter_markers() if mark.name in TIERS}
         try:
@@ -51,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not own:
             item.add_marker(tier)
         item.user_properties.append(("tier", tier))  # reports have it
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
+    items.sort(key=lambda item: ("tier", "slow") not in item.user_properties)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

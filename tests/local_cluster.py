@@ -149,6 +149,14 @@ class Process:
         assert found is not None
         return found
 
+    def rest(self, timeout_s: float) -> str:
+        """The lines of standard output that are left, up to its end."""
+        lines, deadline = list[str](), time.monotonic() + timeout_s
+        while (line := self._lines.next(deadline)) != CLOSED:
+            assert line is not None, f"process {self.pid} still runs after {timeout_s:g} s\n{self.log}"
+            lines.append(f"{line}\n")
+        return "".join(lines)
+
     def wait(self, timeout_s: float = WAIT_S) -> int:
         """The exit status."""
         try:

@@ -112,7 +112,8 @@ def _server(preloaded: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], socket
     """The process that forks, and the connection to it. It ends when this process does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, __file__, str(theirs.fileno()), *preloaded]
-    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    environ = os.environ | ({"OMP_NUM_THREADS": "1"} if preloaded else {})  # read when torch is loaded
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     return process, ours
 

@@ -12,30 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from local_cluster import ROOT, WAIT_S, Daemon, unique_job
+from forked_ranks import run_ranks
+from local_cluster import ROOT, WAIT_S, Daemon
+from nursery import TORCH
 from separate_hosts import separate_hosts
 
 
 def outputs(daemon: Daemon, script: str, host_exchange: str = "auto", arguments: Sequence[str] = ()) -> list[str]:
-    """What two ranks of an example print, each on one line."""
-    environ = os.environ | {
-        "OMNIREDUCE_CLUSTER_AGGREGATORS": json.dumps(daemon.addresses),
-        "OMNIREDUCE_CLUSTER_JOB": unique_job("example"),
-        "OMNIREDUCE_TRANSPORT_HOST_EXCHANGE": host_exchange,
-        "WORLD_SIZE": "2",
-    }
-    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
-    ranks = [
-        subprocess.Popen(command, env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        found = [process.communicate(timeout=60)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0]
-    return found
+    """What two ranks of an example print."""
+    ranks = run_ranks(
+        [str(ROOT / "examples" / script), *arguments], 2,
+        OMNIREDUCE_CLUSTER_AGGREGATORS=json.dumps(daemon.addresses), OMNIREDUCE_TRANSPORT_HOST_EXCHANGE=host_exchange,
+    )  # fmt: skip
+    assert [rank.status for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    return [rank.out for rank in ranks]
 
 
 def test_allreduce(daemon: Daemon) -> None:
@@ -171,22 +161,14 @@ def test_the_commands_in_an_example_exist(script: str) -> None:
     assert all((ROOT / path).exists() for path in re.findall(r"configs/[\w.-]+", text))
 
 
-def launched(ranks: int, script: str, *arguments: str) -> str:
-    """What ranks of an example print, without the words before each line."""
-    command = [sys.executable, "-m", "omnireduce", "run", "-np", str(ranks), sys.executable]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / script), *arguments],
-        capture_output=True, text=True, timeout=4 * WAIT_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return re.sub(r"^\[\d+\]<stdout>:", "", done.stdout, flags=re.MULTILINE)
-
-
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch here; `make torch` installs it")
 @pytest.mark.parametrize("more", [[], ["--fp16-allreduce"], ["--use-adasum"]])
 def test_the_synthetic_benchmark_prints_the_lines_that_users_know(more: list[str]) -> None:
     small = ["--batch-size", "2", "--num-classes", "10", "--num-iters", "2", "--num-batches-per-iter", "2", *more]
-    said = launched(2, "torch_synthetic_benchmark.py", *small).splitlines()
+    first, second = run_ranks([str(ROOT / "examples/torch_synthetic_benchmark.py"), *small], 2, preloaded=TORCH)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert second.out == ""
+    said = first.out.splitlines()
     assert said[:4] == ["Batch size: 2", "Number of CPUs: 2", "Running warmup...", "Running benchmark..."]
     number = r"[\d.]+"
     assert [bool(re.fullmatch(f"Iter #{i}: {number} img/sec per CPU", said[4 + i])) for i in range(2)] == [True] * 2
@@ -226,9 +208,6 @@ def test_pytorch(script: str, small: list[str], said: str) -> None:
     for package in ("torch", "sklearn"):
         if find_spec(package) is None:
             pytest.skip(f"no {package} here; `make torch` installs it")
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    command = [torchrun, "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / script), *small]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S, check=False, env=environ)
-    assert done.returncode == 0, done.stderr
-    assert re.match(rf"omnireduce\b.*, 2 ranks: [\d.]+ steps/s; .*{said}", done.stdout), done.stdout
+    ranks = run_ranks([str(ROOT / "examples" / script), *small], 2, preloaded=TORCH)
+    assert [rank.status for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert re.match(rf"omnireduce\b.*, 2 ranks: [\d.]+ steps/s; .*{said}", ranks[0].out), ranks[0].out

@@ -20,15 +20,15 @@ def read_right(text: str) -> list[float]:
 
 
 def test_more_ranks_learn_as_well_with_a_warm_up(daemon: Daemon) -> None:
-    """Measured for 1, 2, 4 and 8 ranks: 98.0, 94.6, 93.9 and 82.5 %."""
-    command = [sys.executable, str(ROOT / "examples/scaling.py"), "--np", "1,2,4,8", *PROGRAM]
+    """Measured for 1 and 8 ranks: 98.0 and 82.5 %."""
+    command = [sys.executable, str(ROOT / "examples/scaling.py"), "--np", "1,8", *PROGRAM]
     text = said(command, daemon, "torch", 16 * WAIT_S)
     right = read_right(text)
-    assert len(right) == 4, text
+    assert len(right) == 2, text
     assert min(right) > 60, text
-    assert re.findall(r"Hvd Procs (\d) Total time: [\d.]+ second", text) == ["1", "2", "4", "8"]
-    assert [line.split()[0] for line in text.splitlines()[-5:]] == ["ranks", "1", "2", "4", "8"]
-    of_eight = text[text.index("Hvd Procs 4") :]
+    assert re.findall(r"Hvd Procs (\d) Total time: [\d.]+ second", text) == ["1", "8"]
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["ranks", "1", "8"]
+    of_eight = text[text.index("Hvd Procs 1") :]
     rates = re.findall(r"learning_rate: ([\d.]+)", of_eight)
     assert rates == ["0.0667", "0.1133", *["0.1600"] * 10]  # 0.16 / 8 * (epoch * 7 / 3 + 1)
     assert of_eight.count("Epoch 3: finished gradual learning rate warmup to 0.16.\n") == 1
