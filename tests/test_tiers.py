@@ -71,4 +71,4 @@ def test_pytest_chooses_by_tier(choice: str) -> None:
     files = {name.partition("::")[0] for name in names}
     assert {tier for tier in TIERS if expected[tier] in files} == set(TIERS).difference(CHOICES[choice])
     assert "tests/test_tidy.py::test_modules" in names
-    assert ("tests/test_tidy.py::test_every_module_can_be_imported_first" in names) == (choice != "unit")
+    assert ("tests/test_tidy.py::test_an_import_loads_no_more_than_it_needs" in names) == (choice != "unit")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from local_cluster import READY_S, ROOT, keep_kernels
 
+from omnireduce.__main__ import main
 from omnireduce.console.coconet.run import difference
 from omnireduce.programs.library import PROGRAMS, schedules
 
@@ -61,8 +63,8 @@ def test_one_schedule() -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(words: tuple[str, ...], message: str) -> None:
-    done = coconet(*words)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = CliRunner().invoke(main, ["coconet", "run", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == f"Error: {message}\n"
 
 
@@ -118,6 +120,6 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written_or_tuned_is_one_line(words: tuple[str, ...], message: str) -> None:
-    done = said(*words)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = CliRunner().invoke(main, ["coconet", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == f"Error: {message}\n"

@@ -69,6 +69,7 @@ class Submission:
             assert bits(x) == bits(before), "the input of an out-of-place collective changed"
 
 
+@pytest.mark.integration  # long for a unit test
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 @settings(max_examples=25)
 @given(data=st.data(), seed=SEEDS, elements=SIZES, octets=st.integers(1, 4))

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from local_cluster import READY_S, ROOT, Process, children, gone_within
 
+from omnireduce.__main__ import main
 from omnireduce.console.tune.report import HEADER
 from omnireduce.support.config import load_config
 
@@ -135,9 +137,12 @@ def test_what_an_aggregator_would_not_admit_is_not_measured(tmp_path: Path) -> N
         (["--config", "nowhere.toml"], "nowhere.toml: no such file"),
     ],
 )
-def test_wrong_input_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
-    done = tune(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_wrong_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["tune", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("Error: ")
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
