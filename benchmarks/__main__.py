@@ -14,23 +14,24 @@ from typing import TypeVar
 import click
 from rich.console import Console
 
-from benchmarks import relays as relays_between
-from benchmarks.all_reduce import measure_all_reduce
-from benchmarks.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
-from benchmarks.compare import STARTS, checkout, compare_shaped
-from benchmarks.compare import compare as compare_cases
-from benchmarks.contest import OURS, PEERS, labels
-from benchmarks.dispatch import measure_dispatch
-from benchmarks.environments import Tree
-from benchmarks.outcomes import AnyCase, Outcome, Results, show_case, show_verdicts
-from benchmarks.plans import compare_plans, show_plans
-from benchmarks.profiling import profile_case
-from benchmarks.program_experiments import programs
-from benchmarks.shaped import LAYOUTS, RATE, Setting, run_settings
-from benchmarks.single import SINGLE
-from benchmarks.sweep import sweep
-from benchmarks.testbed import TestbedError
-from benchmarks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
+from benchmarks.comparisons import COMPARISONS
+from benchmarks.contest import relays as relays_between
+from benchmarks.contest.cases import MEMORY, SIZES, TRANSPORTS, Case, all_cases, target_cases
+from benchmarks.contest.compare import STARTS, checkout, compare_shaped
+from benchmarks.contest.compare import compare as compare_cases
+from benchmarks.contest.contest import OURS, PEERS, labels
+from benchmarks.contest.outcomes import AnyCase, Outcome, Results, show_case
+from benchmarks.contest.plans import compare_plans, show_plans
+from benchmarks.contest.profile import profile_case
+from benchmarks.contest.shaped import LAYOUTS, RATE, Setting, run_settings
+from benchmarks.contest.sweep import sweep
+from benchmarks.frameworks.torch_all_reduce import measure_all_reduce
+from benchmarks.frameworks.torch_dispatch import measure_dispatch
+from benchmarks.frameworks.torch_training import MODELS, THIS_HOST, TURNS, Training, run_trainings
+from benchmarks.harness.environments import Tree
+from benchmarks.harness.testbed import TestbedError
+from benchmarks.harness.verdicts import show_verdicts
+from benchmarks.programs.experiments import programs
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import Group, NumberRange
 from omnireduce.support.extras import install
@@ -295,7 +296,7 @@ def profile(transport: str, ranks: int, shards: int, size: str, density: float, 
 @click.option("--format", "formats", type=click.Choice(("png", "svg")), multiple=True, default=("png", "svg"))
 def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
     try:
-        from benchmarks.plots import draw
+        from benchmarks.contest.plots import draw
     except ImportError as error:
         raise click.ClickException(f"{error}: {install('matplotlib', 'plot')}") from error
     made = draw(results, out or results, formats)
@@ -305,7 +306,7 @@ def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
         click.echo(path)
 
 
-for command in (*SINGLE, programs):
+for command in (*(comparison.command() for comparison in COMPARISONS), programs):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import numpy as np
 
 import omnireduce as omni
 import omnireduce.runtime.rank.communicator  # the package loads it, and numba, when a name is used first
-from benchmarks.cases import BLOCK
-from benchmarks.orders import serve
+from benchmarks.contest.cases import BLOCK
+from benchmarks.harness.orders import serve
 from omnireduce.core.dtypes import Array
 
 STEP = 1024  # blocks that are written or checked at once: what that takes is no part of the measurement

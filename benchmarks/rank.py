@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.carriers import by_sockets
-from benchmarks.orders import Order, serve
+from benchmarks.contest.peers import FACTORIES, Peer
+from benchmarks.harness.carriers import by_sockets
+from benchmarks.harness.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
-from benchmarks.peers import FACTORIES, Peer
 from omnireduce.console.bench.data import Dataset
 from omnireduce.core.dtypes import Array
 

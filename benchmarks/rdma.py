@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.carriers import wrong_carrier
-from benchmarks.environments import ROOT
-from benchmarks.group import daemon
+from benchmarks.harness.carriers import wrong_carrier
+from benchmarks.harness.environments import ROOT
+from benchmarks.harness.group import daemon
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Verbs
 from omnireduce.transport.memory import private_slots

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed import NO_RACKS, Host, racked_testbed
+from benchmarks.harness.testbed import NO_RACKS, Host, racked_testbed
 
 AS_HOST = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 OWN_LINES = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.1.1 {name}\n"

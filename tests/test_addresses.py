@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from local_cluster import ROOT, WAIT_S
 from separate_hosts import separate_hosts
 
-from benchmarks.testbed import Host
+from benchmarks.harness.testbed import Host
 from omnireduce.errors import ConfigError
 from omnireduce.support import addresses
 from omnireduce.support.addresses import (

@@ -9,10 +9,10 @@ import pytest
 from local_cluster import MPIRUN
 from rich.console import Console
 
-from benchmarks.carriers import NO_SOCKET
-from benchmarks.cases import MEMORY
-from benchmarks.frameworks import OURS, OWN, PERCEPTRON, RESNET9, _models, _take_step, measure
-from benchmarks.group import PeerError
+from benchmarks.contest.cases import MEMORY
+from benchmarks.frameworks.needle import OURS, OWN, PERCEPTRON, RESNET9, _models, _take_step, measure
+from benchmarks.harness.carriers import NO_SOCKET
+from benchmarks.harness.group import PeerError
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import dispatch, training
 from benchmarks.__main__ import main
-from benchmarks.outcomes import Outcome
-from benchmarks.training import MODELS, Runs, Training, outcome_of
+from benchmarks.contest.outcomes import Outcome
+from benchmarks.frameworks import dispatch, training
+from benchmarks.frameworks.torch_training import MODELS, Runs, Training, outcome_of
 
 
 def found(case: Training, **ms: float) -> Outcome:

@@ -20,19 +20,19 @@ import pytest
 from click.testing import CliRunner
 from local_cluster import children
 
-from benchmarks import urgent
 from benchmarks.__main__ import main
-from benchmarks.carriers import NO_SOCKET
-from benchmarks.cases import Case
-from benchmarks.compare import AFTER, BEFORE, Compared, compare, compare_in_turns
-from benchmarks.contest import BOUND, OURS, OWN, SCAN, WARM_UP, Contest, Entrant
-from benchmarks.environments import HERE, Tree
-from benchmarks.group import Group, PeerError, Servers, daemon, echo_servers
-from benchmarks.loopback import MESSAGE_BYTES, Carrier
-from benchmarks.memory import measure
-from benchmarks.outcomes import Outcome
+from benchmarks.contest.cases import Case
+from benchmarks.contest.compare import AFTER, BEFORE, Compared, compare, compare_in_turns
+from benchmarks.contest.contest import BOUND, OURS, OWN, SCAN, WARM_UP, Contest, Entrant
+from benchmarks.contest.loopback import MESSAGE_BYTES, Carrier
+from benchmarks.contest.memory import measure
+from benchmarks.contest.outcomes import Outcome
+from benchmarks.contest.sweep import sweep
+from benchmarks.harness.carriers import NO_SOCKET
+from benchmarks.harness.environments import HERE, Tree
+from benchmarks.harness.group import Group, PeerError, Servers, daemon, echo_servers
+from benchmarks.parts import urgent
 from benchmarks.peak_memory import memory_mib
-from benchmarks.sweep import sweep
 from omnireduce.core.dtypes import Array
 
 needs_mpi = pytest.mark.skipif(

@@ -17,14 +17,15 @@ from click.testing import Result as Finished
 from rich.console import Console
 
 from benchmarks.__main__ import main
-from benchmarks.cases import MEMORY, Case, all_cases, target_cases
-from benchmarks.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Method, Result, labels, order
-from benchmarks.environments import HERE, Tree
-from benchmarks.memory import Memory
-from benchmarks.outcomes import Outcome, Results, memory_outcome, outcome, rows_of, show_verdicts
-from benchmarks.shaped import Setting, verdicts_of
-from benchmarks.targets import verdicts
-from benchmarks.training import Runs, Training, outcome_of
+from benchmarks.contest.cases import MEMORY, Case, all_cases, target_cases
+from benchmarks.contest.contest import BOUND, OURS, PEERS, SCAN, Entrant, Measured, Method, Result, labels, order
+from benchmarks.contest.memory import Memory
+from benchmarks.contest.outcomes import Outcome, Results, memory_outcome, outcome, rows_of
+from benchmarks.contest.shaped import Setting, verdicts_of
+from benchmarks.contest.targets import verdicts
+from benchmarks.frameworks.torch_training import Runs, Training, outcome_of
+from benchmarks.harness.environments import HERE, Tree
+from benchmarks.harness.verdicts import show_verdicts
 
 LABELS = {
     "ours": OURS,

@@ -13,9 +13,9 @@ import pytest
 from local_cluster import MPIRUN, ROOT, Daemon
 from transports import MEMORY, over
 
-import benchmarks.group
-from benchmarks.carriers import NO_SOCKET, SAID, tcp_bytes, wrong_carrier
-from benchmarks.group import Group, PeerError, mpi_group, service_group, socket_path
+import benchmarks.harness.group
+from benchmarks.harness.carriers import NO_SOCKET, SAID, tcp_bytes, wrong_carrier
+from benchmarks.harness.group import Group, PeerError, mpi_group, service_group, socket_path
 from omnireduce.support.printing import carriers_text
 
 CASE = {"elements": 4096, "density": 1.0, "overlap": "random", "distribution": "uniform", "block_size": 256, "seed": 1}
@@ -106,7 +106,7 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, program: str,
     script.write_text(program)
     command = [sys.executable, "-m", "omnireduce", "run", "-np", ranks, sys.executable]
     done = subprocess.run(
-        [*command, "-m", "benchmarks.carriers", str(script), "a", "b"],
+        [*command, "-m", "benchmarks.harness.carriers", str(script), "a", "b"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (done.stdout, done.stderr))
@@ -117,7 +117,7 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, program: str,
 def ways(folder: Path, **carriers: str) -> Group:
     """A rank that says of an order to go a way that this has carried its bytes."""
     rank = "lambda: (0, {'turn': lambda way: {'carried': {way: 1}}})"
-    program = f"import sys; from benchmarks.orders import serve; serve(sys.argv[1], {rank})"
+    program = f"import sys; from benchmarks.harness.orders import serve; serve(sys.argv[1], {rank})"
     command = [sys.executable, "-c", program, socket_path(str(folder), "ways")]
     return Group("ways", 1, [command], str(folder), carrier=carriers)
 
@@ -150,7 +150,7 @@ def test_the_sockets_of_a_competitor_are_counted(tmp_path: Path, transport: str,
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_a_competitor_that_shares_memory_instead_of_tcp_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks.group, "MPICH_OVER_TCP", {})
+    monkeypatch.setattr(benchmarks.harness.group, "MPICH_OVER_TCP", {})
     with mpi_group("mpich", 2, str(tmp_path), "tcp") as group:
         group.tell(do="case", **CASE)
         with pytest.raises(PeerError, match="mpich failed: no socket carried the tensors, and not tcp"):

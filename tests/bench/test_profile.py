@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.cases import MEMORY, TRANSPORTS
+from benchmarks.contest.cases import MEMORY, TRANSPORTS
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

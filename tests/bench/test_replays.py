@@ -9,9 +9,9 @@ from local_cluster import Daemon, unique_job
 from rich.console import Console
 from transports import over
 
-from benchmarks.group import PeerError
-from benchmarks.replays import URGENT, WAYS, _iteration_ms, _show
-from benchmarks.testbed import Host
+from benchmarks.harness.group import PeerError
+from benchmarks.harness.testbed import Host
+from benchmarks.parts.replays import URGENT, WAYS, _iteration_ms, _show
 from omnireduce.worker.switchml.recording import Layer, write_layers
 
 HERE = [Host("here", "127.0.0.1", ())] * 2

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from local_cluster import Process
 
 from benchmarks.__main__ import main
-from benchmarks.openmpi import write_agent
-from benchmarks.testbed import Host, TestbedError, goodput
-from benchmarks.testbed import testbed as new_testbed  # or pytest takes it for a test
+from benchmarks.harness.group import write_agent
+from benchmarks.harness.testbed import Host, TestbedError, goodput
+from benchmarks.harness.testbed import testbed as new_testbed  # or pytest takes it for a test
 
 BOUND_S = 30
 RATE = "200mbit"
@@ -35,7 +35,7 @@ for address in sys.argv[1:]:
 """
 ABANDON = """
 import os, signal
-from benchmarks.testbed import testbed
+from benchmarks.harness.testbed import testbed
 abandoned = testbed(2, "1gbit")
 abandoned.__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -157,7 +157,7 @@ def test_leftovers_of_a_dead_process_are_removed() -> None:
 
 @pytest.mark.usefixtures("able")
 def test_the_program_prints_its_hosts_and_removes_them_when_terminated() -> None:
-    with Process(sys.executable, "-m", "benchmarks.testbed", "--rate", RATE, "--hosts", "2") as process:
+    with Process(sys.executable, "-m", "benchmarks.harness.testbed", "--rate", RATE, "--hosts", "2") as process:
         found = [process.line(BOUND_S) for _ in range(2)]
         assert found == [f"omni{process.pid}h{index} 10.77.0.{index + 1}" for index in range(2)]
         process.signal(signal.SIGTERM)
@@ -167,7 +167,7 @@ def test_the_program_prints_its_hosts_and_removes_them_when_terminated() -> None
 
 @pytest.mark.usefixtures("able")
 def test_the_program_prints_four_figures() -> None:
-    with Process(sys.executable, "-m", "benchmarks.testbed", "--rate", RATE, "--seconds", "0.1") as process:
+    with Process(sys.executable, "-m", "benchmarks.harness.testbed", "--rate", RATE, "--seconds", "0.1") as process:
         lines = [process.line(BOUND_S) for _ in range(3 + 4)]
         assert process.wait(BOUND_S) == 0, process.log
     assert all(line.endswith(" MB/s") for line in lines[3:]), lines

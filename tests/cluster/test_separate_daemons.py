@@ -13,7 +13,7 @@ from local_cluster import READY_S, ROOT, Daemon, Process, eventually, unique_job
 from separate_hosts import separate_hosts
 from transports import BY_SHARDS
 
-from benchmarks.testbed import Host
+from benchmarks.harness.testbed import Host
 from omnireduce.support.addresses import Address, parse_address
 
 CODE = """

@@ -8,8 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import testbed
 from benchmarks.__main__ import main as benchmarks
+from benchmarks.harness import testbed
 from omnireduce.__main__ import main
 from omnireduce.worker.cli import main as worker
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.testbed import Host, TestbedError
-from benchmarks.testbed import testbed as new_testbed  # or pytest takes it for a test
+from benchmarks.harness.testbed import Host, TestbedError
+from benchmarks.harness.testbed import testbed as new_testbed  # or pytest takes it for a test
 
 RATE = "1gbit"
 

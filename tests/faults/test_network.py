@@ -17,7 +17,7 @@ from cluster_checks import DEATH_S
 from local_cluster import Daemon, Ranks, eventually, open_files, unique_job
 from raw_peer import RawPeer, await_pending
 
-from benchmarks.testbed import Host
+from benchmarks.harness.testbed import Host
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from .crew import Member, complete

@@ -13,7 +13,7 @@ from local_cluster import MPIRUN
 from separate_hosts import separate_hosts
 from ssh_daemons import Sshd, needs_sshd, ssh_daemons
 
-from benchmarks.testbed import Host
+from benchmarks.harness.testbed import Host
 from omnireduce.support.addresses import Address, parse_address
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

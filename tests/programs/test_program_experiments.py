@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S
 
-from benchmarks.experiments import Row, Run, in_words_of_mpich, parsed, read_rows, write_rows
-from benchmarks.figures import draw, speedups
+from benchmarks.programs.experiments import Row, Run, in_words_of_mpich, parsed, read_rows, write_rows
+from benchmarks.programs.figures import draw, speedups
 from omnireduce import UsageError
 from omnireduce.programs.library import schedules
 

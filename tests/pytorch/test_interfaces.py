@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from local_cluster import READY_S, Daemon, Process
 from separate_hosts import separate_hosts
 
-from benchmarks.testbed import Host
+from benchmarks.harness.testbed import Host
 from omnireduce.runtime.rank.environment import this_host
 from omnireduce.support.addresses import Address, is_ipv6, parse_address
 from omnireduce.torch.rendezvous import (
