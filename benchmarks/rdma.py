@@ -41,7 +41,7 @@ LIMIT_S = 300
 
 
 def write_bandwidth(device: str, gid_index: int) -> float:
-    """What ib_write_bw reports for messages of 64 KiB, both directions at once and summed, bytes per second.
+    """The rate that ib_write_bw reports for messages of 64 KiB, both directions at once and summed, bytes per second.
 
     Ends the program when it fails, or takes longer than LIMIT_S.
     """

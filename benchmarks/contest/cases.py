@@ -105,7 +105,7 @@ def target_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Those with a target, then every other combination of transport, ranks, size, density and overlap."""
+    """The cases with a target, then every other combination of transport, ranks, size, density and overlap."""
     cases = target_cases()
     names = {case.name for case in cases}
     for transport, ranks, size, density, overlap in itertools.product(

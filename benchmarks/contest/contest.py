@@ -121,7 +121,7 @@ class Measured:
         return min(rivals, key=lambda result: result.median, default=None)
 
     def absent(self, *peers: str) -> list[str]:
-        """Those of these competitors that should have a row of this case and have none."""
+        """The competitors among these that should have a row of this case and have none."""
         return [peer for peer in peers if not labels(self.case, [peer]) <= self.results.keys()]
 
 

@@ -65,7 +65,7 @@ def compare_plans(folder: Path) -> list[Compared]:
 
 
 def speed_of(found: Sequence[Compared]) -> float:
-    """How fast the processors were, by what all rows took of them: machines that others use, too, differ by hours."""
+    """The speed of the processors, by what all rows took of them: machines that others use, too, differ by hours."""
     return float(
         np.median([comparison.prediction.processor_s * 1e3 / comparison.processor_ms for comparison in found] or [1.0])
     )

@@ -49,7 +49,7 @@ ROUNDS = {1.0: 5, 0.1: 7, 0.01: 9}  # by density
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the shards are, how many ranks there are, and what each link carries, as tc writes it."""
+    """The layout of shards, the number of ranks, and the rate of each link, as tc writes it."""
 
     layout: str
     ranks: int
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def hosts(self) -> int:
-        """How many hosts have ranks, and how many have shards."""
+        """The number of hosts with ranks, which is that of hosts with shards."""
         return SHARED_HOSTS if self.layout == "shared" else self.ranks
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def carrier(self) -> str:
-        """What carries the tensors of ranks: those of one host combine them in memory before."""
+        """The carrier of the tensors: ranks of one host combine them in memory before."""
         return "tcp" if self.ranks == self.hosts else "memory+tcp"
 
     def cases(self, rounds: int | None = None) -> list[Case]:
@@ -83,7 +83,7 @@ class Setting:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Whom the service is compared with."""
+        """The competitors."""
         return PEERS[self.layout]
 
     def others_density(self, measured: Measured) -> float:

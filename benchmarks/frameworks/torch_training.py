@@ -68,7 +68,7 @@ class Training:
 
     @property
     def carrier(self) -> str:
-        """What carries the tensors of omnireduce: ranks of one host combine them in memory first."""
+        """The carrier of omnireduce's tensors: ranks of one host combine them in memory first."""
         return MEMORY if self.links == THIS_HOST else "tcp" if self.ranks == SHARED_HOSTS else f"{MEMORY}+tcp"
 
     @property
@@ -80,7 +80,7 @@ class Training:
 
 @dataclass
 class Runs:
-    """What the runs of one entrant said: milliseconds of a step, how good the model was in the end, and what carried
+    """Results of the runs of one entrant: milliseconds of a step, how good the model was in the end, and what carried
     the tensors."""
 
     ms: list[float] = field(default_factory=list)
@@ -89,7 +89,8 @@ class Runs:
 
 
 class Place(NamedTuple):
-    """Where ranks run: what is put before the command of each host, and what all of them have in their environment."""
+    """Place of the ranks: what is put before the command of each host, and what all of them have in their
+    environment."""
 
     prefixes: Sequence[Sequence[str]]
     environ: dict[str, str]

@@ -86,7 +86,8 @@ def together(parts: Iterable[Carried]) -> Counter[str]:
 
 
 def wrong_carrier(expected: str, found: str) -> str:
-    """What is wrong where `expected`, such as "tcp" or "memory+tcp", should have carried all; empty if nothing is."""
+    """The error, if another carrier than `expected`, such as "tcp" or "memory+tcp", was found; empty if there is
+    none."""
     return "" if found == expected else f"{found} carried the tensors, and not {expected}, as the benchmark says"
 
 

@@ -26,7 +26,7 @@ class Tree(NamedTuple):
         return what if self == HERE else f"{what} of {self.root}"
 
     def known(self, sets: Sequence[str]) -> list[str]:
-        """Those of these `section.key=value` for which this checkout has a setting: an older one may lack some."""
+        """The `section.key=value` among these for which this checkout has a setting: an older one may lack some."""
         sections = tomllib.loads((self.root / "configs" / "reference.toml").read_text())
         parts = [(setting, *setting.partition("=")[0].split(".")) for setting in sets]
         return [setting for setting, section, key in parts if key in sections.get(section, {})]

@@ -165,7 +165,7 @@ class Group:
 
     @property
     def carrier(self) -> str:
-        """What has carried the tensors so far, in a word."""
+        """The carrier of the tensors so far, in a word."""
         return carriers_text(self.carried)
 
     def carrier_of(self, way: str) -> str:

@@ -142,8 +142,9 @@ class Embedding:
         return answer | ({"carried": carried} if way == GATHERED else {})
 
     def memory(self) -> dict[str, float]:
-        """How many times the bytes of all ranks' rows together a sum takes at its peak, its result and copies of the
-        gradient included: the most of several sums, few rows first, since the service keeps the memory that it has."""
+        """The memory of a sum at its peak, as a multiple of the bytes of all ranks' rows together, its result and
+        copies of the gradient included: the most of several sums, few rows first, since the service keeps the memory
+        that it has."""
         gradients, most = [self._gradient(0, self.rank, many) for many in GROWING], 0.0
         session.queue().barrier()
         before = memory_mib("VmRSS")

@@ -68,7 +68,7 @@ def verdicts_of(medians: dict[str, float]) -> list[Verdict]:
 
 
 def _torch_topk(x: Array) -> Callable[[], object]:
-    """What users do with torch, and compressors of its users: magnitudes, top-k, the values."""
+    """Selection as users of torch write it: magnitudes, top-k, the values."""
     import torch
 
     tensor: Any = torch.from_numpy(x)

@@ -1,6 +1,9 @@
-"""The speed at which a rank packs and places, with shards that cost nothing: each result is the message itself.
+"""The gain from a second thread of a rank: one rank, with shards that cost nothing, and with shards on one processor.
 
-So the threads of the rank have all processors, as on a host with a processor for each.
+Shards that cost nothing return each message as the result. So the threads of the rank have all processors, as on a host
+with a processor for each.
+
+`python -m benchmarks.parts.threads SOCKET OPTIONS` is the rank.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Scale(NamedTuple):
-    """How large an experiment is: elements from 2**first to 2**last; a sequence, and the width of a layer."""
+    """Size of an experiment: elements from 2**first to 2**last; a sequence, and the width of a layer."""
 
     first: int
     last: int
@@ -184,7 +184,7 @@ def _output(command: Sequence[str], run: Run) -> tuple[str, str]:
 
 
 def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
-    """Of each line of a program the elements, and each stage with its milliseconds. Raises UsageError where there is
+    """The elements and each stage with its milliseconds, of each line of a program. Raises UsageError where there is
     no line: words for mpirun may change them."""
     lines = [match for line in text.splitlines() if (match := LINE.fullmatch(line.strip()))]
     if not lines:

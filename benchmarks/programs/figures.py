@@ -48,7 +48,7 @@ def _axes(title: str, y: str) -> tuple[Figure, Any]:
 
 
 def speedups(rows: Sequence[Row]) -> dict[str, dict[tuple[str, int], float]]:
-    """How many times as fast as the first schedule each is, by its name, of each case and number of elements."""
+    """The speed of each schedule relative to the first one, by its name, for each case and number of elements."""
     first = rows[0].schedule
     base = {(row.case, row.elements): row.ms for row in rows if row.schedule == first}
     ratios: dict[str, dict[tuple[str, int], float]] = {}
