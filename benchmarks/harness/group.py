@@ -36,7 +36,8 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 # its default, UCX, takes shared memory between local ranks whatever MPICH is told
 MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 ALL = ""  # ways
-T, K = TypeVar("T"), TypeVar("K")
+T = TypeVar("T")
+K = TypeVar("K")
 Prefixes = Sequence[Sequence[str]]
 
 
