@@ -25,9 +25,9 @@ from benchmarks.contest.plans import compare_plans, show_plans
 from benchmarks.contest.profile import profile_case
 from benchmarks.contest.shaped import LAYOUTS, RATE, Setting, run_settings
 from benchmarks.contest.sweep import sweep
-from benchmarks.frameworks.torch_all_reduce import measure_all_reduce
-from benchmarks.frameworks.torch_dispatch import measure_dispatch
-from benchmarks.frameworks.torch_training import MODELS, THIS_HOST, TURNS, Training, run_trainings
+from benchmarks.frameworks.all_reduce import measure_all_reduce
+from benchmarks.frameworks.dispatch import measure_dispatch
+from benchmarks.frameworks.training import MODELS, THIS_HOST, TURNS, Training, run_trainings
 from benchmarks.harness.environments import Tree
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.harness.verdicts import show_verdicts

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from benchmarks.__main__ import main
 from benchmarks.contest.outcomes import Outcome
 from benchmarks.frameworks import dispatch, training
-from benchmarks.frameworks.torch_training import MODELS, Runs, Training, outcome_of
+from benchmarks.frameworks.training import MODELS, Runs, Training, outcome_of
 
 
 def found(case: Training, **ms: float) -> Outcome:

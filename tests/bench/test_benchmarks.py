@@ -23,7 +23,7 @@ from benchmarks.contest.memory import Memory
 from benchmarks.contest.outcomes import Outcome, Results, memory_outcome, outcome, rows_of
 from benchmarks.contest.shaped import Setting, verdicts_of
 from benchmarks.contest.targets import verdicts
-from benchmarks.frameworks.torch_training import Runs, Training, outcome_of
+from benchmarks.frameworks.training import Runs, Training, outcome_of
 from benchmarks.harness.environments import HERE, Tree
 from benchmarks.harness.verdicts import show_verdicts
 

@@ -1,6 +1,6 @@
 """`dist.all_reduce` of torch with omnireduce and with gloo in turns, for any number of ranks, also on a GPU.
 
-`torchrun --nproc-per-node N -m benchmarks.frameworks.torch_all_reduce cpu` compares all results bit by bit.
+`torchrun --nproc-per-node N -m benchmarks.frameworks.all_reduce cpu` compares all results bit by bit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure_all_reduce(ranks: int, device: str, only: str) -> str:
     fail, OmniReduceError where torch cannot be installed, UsageError where there is no such case."""
     if not any(only in case.name for case in CASES):
         raise UsageError(f"no case's name contains {only!r}; there are {', '.join(case.name for case in CASES)}")
-    return run_ranks("benchmarks.frameworks.torch_all_reduce", ranks, device, only)
+    return run_ranks("benchmarks.frameworks.all_reduce", ranks, device, only)
 
 
 def _tensor(case: Case, rank: int, device: str) -> Any:

@@ -1,6 +1,6 @@
 """The overhead of a call of omnireduce's collectives through torch.
 
-`torchrun --nproc-per-node 2 -m benchmarks.frameworks.torch_dispatch` does small all-reduces in turns, directly and
+`torchrun --nproc-per-node 2 -m benchmarks.frameworks.dispatch` does small all-reduces in turns, directly and
 through torch. It also does all-gathers of two sizes by gloo, alone and after ranks have compared their calls. All
 results are checked.
 """
@@ -51,7 +51,7 @@ class Way(NamedTuple):
 def measure_dispatch(turns: int) -> str:
     """Run the ranks; return what they print. Raises PeerError where they fail, OmniReduceError where torch cannot be
     installed."""
-    return run_ranks("benchmarks.frameworks.torch_dispatch", RANKS, str(turns))
+    return run_ranks("benchmarks.frameworks.dispatch", RANKS, str(turns))
 
 
 def _reductions() -> list[Way]:
