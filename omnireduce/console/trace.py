@@ -52,11 +52,11 @@ WAITS = ("wake-up", "wait")
 ACTIVITIES = (*(what.name.lower() for what in WORK), *WAITS, "other")
 NOTES = """\
 Milliseconds of wall time, medians; in every single collective the activities of a row add up to
-`whole`. What took no time is left out. pack: scan and copy, one kernel. merge: union and sum.
-stage, combine, show, collect: steps in memory that ranks share. send, receive: system calls.
-wake-up: the end of a wait, from when a peer began to send what ended it until the wait returned;
-over tcp its way is in it. wait: the rest, spinning or blocked. other: Python. Where processes share
-cores, the time without one lengthens them all, wake-ups above all."""
+`whole`. Activities that took no time are left out. pack: scan and copy, one kernel. merge: union
+and sum. stage, combine, show, collect: steps in memory that ranks share. send, receive: system
+calls. wake-up: the end of a wait, from when a peer began to send what ended it until the wait
+returned; over tcp it includes the way of the message. wait: the rest, spinning or blocked. other:
+Python. If processes share cores, time without a core lengthens all of them, most of all wake-ups."""
 
 
 @dataclass(frozen=True)

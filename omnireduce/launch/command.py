@@ -89,10 +89,10 @@ def _launch_options(command: F) -> F:
     Start COMMAND as all ranks of a job, on this host or on several. Each line of their output has its rank before
     it.
 
-    Where the first rank fails, or a signal comes, all end, and nothing is left. The exit status is that of the first
-    rank that failed, 128 + the signal that ended it, or 2 for what is wrong in the command line.
+    If a rank fails or a signal comes, all ranks end, and nothing is left. The exit status is the status of the first
+    rank that failed, 128 + the signal that ended it, or 2 for a wrong command line.
 
-    The flags of horovodrun are known. Those that mean nothing here say what does their work: docs/launching.md.
+    The flags of horovodrun are known. A flag without meaning here says what to use instead: docs/launching.md.
 
     Example: omnireduce run -np 4 python train.py
     """,
