@@ -40,7 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test gets its tier. Files with slow tests come first: else one of them runs alone at the end."""
+    """Each test gets its tier. Later tiers come first: else one of their files runs alone at the end."""
     for item in items:
         own = {mark.name for mark in item.iter_markers() if mark.name in TIERS}
         try:
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not own:
             item.add_marker(tier)
         item.user_properties.append(("tier", tier))  # reports have it
-    items.sort(key=lambda item: ("tier", "slow") not in item.user_properties)
+    items.sort(key=lambda item: -TIERS.index(dict(item.user_properties)["tier"]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
