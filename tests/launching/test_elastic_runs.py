@@ -48,7 +48,8 @@ os.write(1, b"0 0\\n")
 comm.shutdown()
 """
 PLACES = f"""{GATE}
-from omnireduce.data_parallel import elastic, session
+from omnireduce import elastic
+from omnireduce.data_parallel import session
 
 @elastic.run
 def train(state):
@@ -58,7 +59,7 @@ def train(state):
         state.commit()
 
 session.init()
-train(elastic.State())
+train(elastic.ObjectState())
 """
 FAILS = "import os\nos.write(1, b'0\\n')\nraise SystemExit(6)"
 
