@@ -35,7 +35,7 @@ def count_changes(before: Access, after: Access) -> dict[str, int]:
 
 
 def beyond_loopback(listen: str) -> str:
-    """Why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
+    """The text that says why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
         host = where_to_listen(parse_listen(listen).host).host
     except OSError as error:

@@ -1,7 +1,7 @@
 """The supervisor's child processes.
 
-Each child has a line to the supervisor (`line`), and a pipe into which it writes where it hangs. A child that dies is
-started again, but not too often: see `Deaths`.
+Each child has a line to the supervisor (`line`), and a pipe for the stacks of its threads, if it hangs. A child that
+dies is started again, but not too often: see `Deaths`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Line:
 RESTART_WINDOW_S = 60.0
 RESTARTS_PER_WINDOW = 5
 WHERE = signal.SIGUSR1  # lets a child write the stacks of its threads into a pipe
-STACKS_S, PAUSE_S = 1.0, 0.1  # how long to wait for the first bytes of the stacks, and for further ones
+STACKS_S, PAUSE_S = 1.0, 0.1  # the longest wait for the first bytes of the stacks, and for further bytes
 STACKS_BYTES = 1 << 16
 
 
@@ -130,7 +130,7 @@ class Child:
 
 
 class Family:
-    """All children, in the order in which they were started; one that is started again keeps its place."""
+    """All children, in the order of their first start."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("fork")
@@ -155,14 +155,14 @@ class Family:
             child.watch.begin_anew()
 
     def hang_up(self) -> None:
-        """Send SIGHUP to all children that live, so that they read their files again."""
+        """Send SIGHUP to all living children, so that they read their files again."""
         for child in self.members:
             pid = child.process.pid
             if pid is not None and child.process.is_alive():
                 os.kill(pid, signal.SIGHUP)
 
     def bury(self, child: Child) -> int:
-        """Release what a child that has ended leaves behind; return its exit status."""
+        """Release the resources of a child that has ended; return its exit status."""
         child.process.join()
         _close(child)
         status = child.process.exitcode
@@ -204,7 +204,7 @@ class Family:
 
 
 def process_count(config: Config) -> int:
-    """The supervisor, the shards and, where there are metrics, the monitor."""
+    """The number of processes: the supervisor, the shards and, with metrics, the monitor."""
     return 1 + config.aggregator.shards + bool(config.metrics.listen)
 
 

@@ -24,7 +24,7 @@ from omnireduce.support.logs import start_logs
 )
 @config_options
 @click.option("--listen", metavar="HOST:PORT", help="Address of shard 0; shard i listens on PORT + i.")
-@click.option("--shards", type=int, help="How many shards, each a process.")
+@click.option("--shards", type=int, help="Number of shards, each a process.")
 def main(config_file: str | None, overrides: tuple[str, ...], listen: str | None, shards: int | None) -> None:
     def read_config() -> Config:
         return _with_options(load_config(config_file, overrides=overrides), listen, shards)

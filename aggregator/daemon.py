@@ -3,8 +3,9 @@
 Shards are forked after the kernels are loaded, so a restart takes milliseconds. They are forked before any thread
 exists. Metrics and health are served by one more process, the monitor.
 
-At SIGHUP the supervisor reads the files again that say who may join. If they are in order, it lets its children read
-them, too. So errors in the files show here first. A child that is started again begins with what was accepted last.
+At SIGHUP the supervisor reads the files with secrets, teams and certificates again. If they are valid, it lets its
+children read them, too. So errors in the files show here first. A child that is started again begins with the rules
+that were accepted last.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from omnireduce.support.progress import Seldom
 from omnireduce.transport.rdma import check_rdma
 
 log = logging.getLogger("omnireduce.aggregator")
-STOP_MARGIN_S = 5.0  # how long after finish_s a shard that does not stop is killed
+STOP_MARGIN_S = 5.0  # a shard that has not stopped this long after finish_s is killed
 BY_SIGNAL = Order("drain", "a signal", stops=True)
 
 
@@ -61,10 +62,10 @@ class Daemon:
     """All shards of this host. Raises ConfigError if the secret is missing, or if a secret or codec cannot be used."""
 
     def __init__(self, config: Config, read_config: Callable[[], Config] | None = None) -> None:
-        """`read_config` reads the configuration again, to compare it with the one that is in force."""
+        """`read_config` reads the configuration again, to compare it with the configuration in force."""
         self._read_config = read_config or (lambda: config)
         self._config, self._access, self._pages = config, make_access(config), make_pages(config.metrics)
-        self._monitor = f"{MONITOR}-{secrets.token_hex(8)}"  # nobody can take this name before
+        self._monitor = f"{MONITOR}-{secrets.token_hex(8)}"  # random: no other process can take this name before
         self._family, self._draining, self._memory = Family(), Draining(), OutOfMemory()
         own_codecs(config)  # they are loaded before shards are forked
         self._signals, self._signals_in = socket.socketpair()
@@ -113,13 +114,13 @@ class Daemon:
     def _watch_signals(self) -> None:
         self._signals_in.setblocking(False)
         self._ends_with_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        # To warn of a full buffer, Python takes a lock in its signal handler. In a flood of signals that would hang.
+        # To warn of a full buffer, Python takes a lock in its signal handler. Many signals at once would make it hang.
         signal.set_wakeup_fd(self._signals_in.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # from here on each is written there
             signal.signal(number, lambda *_: None)
 
     def _told_to_stop(self) -> bool:
-        """Deal with the signals that have come; return whether one of them ends the daemon."""
+        """Handle the signals that have come; return whether one of them ends the daemon."""
         if set(self._signals.recv(64)) != {signal.SIGHUP} or (self._ends_with_terminal and not _has_terminal()):
             return True
         self._reload()
@@ -151,7 +152,7 @@ class Daemon:
         self._access, self._pages = replace(access, ticket_key=self._access.ticket_key), pages
 
     def _ignore_signals(self) -> None:
-        """The daemon is done: a signal that comes now must not change the exit status."""
+        """Ignore signals at the end of the daemon: they must not change the exit status."""
         ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         signal.set_wakeup_fd(-1)
 
@@ -181,7 +182,7 @@ class Daemon:
         self._family.start("monitor", address, run, Deaths())
 
     def _supervise(self) -> bool:
-        """Serve until a signal ends that, or until the daemon has drained. Restart children that die or hang. Return
+        """Serve until a signal ends the daemon, or until it has drained. Restart children that die or hang. Returns
         False when shards die too often."""
         while True:
             patience = min(look_s(self._config.aggregator.watchdog_s), look_s(self._systemd_s or 0))
@@ -253,13 +254,13 @@ class Daemon:
                 child.process.kill()
                 watch.begin_anew()
         if self._draining.order is not None:
-            for shard in self._draining.unheard(self._shards):  # it has just been started, or did not read
+            for shard in self._draining.unheard(self._shards):  # a shard that has just started, or did not read
                 shard.line.say(self._draining.order)
         if self._systemd_s and all(watch.silent_s < self._systemd_s / 2 for _, watch in watched):
             notify("WATCHDOG=1")
 
     def _replace(self, child: Child) -> bool:
-        """Start a child again that has died, unless too many died; return whether the daemon can go on."""
+        """Start a child that has died again, unless too many died; return whether the daemon can go on."""
         status = self._family.bury(child)
         self._draining.forget(child)
         about = {child.kind: child.address, "status": status}
@@ -275,7 +276,7 @@ class Daemon:
         return child.kind == "monitor"  # jobs can do without metrics
 
     def _stop(self, kind: str, timeout_s: float) -> bool:
-        """Let the children of this kind stop; return whether all ended by themselves."""
+        """Stop the children of this kind; return whether all ended by themselves."""
         children = self._shards if kind == "shard" else [child for child in self._family.members if child.kind == kind]
         for child in self._family.stop(children, timeout_s):
             killed = tagged(f"{kind}_killed", **{kind: child.address})

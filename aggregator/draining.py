@@ -8,17 +8,18 @@ import time
 from omnireduce.aggregator.children import Child
 from omnireduce.core.administration import Order
 
-LEAST_S = 1.0  # who asks the shards of a daemon one after another finds the last of them, too
+LEAST_S = 1.0  # least time of a drain: a client that asks one shard after another still finds the last one
 
 
 class Draining:
-    """From `begin` on the shards take no new jobs. The daemon ends when no job is on any of them, or at `until`."""
+    """State of a drain. From `begin` on, the shards take no new jobs. The daemon ends when no shard has a job, or at
+    `until`."""
 
     def __init__(self) -> None:
-        self.order: Order | None = None  # that of the drain; None: the daemon takes jobs
+        self.order: Order | None = None  # the order to drain; None: the daemon takes jobs
         self.until = math.inf
         self._since = 0.0
-        self._here: dict[Child, int] = {}  # jobs, of those who have said how many
+        self._here: dict[Child, int] = {}  # the number of jobs of each shard that has reported it
 
     @property
     def stops(self) -> bool:

@@ -1,8 +1,8 @@
-"""The aggregator of one job: rank 0 starts it where no aggregator is configured, and it ends with that rank.
+"""Aggregator of a single job: rank 0 starts it if no aggregator is configured, and it ends with that rank.
 
 It is one process: a shard without a supervisor. A restart would be useless, because the shard's job would have ended.
-The aggregator and the job end when rank 0 leaves or dies.
-What they tell each other is in omnireduce/runtime/embedded_messages.py.
+The aggregator and the job end when rank 0 leaves or dies. Their messages to each other are in
+omnireduce/runtime/embedded_messages.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from omnireduce.support.teams import Teams
 
 
 def main() -> None:
-    """Serve the job of the rank at the other end of standard input, until that rank wants no more or is gone."""
-    # What is meant for the ranks also comes here. They need the aggregator until they have dealt with it.
+    """Serve the job of the rank at the other end of standard input, until that rank has left or is gone."""
+    # Signals for the ranks of the process group also come here. The ranks need the aggregator while they handle them.
     ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     lose_unwritable_logs()
     with socket.socket(fileno=sys.stdin.fileno()) as rank:
@@ -63,12 +63,12 @@ def _serve(rank: socket.socket, config: Config, lifelines: Sequence[int]) -> Non
         secret = secrets.token_bytes(SECRET_BYTES)
         server = make_server(listeners, config, Access(Teams({"": [Secret(secret)]})))
         rank.send(encode(Ready(listeners.address, secret)))
-    except ConnectionError:  # the rank is gone, or wants no more
+    except ConnectionError:  # the rank is gone, or has left
         return
     except OmniReduceError as error:
         with suppress(ConnectionError):
             rank.send(encode(EmbeddingFailed(str(error)[:LONGEST])))
         return
     for lifeline in lifelines:
-        server.stop_after_jobs_when_readable(lifeline)  # the others may leave later, in order
+        server.stop_after_jobs_when_readable(lifeline)  # the other ranks may leave later
     server.serve(tell_left_out, LOOK_S)

@@ -9,7 +9,7 @@ LOOK_S = 1.0  # longest time between two looks of the supervisor, and between tw
 
 
 class Pulse:
-    """The time of a shard's last turn. It is made before the fork, and a restarted shard uses the same one."""
+    """The time of a shard's last turn. It is made before the fork. A restarted shard uses the same object."""
 
     def __init__(self) -> None:
         self._at = memoryview(mmap.mmap(-1, 8)).cast("d")
@@ -19,18 +19,18 @@ class Pulse:
         self._at[0] = time.monotonic()
 
     def rest(self) -> None:
-        """Note that the shard has ended as it should: nobody waits for a turn."""
+        """Note that the shard has ended as it should: no turn is expected."""
         self._at[0] = 0.0
 
     @property
     def last(self) -> float:
-        """The time of the last turn, by the monotonic clock, which is one for all processes; 0 before the first
-        and after the end."""
+        """The time of the last turn, by the monotonic clock, which all processes share; 0 before the first turn and
+        after the end."""
         return float(self._at[0])
 
 
 class Watch:
-    """For how long a shard has taken no turn while its supervisor looked on.
+    """The time that a shard has taken no turn while its supervisor looked on.
 
     A long time between two looks counts for little: if the whole host was stopped, the shard was stopped, too.
     """
@@ -41,7 +41,7 @@ class Watch:
         self._looked_at = time.monotonic()
 
     def look(self, now: float) -> None:
-        """Take note of the shard's last turn. Call this at the latest LOOK_S after the last time."""
+        """Look at the shard's last turn. Call this at the latest LOOK_S after the previous call."""
         if self._pulse.last != self._seen:
             self._seen, self.silent_s = self._pulse.last, 0.0
         else:
@@ -49,7 +49,7 @@ class Watch:
         self._looked_at = now
 
     def begin_anew(self) -> None:
-        """The shard was started again."""
+        """Begin anew, because the shard was started again."""
         self._pulse.beat()
         self.look(time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Signals that a process is to ignore from some moment on."""
+"""Signals that a process ignores from some moment on."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
 
 
 def _refused(status: Status) -> Iterator[tuple[str, int]]:
-    """How many connections were refused, by the local user if the kernel has said who that is."""
+    """The number of refused connections by local user; an empty user if the kernel does not know it."""
     yield "", status.refused - sum(status.refused_users.values())
     yield from status.refused_users.items()
 
@@ -114,10 +114,10 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
 def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     labels = [*_JOB, "rank"]
     waiting = GaugeMetricFamily(
-        "omnireduce_job_waiting_seconds", "Since when a collective waits for this rank", labels=labels
+        "omnireduce_job_waiting_seconds", "Time that a collective has waited for this rank", labels=labels
     )
     late = CounterMetricFamily(
-        "omnireduce_job_late_seconds", "How long others waited for this rank to begin collectives", labels=labels
+        "omnireduce_job_late_seconds", "Time that others waited for this rank to begin collectives", labels=labels
     )
     for shard, job in jobs:
         if job.waiting is not None:

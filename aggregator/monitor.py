@@ -1,12 +1,13 @@
-"""Metrics and health over HTTP, in a process of its own: shards only serve jobs, and the supervisor has no threads.
+"""Monitor: metrics and health over HTTP, in a separate process. Shards only serve jobs, and the supervisor has no
+threads.
 
 The monitor sends status requests to the shards, over Unix sockets that only the monitor uses. So it does not matter
 which transports workers may use, and whether they use TLS. The monitor proves no secret: the kernel tells the shards
 whose process it is. The monitor lives as long as the supervisor does.
 
 Each connection has one deadline for everything, TLS included. It gets a thread once the client has said something. When
-too many connections are silent, the oldest silent one is closed. The same holds for the others. So neither kind can
-keep a client from a health check.
+too many connections are silent, the oldest of them is closed. The same holds for connections that have said something.
+So neither kind can keep a client from a health check.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from omnireduce.support.logs import start_logs, tagged, tell_left_out
 log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others
 AT_ONCE = 64  # requests that may wait for the shards; connections accepted in one turn
-CLIENT_S = 3.0  # how long a request may take, beside the time that the shards have for their answer
-GUARDED = ("/", "/metrics")  # pages that tell of jobs
+CLIENT_S = 3.0  # the longest time of a request, beside the time that the shards have for their answer
+GUARDED = ("/", "/metrics")  # pages that show jobs
 NOT_THIS_HOST = (
     "these pages are for this host alone, which is not called '{host}': ask for localhost, or give metrics.token_file"
 )
@@ -67,9 +68,9 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 
 
 class Monitor:
-    """Makes the pages about the shards at `addresses`. `names` and `pulses` are theirs, in the same order.
+    """Makes the pages about the shards at `addresses`. `names` and `pulses` have the same order.
 
-    `access` says who may read the pages. It asks at the shards' sockets for `purpose`.
+    `access` says who may read the pages. The monitor asks at the shards' sockets for `purpose`.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Monitor:
         self._config, self._pulses = config, pulses
         self._places = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
-        self._round: Future[Answers] | None = None  # the answers to come; None: nobody asks the shards
+        self._round: Future[Answers] | None = None  # the answers to come; None: no request to the shards is under way
         registry = CollectorRegistry()
         registry.register(ShardCollector(self._ask))
         self._metrics: _App = make_wsgi_app(registry)
@@ -115,7 +116,7 @@ class Monitor:
             return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
         try:
             return pages[path](environ, start)
-        except Exception as error:  # a header that the metrics cannot be made for, or a bug
+        except Exception as error:  # an unsuitable header of the request, or a bug
             failed = tagged("page_failed", peer=environ.get("REMOTE_ADDR"), page=path)
             log.warning("cannot answer for %s: %r", path, error, extra=failed, exc_info=True)
             text = "this request cannot be answered; the log of the aggregator says why"
@@ -184,9 +185,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
         self.set_app(monitor)
         self._monitor, self._limit_s = monitor, limit_s
-        self._deadlines: dict[socket.socket, float] = {}  # of all connections, the oldest first
-        self._lock = threading.Lock()  # while one thread shuts a socket down, no other one closes it
-        self._silent: dict[socket.socket, Any] = {}  # addresses of clients that said nothing yet; no thread
+        self._deadlines: dict[socket.socket, float] = {}  # the deadlines of all connections, the oldest first
+        self._lock = threading.Lock()  # while a thread shuts a socket down, no other thread closes it
+        self._silent: dict[socket.socket, Any] = {}  # addresses of clients that have said nothing and have no thread
         self._selector = selectors.DefaultSelector()
         self._again_at: float | None = None  # when to listen again; None: it listens
 
@@ -218,7 +219,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._selector.register(self.socket, selectors.EVENT_READ, self._welcome)
 
     def _welcome(self) -> None:
-        """Accept the connections that wait. Each gets a thread only when its client says something."""
+        """Accept waiting connections. Each gets a thread only when its client says something."""
         for _ in range(AT_ONCE):
             try:
                 request, address = self.get_request()
@@ -238,12 +239,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         address = self._silent.pop(request)
         try:
             self.process_request(request, address)
-        except Exception:  # no thread can be had
+        except Exception:  # no thread can be started
             self.handle_error(request, address)
             self.shutdown_request(request)
 
     def _hang_up(self, now: float) -> None:
-        """Close connections that are over their time. Where silent ones, or others, are too many, close the oldest."""
+        """Close connections whose time is over. If too many are silent, or too many are not, close the oldest."""
         with self._lock:
             speaking = [request for request in self._deadlines if request not in self._silent]
             gone = {request for request, deadline in self._deadlines.items() if deadline <= now}
@@ -256,14 +257,14 @@ class _Server(ThreadingMixIn, WSGIServer):
                     self._selector.unregister(request)
                     request.close()
                     continue
-                with suppress(OSError):  # the client may have gone; else its thread finds the connection closed
-                    # Not the method of an SSLSocket: after that its thread would go on without TLS.
+                with suppress(OSError):  # the client may have gone; otherwise its thread finds the connection closed
+                    # Not the method of SSLSocket: afterwards the thread would go on without TLS.
                     socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept the next connection. With TLS its thread shakes hands, when it first reads. Raises OSError."""
         request, address = super().get_request()
-        tls = self._monitor.access.tls  # the present one: a SIGHUP may have replaced it
+        tls = self._monitor.access.tls  # read anew each time: a SIGHUP may have replaced it
         if tls is None:
             return request, address
         try:
@@ -279,13 +280,13 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no error of the daemon, so only the debug log has it."""
+        """Log the error at level debug only: most likely the client went away, which is no error of the daemon."""
         log.debug("a request for metrics failed", exc_info=True, extra=tagged("metrics_failed"))
 
 
 class _Handler(WSGIRequestHandler):
     def get_stderr(self) -> TextIO:
-        """Take the base class's messages and drop them: the log, which has limits, says what matters."""
+        """A file that drops the messages of the base class. The log, which has limits, has all that matters."""
         return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class calls it so

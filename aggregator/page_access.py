@@ -29,16 +29,16 @@ _BASIC = re.compile(r"basic +(\S+) *\Z", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """`tokens`: SHA-256 digests of the tokens, one of which a request for metrics must bring; empty: no token is
-    needed. `tls`: the TLS context of the pages; None: plain HTTP. `names`: requests are answered for these names of
-    this host, beside those of loopback; None: for any name."""
+    """Rules of access to the pages. `tokens`: SHA-256 digests of the tokens; a request for metrics must have one of
+    them; empty: no token is needed. `tls`: the TLS context of the pages; None: plain HTTP. `names`: the names of this
+    host, beside those of loopback, under which pages are served; None: any name."""
 
     tokens: tuple[bytes, ...] = ()
     tls: ssl.SSLContext | None = None
     names: frozenset[str] | None = None
 
     def answers_for(self, host: str) -> bool:
-        """Whether to answer a request with this Host header; empty: it had none, so it is not a browser's."""
+        """Whether to answer a request with this Host header; empty: it had none, so it is not from a browser."""
         if self.names is None or not host:
             return True
         with suppress(ValueError):  # no name and no address
@@ -72,8 +72,8 @@ def make_pages(metrics: Metrics) -> Pages:
 def _own_names(listen: str) -> frozenset[str] | None:
     """The names under which pages on loopback are served. None: any name, because other hosts can reach them.
 
-    A web site can give its name the address of loopback (DNS rebinding). Then a browser of this host takes the pages
-    for the site's own, and hands them to its scripts.
+    A web site can give its name the address of loopback (DNS rebinding). Then a browser on this host takes these pages
+    for pages of the site, and hands them to its scripts.
     """
     if not listen or beyond_loopback(listen):
         return None

@@ -18,8 +18,7 @@ log = logging.getLogger("omnireduce.aggregator")
 
 
 def reload_on_hangup(reload: Callable[[], None]) -> None:
-    """Call `reload` at each SIGHUP from now on, in a thread of its own. When it raises, what was read before stays in
-    force."""
+    """Call `reload` at each SIGHUP from now on, in a separate thread. When it raises, the old rules stay in force."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     threading.Thread(target=_wait, args=(reload,), daemon=True, name="reload").start()
 
@@ -28,7 +27,7 @@ def _wait(reload: Callable[[], None]) -> None:
     while True:
         signal.sigwait({signal.SIGHUP})
         if reloaded(reload):
-            log.info("what files say now holds for new connections", extra=tagged("reloaded"))
+            log.info("files were read again; their rules hold for new connections", extra=tagged("reloaded"))
 
 
 def reloaded(reload: Callable[[], None]) -> bool:
@@ -36,7 +35,9 @@ def reloaded(reload: Callable[[], None]) -> bool:
     try:
         reload()
     except ConfigError as error:
-        log.error("what was read before goes on to hold: %s", error, extra=tagged("reload_failed"))
+        log.error(
+            "files could not be read again; the old rules stay in force: %s", error, extra=tagged("reload_failed")
+        )
     except Exception:  # a bug; the files may be better the next time
         log.exception("internal error while files were read again; please report it", extra=tagged("reload_failed"))
     else:

@@ -1,4 +1,4 @@
-"""One shard: its listening sockets, made before the process starts, and the process's main function."""
+"""Process of a shard: its listening sockets, made before the process starts, and its main function."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Listeners:
     """The listening sockets of one shard. The supervisor keeps them, so that a restarted shard takes over at once."""
 
     address: str
-    name: str  # what errors call the shard: a wildcard address would name no host
+    name: str  # the name of the shard in errors: a wildcard address would name no host
     sockets: list[tuple[Transport, socket.socket]]
     monitor: socket.socket | None
     missing: list[str]  # why workers go by other transports than they could
@@ -59,9 +59,9 @@ class Listeners:
 
 def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listeners:
     """Listen for the transports that `kind` (transport.kind) allows, and for the monitor, if there is one: at a socket
-    for the purpose `monitor`, which nobody else knows beforehand.
+    for the purpose `monitor`, which no other process knows beforehand.
 
-    Port 0 takes a free one. Raises TransportError.
+    Port 0 takes a free port. Raises TransportError.
     """
     address = Address(host, port)
     missing = []
@@ -90,8 +90,8 @@ def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listen
 
 
 def _run_as_batch() -> None:
-    """Make this process a batch task. When a message wakes a shard, it then does not push a worker off its core in the
-    middle of a kernel: a worker that is pushed off waits for its own core."""
+    """Make this process a batch task. Otherwise a shard that wakes for a message would push a worker off its core in
+    the middle of a kernel, and the worker would wait for its core."""
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:  # a sandbox may forbid it; without it all works, only slower
@@ -126,7 +126,7 @@ def _limits(settings: Aggregator) -> Limits:
 
 
 def begin_shard(config: Config, name: str) -> None:
-    """Make this process that of a shard."""
+    """Set up logs, scheduling and limits of a shard's process."""
     start_logs(config.log, process_count(config), shard=name)
     _run_as_batch()
     allow_all_descriptors()  # every rank of every job needs one
@@ -194,7 +194,7 @@ class _Supervisor:
 
     def __init__(self, server: ShardServer, line: Line) -> None:
         self._server, self._line = server, line
-        self._told: int | None = None  # how many jobs are here; None: nothing
+        self._told: int | None = None  # the number of jobs reported last; None: nothing was reported
         server.call_when_readable(line.fileno(), self._hear)
         server.administration.pass_on = self._pass_on
 
@@ -211,7 +211,7 @@ class _Supervisor:
             raise ProtocolError("the supervisor of the aggregator is busy: ask again")
 
     def tell(self) -> None:
-        """While the shard drains, say how many jobs are here, if that has changed."""
+        """While the shard drains, report the number of its jobs, if it has changed."""
         administration = self._server.administration
         here = administration.here if administration.draining else None
         if here != self._told and (here is None or self._line.say(RemainingJobs(here))):

@@ -1,4 +1,4 @@
-"""What the daemon tells systemd: that it is ready, and that it lives."""
+"""Messages of the daemon to systemd: that it is ready, and that it lives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def notify(*state: str) -> None:
-    """Send assignments such as "READY=1"; does nothing when no systemd waits for them."""
+    """Send assignments such as "READY=1"; does nothing without systemd."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -21,7 +21,7 @@ def notify(*state: str) -> None:
 
 
 def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Within how many seconds systemd wants the next WATCHDOG=1 of this process; None when it wants none."""
+    """The seconds within which systemd expects the next WATCHDOG=1 of this process; None if it expects none."""
     microseconds = environ.get("WATCHDOG_USEC", "")
     if not re.fullmatch("[0-9]{1,18}", microseconds) or environ.get("WATCHDOG_PID", str(os.getpid())) != str(
         os.getpid()

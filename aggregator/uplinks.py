@@ -1,4 +1,4 @@
-"""Connections of a relay to its upstream. Threads beside the shard's own make them, because they may take long."""
+"""Connections of a relay to its upstream. Separate threads make them, because they may take long."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from omnireduce.transport.base import Link
 from omnireduce.transport.kinds import NETWORK
 from omnireduce.transport.tls import worker_context
 
-AT_ONCE = 4  # connections that are made at the same time
-CONNECT_S = 3.0  # for one attempt
+AT_ONCE = 4  # attempts to connect at the same time
+CONNECT_S = 3.0  # the longest attempt to connect
 
 
 class Callers:
@@ -41,7 +41,7 @@ class Callers:
         return self._executor.submit(self._run, address, min(timeout_s, CONNECT_S), done).cancel
 
     def close(self) -> None:
-        """Begin no further attempt; those under way end by themselves."""
+        """Begin no further attempts; attempts under way end by themselves."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, address: str, timeout_s: float, done: Connected) -> None:
@@ -55,13 +55,13 @@ class Callers:
             outcome = error.strerror or str(error)
         except OmniReduceError as error:
             outcome = str(error)
-        except Exception as error:  # a bug of ours: the worker must not wait for ever
+        except Exception as error:  # a bug: the worker must not wait for ever
             outcome = f"internal error: {error!r}"
         self._done.append((done, outcome))
         os.eventfd_write(self._wake, 1)
 
     def hear(self) -> None:
-        """Hand over the results of the attempts that are over."""
+        """Hand over the outcomes of finished attempts."""
         os.eventfd_read(self._wake)
         while self._done:
             done, outcome = self._done.popleft()

@@ -1,4 +1,4 @@
-"""What each codec makes of a block, computed element by element, in numbers of any size: the oracle of the kernels."""
+"""The oracle of the codecs' kernels: each block is coded element by element, in numbers of any size."""
 
 from __future__ import annotations
 

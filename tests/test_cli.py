@@ -1,4 +1,4 @@
-"""What every command line of the project does with errors and with the configuration's options."""
+"""Errors and options of the configuration in every command line of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks compare: the call in the user's words, the facts of the wire that follow from it, and its limits."""
+"""Descriptors, which ranks compare: the call in the user's words, the facts of the wire that follow, and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How another interpreter runs a module of this tree."""
+"""Running a module of this tree in another interpreter."""
 
 from __future__ import annotations
 

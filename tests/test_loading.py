@@ -1,4 +1,4 @@
-"""What users name as MODULE:NAME."""
+"""Objects that users name as MODULE:NAME."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processors control groups leave to a process, on trees that are made up."""
+"""The number of processors that control groups leave to a process, on trees that are made up."""
 
 from __future__ import annotations
 

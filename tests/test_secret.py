@@ -1,4 +1,4 @@
-"""Where the secret comes from, what is refused, and that nothing shows it."""
+"""The secret: its sources, the ones that are refused, and that nothing shows it."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ def test_a_group_of_ours_may_read_it(shared: Path, mode: int, groups: Sequence[i
         (0o640, US, OURS, US, f"lets a group read it, but it belongs to user {US}"),  # "users", as like as not
         (0o640, STRANGER, OURS, US, f"lets a group read it, but it belongs to user {STRANGER}"),
         (0o440, STRANGER, OURS, 0, f"lets a group read it, but it belongs to user {STRANGER}"),
-        (0o460, 0, OURS, US, "lets others than its owner at it"),
-        (0o450, 0, OURS, US, "lets others than its owner at it"),
-        (0o444, 0, OURS, US, "lets others than its owner at it"),
+        (0o460, 0, OURS, US, "lets others than its owner use it"),
+        (0o450, 0, OURS, US, "lets others than its owner use it"),
+        (0o444, 0, OURS, US, "lets others than its owner use it"),
     ],
 )
 def test_what_strangers_may_read_is_refused(

@@ -105,8 +105,8 @@ def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, 
     [
         ("vision", "short", "got a secret of 5 bytes, expected 16 to 4096"),
         ("vision", f"{TEXT}\n" * 5, "got 5 lines or more, expected 1 to 4, each a secret"),
-        ("vision~", TEXT, "got a file 'vision~', expected files called like teams (a string of up to 64 characters"),
-        ("a.b.toml", "", "got a file 'a.b.toml', expected files called like teams"),
+        ("vision~", TEXT, "got a file 'vision~', expected files named like teams (a string of up to 64 characters"),
+        ("a.b.toml", "", "got a file 'a.b.toml', expected files named like teams"),
         ("vision.toml", "", "got vision.toml and no secret for this team in a file vision"),
         ("text.toml", "max_ranks = 0", "text.toml: max_ranks: got 0, expected an int between 1 and 1048576"),
         ("text.toml", "max_rank = 1", "text.toml: 'max_rank': unknown key, expected one of jobs, max_jobs, max_ranks"),
@@ -152,7 +152,7 @@ def test_who_else_may_touch_the_files_is_bounded(folder: Path) -> None:
         folder.chmod(int(mode, 8))
         assert refused(folder) == (
             f"security.teams_folder: {folder}: mode {mode} lets others than its owner add teams, "
-            "expected 0700, or a folder of root's that is mounted read-only; run chmod 700"
+            "expected 0700, or a folder of root that is mounted read-only; run chmod 700"
         )
 
 

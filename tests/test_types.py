@@ -1,4 +1,4 @@
-"""What a type checker says of a user's program: results keep their dtype, and only what is an op is one."""
+"""A type checker's view of a user's program: results keep their dtype, and only ops are taken for ops."""
 
 from __future__ import annotations
 

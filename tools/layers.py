@@ -62,7 +62,7 @@ def table() -> str:
 
 
 def imports() -> set[tuple[str, str]]:
-    """Which room imports from which one, but not where a chain of such imports leads there."""
+    """Pairs of rooms, the first of which imports from the second, except where a chain of such imports leads there."""
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
     rooms = sorted((room for level in levels() for room in level), key=len, reverse=True)
 

@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def launch_options(command: _F) -> _F:
     """Add `--rank R` and `--size N`, for workers that no launcher started."""
     rank = click.option("--rank", type=int, help="This worker's rank. [default: from mpirun, Slurm or torchrun]")
-    size = click.option("--size", type=int, help="How many workers there are; goes with --rank.")
+    size = click.option("--size", type=int, help="Number of workers; goes with --rank.")
     return rank(size(command))
 
 

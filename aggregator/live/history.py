@@ -10,9 +10,9 @@ from typing import NamedTuple
 from omnireduce.console.summary import JobSummary
 
 KEPT_S = 600.0
-LEAST_S = 0.5  # between two looks that are kept
-LOOKS = 600  # of one job
-JOBS = 256  # of further ones nothing is kept
+LEAST_S = 0.5  # least time between two samples that are kept
+LOOKS = 600  # the most samples of one job
+JOBS = 256  # the most jobs with samples
 
 
 class Look(NamedTuple):
@@ -24,7 +24,7 @@ class Look(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """Bytes per second from and to workers, between two samples. `at`: the time of the later one."""
+    """Bytes per second from and to workers, between two samples. `at`: the time of the later sample."""
 
     at: float
     received: float
@@ -48,7 +48,7 @@ class History:
 
     def _keep(self, looks: deque[Look], job: JobSummary, now: float) -> None:
         look = Look(now, job.traffic.received_bytes, job.traffic.sent_bytes)
-        if looks and (look.received < looks[-1].received or look.sent < looks[-1].sent):  # another job of that name
+        if looks and (look.received < looks[-1].received or look.sent < looks[-1].sent):  # another job of this name
             looks.clear()
         if looks and now - looks[-1].at < LEAST_S:
             return

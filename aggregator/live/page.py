@@ -1,7 +1,7 @@
-"""The page itself: what `omnireduce status` shows, and what each job did in the last minutes.
+"""The live page: the status of the daemon, as `omnireduce status` shows it, and the traffic of the last minutes.
 
-It is whole without a script. The script only fetches it again and again. Whatever a worker has said is text: the
-template escapes it, and the page allows no script, style or image but the daemon's own.
+It is complete without a script. The script only fetches it again and again. Text from workers is escaped by the
+template, and the page allows no script, style or image except those of the daemon.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from omnireduce.core.wire.safe_text import shown
 from omnireduce.support.printing import density_text, short_count
 from omnireduce.support.version import __version__
 
-WIDTH, HEIGHT = 600, 60  # of a timeline, in units of its own
-MOST_JOBS, MOST_LINES = 100, 32  # in the table, by name; with a timeline, those of them with the most traffic
+WIDTH, HEIGHT = 600, 60  # size of a timeline, in its own units
+MOST_JOBS, MOST_LINES = 100, 32  # jobs in the table, by name; of these, jobs with a timeline, by traffic
 HEADERS = [
     ("Content-Security-Policy", "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
      "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
@@ -34,7 +34,7 @@ ASSETS = {"/live.css": ("live.css", "text/css"), "/live.js": ("live.js", "text/j
 
 
 class Timeline(NamedTuple):
-    """The traffic of a job as points of two lines, "x,y x,y …", newest to the right; `most`: what the top means."""
+    """The traffic of a job as points of two lines, "x,y x,y …", newest to the right; `most`: the value at the top."""
 
     received: str
     sent: str
@@ -53,7 +53,7 @@ class LivePage:
         self._template = environment.from_string(asset("live.html"))
 
     def note(self, answers: Answers) -> None:
-        """Remember what these answers say, if all shards have answered: the totals would lack those of the others."""
+        """Add a sample of these answers, if all shards have answered: otherwise the totals would be too low."""
         if all(isinstance(answer, Status) for answer in answers.values()):
             with self._lock:
                 self._history.note(summed_jobs(answers), time.monotonic())
@@ -84,7 +84,7 @@ class LivePage:
 
 
 def timeline(rates: list[Rate], now: float) -> Timeline | None:
-    """None where there is nothing to draw."""
+    """The timeline of these rates; None if there is nothing to draw."""
     if len(rates) < 2:
         return None
     most = max(max(rate.received, rate.sent) for rate in rates) or 1.0

@@ -1,11 +1,11 @@
-"""Compression: which part of a gradient is sent, in which form, and what is kept of the rest.
+"""Compression: a part of a gradient is sent, in a shorter form, and the rest is kept for later steps.
 
-selectors     what to send: elements, or blocks
-codecs        how blocks travel (omnireduce/kernels/codecs, because aggregators use them, too)
-memories      what is kept for later
+selectors     select the part to send: elements, or blocks
+codecs        encode blocks on their way (omnireduce/kernels/codecs, because aggregators use them, too)
+memories      keep the rest for later steps
 compressed    all three together, on a communicator
 powersgd      matrices as thin factors
-grace         all that by GRACE's names
+grace         all of this by GRACE's names
 """
 
 from omnireduce.compression.compressed import Compression

@@ -1,4 +1,4 @@
-"""A gradient on its way: what a selector selects of it, how that travels, and what a memory keeps of the rest."""
+"""Sums of gradients with compression: a selector selects a part, a codec encodes it, a memory keeps the rest."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from omnireduce.runtime.rank.calls import check_codec
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others
 
-STEP_BYTES = 2  # about, of the number of an element that travels by itself
-# What is done for it takes as long as so many bytes of blocks: over a link of 1 Gbit/s, and where ranks share memory
+STEP_BYTES = 2  # about the bytes for the number of a single element
+# The work for a single element, as the bytes of blocks that take as long: over 1 Gbit/s, and in shared memory
 WORK_BYTES, WORK_BYTES_IN_MEMORY = 32, 512
-DECIDE_EVERY = 16  # steps: what is selected changes slowly, and to decide takes a round trip
+DECIDE_EVERY = 16  # steps: the selected part changes slowly, and a decision takes a round trip
 ELEMENTS_AS = {"bf16": ELEMENT_TYPES["bfloat16"].dtype, "fp16": ELEMENT_TYPES["float16"].dtype}
 
 
 class Compression:
-    """Sums gradients of which only a part is sent.
+    """Sums gradients, but sends only a part of them.
 
-    `selector`: which part; `memory`: what becomes of the rest; `codec`: in which form that part travels (None: as
-    `protocol.codec` says). Single elements travel as float32, or as bf16 or fp16. All ranks make the same one, and use
-    it for the same steps.
-    `common`: what else they must have alike, in words: it stands in the names of the collectives, so that ranks that
-    differ get an error. What is kept differs between ranks: see `Memory.state_dict`. Raises UsageError for what cannot
-    be, or does not go together.
+    `selector` selects the part, `memory` keeps the rest, `codec` encodes the part (None: as `protocol.codec` says).
+    Single elements travel as float32, or as bf16 or fp16. All ranks make the same compression, and use it for the same
+    steps. `common`: a text of further settings that must be the same on all ranks. It becomes part of the names of the
+    collectives, so that ranks that differ get an error. The rests differ between ranks: see `Memory.state_dict`. Raises
+    UsageError for invalid arguments, or arguments that do not go together.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class Compression:
             self._check_together(str(codec))
         self._common = common
         self._steps: dict[str, int] = {}
-        self._costs: dict[str, Array] = {}  # as `costs` gives them, those of the rank with most
-        self._formation: object = None  # of the job in which these steps were made
+        self._costs: dict[str, Array] = {}  # by gradient, the result of `costs` on the rank with the most
+        self._formation: object = None  # the formation of the job in which these steps were made
 
     def _check_together(self, codec: str) -> None:
         if self.selector.unit == "elements" and not self._sends_all and codec not in ELEMENTS_AS:
@@ -72,13 +71,13 @@ class Compression:
         return isinstance(self.selector, Everything)
 
     def allreduce(self, comm: Communicator, gradient: Array, *, name: str, op: Sum = "mean") -> Array:
-        """Replace `gradient`, float32 of any shape, by the sum or mean of what all ranks send of theirs; return it.
+        """Replace `gradient`, float32 of any shape, by the sum or mean of the parts that all ranks send; return it.
 
-        `name` tells gradients apart, and is the same on all ranks. Where this raises, the memory is as before, and the
-        step can be made again. Raises what `Communicator.allreduce` raises, CodecError, and UsageError for another
+        `name` tells gradients apart, and is the same on all ranks. If this raises, the memory is as before, and the
+        step can be made again. Raises the errors of `Communicator.allreduce`, CodecError, and UsageError for another
         dtype.
         """
-        if self._formation is not comm.formation:  # another rank may be new, and all draw by the same step
+        if self._formation is not comm.formation:  # a rank may be new, and all must draw random numbers by one step
             self._steps, self._costs, self._formation = {}, {}, comm.formation
         with told_to_others(comm):
             flat = check_gradient(gradient)
@@ -107,7 +106,8 @@ class Compression:
     def _send_blocks(
         self, comm: Communicator, x: Array, out: Array, block_size: int, *, op: Sum, name: str, step: int
     ) -> None:
-        """Encode all here, so that a memory knows what was sent: it stays the same when it is encoded again."""
+        """Send `x` as blocks. They are encoded here, so that the memory knows the sent values. They stay the same when
+        they are encoded again."""
         protocol, codec = comm.config.protocol, self._codec_for(comm, block_size)
         sent = x
         if codec != NONE and not isinstance(self.memory, NoMemory):
@@ -124,7 +124,7 @@ class Compression:
     def _send_elements(
         self, comm: Communicator, x: Array, places: Array, out: Array, *, op: Sum, name: str, step: int
     ) -> None:
-        """Send the elements of `x` at `places` in float32, or rounded; what is rounded off a memory keeps."""
+        """Send the elements of `x` at `places` in float32, or rounded; the memory keeps the rounding errors."""
         codec = self._codec_for(comm, comm.config.protocol.block_size)
         if codec not in ELEMENTS_AS:
             self._sum_elements(comm, places, x[places], out, op=op, name=name, step=step, codec=NONE)
@@ -140,11 +140,11 @@ class Compression:
     def _sum_elements(
         self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, step: int, codec: str
     ) -> None:
-        """Sum single elements: with their numbers, or in blocks, filled up with zeros, whichever costs less.
+        """Sum single elements: with their numbers, or in blocks filled up with zeros; the cheaper way.
 
-        Ranks decide alike, by the costs of the rank with most. They decide again every DECIDE_EVERY steps.
+        All ranks decide in the same way, by the costs of the rank with the most. They decide every DECIDE_EVERY steps.
         """
-        if self.selector.is_common:  # that all have drawn the same ones the name says
+        if self.selector.is_common:  # the name shows that all ranks have drawn the same places
             drawn = f"{self._sent_as(name)} at {zlib.crc32(places.tobytes()):08x}"
             sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
             scatter(places, sums, out)
@@ -170,8 +170,8 @@ class Compression:
 
 
 def costs(places: Array, block_size: int, itemsize: int, work_bytes: int = WORK_BYTES) -> Array:
-    """What it costs to send elements at `places`, int64 (n,), ascending, by their numbers and in the blocks that they
-    are in: int64 (2,), bytes. An element has `itemsize` of them."""
+    """The costs to send the elements at `places`, int64 (n,), ascending: by their numbers, and in their blocks. int64
+    (2,), in bytes. An element has `itemsize` bytes."""
     blocks = np.count_nonzero(np.diff(places // block_size)) + min(1, places.size)
     return np.array([places.size * (itemsize + STEP_BYTES + work_bytes), blocks * block_size * itemsize])
 

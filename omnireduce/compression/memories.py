@@ -1,10 +1,10 @@
-"""Memories: what of a gradient was not sent, and how it comes back in a later step.
+"""Memories keep the part of a gradient that was not sent, and add it in a later step.
 
-In each step a memory first gives what is to be sent of, `compensate`. Once that has been sent, it is told what: by
-`keep_selected` after a selector, by `keep_rest` after a codec. Then it keeps the rest. Until then it keeps what it had:
-where a collective fails, the step can be made again.
+In each step a memory first gives the array to send from, `compensate`. Once something has been sent, the memory is told
+what: by `keep_selected` after a selector, by `keep_rest` after a codec. Then it keeps the rest. Until then its content
+stays: if a collective fails, the step can be made again.
 
-What it keeps it knows by the name of the gradient. It differs between ranks: save `state_dict` on each of them. Arrays
+The content is stored by the name of the gradient. It differs between ranks: save `state_dict` on each of them. Arrays
 are flat, contiguous and of float32.
 """
 
@@ -20,35 +20,35 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.select import zero_blocks
 
-State = dict[str, dict[str, Array]]  # what each sort of thing is kept of each name
+State = dict[str, dict[str, Array]]  # the arrays of each sort, by the name of the gradient
 
 
 class Memory(ABC):
-    """Keeps arrays by sort and name. `sorts`: those that this memory has."""
+    """Keeps arrays by sort and name. `sorts`: the sorts of this memory."""
 
     sorts: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._kept: State = {sort: {} for sort in self.sorts}
-        self._next: State = {sort: {} for sort in self.sorts}  # what is kept once something has been sent
+        self._next: State = {sort: {} for sort in self.sorts}  # the next content, once something has been sent
 
     @abstractmethod
     def compensate(self, gradient: Array, name: str) -> Array:
-        """What is to be sent of now: the gradient and what was kept, in an array that this memory owns or in
-        `gradient` itself. It stays as it is until the next call with this name."""
+        """The array to send from: the gradient plus the rest of earlier steps, in an array that this memory owns or in
+        `gradient` itself. It does not change until the next call with this name."""
 
     @abstractmethod
     def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
-        """`places` were sent of what `compensate` gave, as `selector` selects; keep the rest. `left`: what was rounded
-        off each of these elements, float32 (n,)."""
+        """Keep the rest: of the array of `compensate`, the elements or blocks at `places` of `selector` were sent.
+        `left`: the rounding error of each of these elements, float32 (n,)."""
 
     @abstractmethod
     def keep_rest(self, name: str, sent: Array) -> None:
-        """`sent` stands for what `compensate` gave; keep the difference."""
+        """Keep the difference between the array of `compensate` and `sent`, which was sent for it."""
 
     def _both(self, sort: str, name: str, like: Array) -> tuple[Array, Array]:
-        """What is kept, zeros at first, and room for what comes next. Raises UsageError for a gradient of another size
-        than before."""
+        """The content, zeros at first, and memory for the next content. Raises UsageError if the gradient had another
+        size before."""
         kept = self._kept[sort].get(name)
         if kept is None:
             kept = self._kept[sort][name] = np.zeros_like(like)
@@ -60,7 +60,8 @@ class Memory(ABC):
         return kept, room
 
     def _commit(self, name: str) -> None:
-        """Keep what comes next, but nothing that is not finite: it was sent, and must not come back in each step."""
+        """Make the next content the content, but with zeros for values that are not finite: they were sent, and must
+        not come back in each step."""
         for sort in self.sorts:
             drop_overflow(self._next[sort][name])
             self._kept[sort][name], self._next[sort][name] = self._next[sort][name], self._kept[sort][name]
@@ -70,10 +71,10 @@ class Memory(ABC):
         return {sort: {name: array.copy() for name, array in arrays.items()} for sort, arrays in self._kept.items()}
 
     def load_state_dict(self, saved: State) -> None:
-        """Go on with what `state_dict` gave. Raises UsageError for that of another sort of memory."""
+        """Go on with a copy from `state_dict`. Raises UsageError if it is from another kind of memory."""
         if set(saved) != set(self.sorts):
             there, here = (", ".join(sorted(sorts)) or "nothing" for sorts in (saved, self.sorts))
-            raise UsageError(f"a state of {there}; expected one of {here}: it is of another memory")
+            raise UsageError(f"a state of {there}; expected a state of {here}: it is from another memory")
         self._kept = {
             sort: {name: np.array(array, np.float32) for name, array in saved[sort].items()} for sort in saved
         }
@@ -87,7 +88,7 @@ class Memory(ABC):
 
 
 class NoMemory(Memory):
-    """Keeps nothing: what is not sent is lost."""
+    """Keeps nothing: the rest is lost."""
 
     def compensate(self, gradient: Array, name: str) -> Array:
         return gradient
@@ -98,10 +99,10 @@ class NoMemory(Memory):
 
 
 class Residual(Memory):
-    """Error feedback: sends of `beta` times what was left plus `gamma` times the gradient.
+    """Error feedback: the array to send from is `beta` times the rest plus `gamma` times the gradient.
 
-    With both 1, all that was sent and what is left add up to all gradients: exactly, where float32 can add them. After
-    Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
+    With both 1, all that was sent and the rest add up to all gradients: exactly, if float32 can add them. After Stich,
+    Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
     """
 
     sorts = ("residuals",)
@@ -129,12 +130,12 @@ class Residual(Memory):
 
 
 class DgcMomentum(Memory):
-    """Momentum where few elements are sent: each element's own, until it is sent.
+    """Momentum if few elements are sent: each element has its own momentum, until it is sent.
 
-    v = momentum × v + gradient, u = u + v, and u is sent of; where it was sent, u and v become 0, and of u what was
-    rounded off stays. `clip`: before that a gradient with a larger norm is scaled down to this one. The authors take
-    the norm for the sum of N ranks, divided by the square root of N. After Lin et al., "Deep Gradient Compression",
-    ICLR 2018.
+    v = momentum × v + gradient, u = u + v, and u is the array to send from. Elements of u and v that were sent become
+    0, except the rounding error of u. `clip`: a gradient with a larger norm is first scaled down to it. The authors
+    take the norm for the sum of N ranks, divided by the square root of N. After Lin et al., "Deep Gradient
+    Compression", ICLR 2018.
     """
 
     sorts = ("momenta", "sums")
@@ -155,7 +156,7 @@ class DgcMomentum(Memory):
         return total
 
     def _clipped(self, gradient: Array) -> Array:
-        """NaN and infinities have no part in the norm, and stay what they are."""
+        """The gradient, scaled down if its norm is too large. NaN and infinities do not count in the norm, and stay."""
         if self.clip is None:
             return gradient
         norm = float(np.linalg.norm(gradient[np.isfinite(gradient)].astype(np.float64)))
@@ -174,27 +175,27 @@ class DgcMomentum(Memory):
 
 
 def finite(number: object, what: str) -> np.float32:
-    """A factor. Raises UsageError for what is none."""
+    """A finite number as float32. Raises UsageError for anything else."""
     if isinstance(number, bool) or not isinstance(number, int | float | np.floating) or not np.isfinite(number):
         raise UsageError(f"{what} {number!r}: expected a finite number")
     return np.float32(number)
 
 
 def overflowing() -> np.errstate:
-    """Where numbers may overflow without a word: they are sent, and all ranks see them."""
+    """A context in which numbers may overflow without a warning: they are sent, and all ranks see them."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
 def drop_overflow(x: Array) -> None:
-    """Zero what is not finite of `x`, float32 (elements,)."""
+    """Set the elements of `x`, float32 (elements,), that are not finite to zero."""
     with overflowing():
         is_finite = np.isfinite(np.dot(x, x))
-    if not is_finite:  # or so large that only its square is not
+    if not is_finite:  # an element, or only its square
         x[~np.isfinite(x)] = 0
 
 
 def clear(x: Array, places: Array, selector: Selector, left: Array | None = None) -> None:
-    """Zero what was selected of `x`, float32 (elements,), but for what is `left` of elements."""
+    """Set the selected elements or blocks of `x`, float32 (elements,), to zero, or elements to `left`."""
     if selector.unit == "elements":
         x[places] = 0 if left is None else left
     else:

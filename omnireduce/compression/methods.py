@@ -35,7 +35,7 @@ SELECTORS: dict[str, Callable[..., Selector]] = {
     "adaptive": Adaptive,
 }
 POWERSGD = "powersgd"
-MOST = {"guarded_threshold": 2, "block_topk": 2}  # numbers behind the name of a selector; of others one
+MOST = {"guarded_threshold": 2, "block_topk": 2}  # the most numbers behind the name of a selector; for others 1
 ALL = (
     *(NONE, *BUILT_IN, "topk,0.01", "topk,0.01+bf16", "block_topk,0.01", "block_topk,0.01+int8", "randomk,0.01"),
     *("threshold,0.0001", "guarded_threshold,0.001,0.01", "dgc,0.01", "adaptive,0.01", "powersgd,2"),
@@ -49,10 +49,10 @@ class Method(Protocol):
 
 
 def method_of(text: str) -> Method:
-    """The method that `text` names, new. What a selector or factors leave out, a `Residual` keeps; of what a codec
-    alone rounds off, nothing is kept: then zeros stay zeros, and need not travel.
+    """A new method for `text`. A `Residual` keeps the rest that a selector or factors leave out. The rounding errors of
+    a codec alone are not kept: so zeros stay zeros, and need not travel.
 
-    Raises UsageError for a text that names none.
+    Raises UsageError for a text that names no method.
     """
     selector, _, codec = text.replace(" ", "").partition("+")
     name, *numbers = selector.split(",")

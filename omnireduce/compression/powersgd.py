@@ -2,11 +2,11 @@
 
     P = M Q        summed over all ranks, then made orthonormal
     Q = Mᵀ P       summed over all ranks
-    P Qᵀ           is what all ranks take for the sum of M
+    P Qᵀ           all ranks take this for the sum of M
 
-Q is kept for the next step, so that each step goes on with the power iteration of the last one. What the factors leave
-out, a memory keeps. After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization", NeurIPS 2019.
+Q is kept for the next step, which goes on with its power iteration. A memory keeps the rest that the factors leave out.
+After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from omnireduce.runtime.rank.refusals import told_to_others
 
 
 def rank_for(shape: tuple[int, ...], most: int) -> tuple[int, int, int]:
-    """How many rows and columns a gradient of this shape has, and the rank of its factors, `most` at most; 0 where
-    they would not be smaller."""
+    """The rows and columns of a gradient of this shape, and the rank of its factors, at most `most`; 0 if factors would
+    not be smaller."""
     rows = shape[0] if len(shape) > 1 else 1
     columns = math.prod(shape) // max(1, rows)
     rank = min(most, rows, columns)
@@ -42,9 +42,9 @@ def first_factor(name: str, columns: int, rank: int, seed: int) -> Array:
 
 
 class PowerSgd:
-    """Sums gradients by factors of rank `rank`. Those of one dimension, and small ones, travel as they are.
+    """Sums gradients by factors of rank `rank`. Gradients of one dimension, and small gradients, travel whole.
 
-    `memory` keeps what the factors leave out. `seed`: of the first factors, the same on all ranks.
+    `memory` keeps the rest that the factors leave out. `seed`: the seed of the first factors, the same on all ranks.
     """
 
     def __init__(self, rank: int = 1, memory: Memory | None = None, seed: int = 0) -> None:
@@ -54,10 +54,11 @@ class PowerSgd:
         self._factors: dict[str, Array] = {}
 
     def allreduce(self, comm: Communicator, gradient: Array, *, name: str, op: Sum = "mean") -> Array:
-        """Replace `gradient`, float32 (n, ...), by what the factors make of the sum or mean of all ranks; return it.
+        """Replace `gradient`, float32 (n, ...), by the product of the factors for the sum or mean of all ranks; return
+        it.
 
         Other dimensions than the first count as one. `name` tells gradients apart, and is the same on all ranks. Raises
-        what `Communicator.allreduce` raises, and UsageError for another dtype.
+        the errors of `Communicator.allreduce`, and UsageError for another dtype.
         """
         with told_to_others(comm):
             flat = check_gradient(gradient)
@@ -75,13 +76,13 @@ class PowerSgd:
         comm.allreduce(right, op="mean", name=sent_as, codec="none")
         self._factors[name] = right  # from here on nothing fails
         product(left, right, gradient.reshape(rows, columns))
-        self.memory.keep_rest(name, flat)  # the ranks' rests add up to what the mean of all lacks
+        self.memory.keep_rest(name, flat)  # the mean of all ranks' rests is the error of the mean gradient
         if op == "sum":
             flat *= comm.size
         return gradient
 
     def _factor(self, name: str, columns: int, rank: int) -> Array:
-        """The last Q of this gradient, or one that all ranks draw alike. Raises UsageError for another size."""
+        """The last Q of this gradient, or a first Q, which all ranks draw alike. Raises UsageError for another size."""
         known = self._factors.get(name)
         if known is None:
             return first_factor(name, columns, rank, self.seed)
@@ -90,21 +91,21 @@ class PowerSgd:
         return known
 
     def forget(self, names: Iterable[str]) -> None:
-        """Keep nothing of these gradients any more, neither a rest nor factors."""
+        """Drop the rests and factors of these gradients."""
         gone = list(names)
         self.memory.forget(gone)
         for name in gone:
             self._factors.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
-        """A copy of all that is kept: that of the memory, and the factors."""
+        """A copy of the memory's content, and of the factors."""
         return {**self.memory.state_dict(), "factors": {name: factor.copy() for name, factor in self._factors.items()}}
 
     def load_state_dict(self, saved: dict[str, dict[str, Array]]) -> None:
-        """Go on with what `state_dict` gave. Raises UsageError for that of something else."""
+        """Go on with a copy from `state_dict`. Raises UsageError for anything else."""
         rest = dict(saved)
         if "factors" not in rest:
-            raise UsageError(f"a state of {', '.join(sorted(saved)) or 'nothing'}; expected one with factors")
+            raise UsageError(f"a state of {', '.join(sorted(saved)) or 'nothing'}; expected a state with factors")
         factors = rest.pop("factors")
         self.memory.load_state_dict(rest)
         self._factors = {name: np.array(factor, np.float32) for name, factor in factors.items()}

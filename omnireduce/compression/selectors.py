@@ -1,4 +1,4 @@
-"""Selectors: which part of a gradient to send now. The rest is for a memory.
+"""Selectors: they select the part of a gradient to send now. The rest is for a memory.
 
 A selector returns the places that it has selected, ascending. These are places of elements in the flat array, or
 numbers of blocks. It reads the array and changes nothing. NaN counts as the largest of all: it is sent at once, so that
@@ -30,14 +30,14 @@ from omnireduce.runtime.rank.arguments import whole
 
 Unit = Literal["elements", "blocks"]
 Selects = Literal["largest", "about", "some", "none"]
-BLOCK = 256  # elements
+BLOCK = 256  # default size of a block in elements
 
 
 class Selector(ABC):
-    """Selects a part of each gradient. `unit`: what it selects; of blocks, `block_size` is how many elements one has,
-    and the last one may be short. `is_common`: all ranks select the same places. `selects`: for who tests a
-    selector of elements that each rank chooses for itself, "largest" magnitudes, "about" so many of them as its `ratio`
-    says, or "some" others."""
+    """Selects a part of each gradient. `unit`: elements or blocks; `block_size`: the elements of a block, of which the
+    last may be short. `is_common`: all ranks select the same places. `selects`: for tests of a selector of elements
+    that each rank chooses for itself: the "largest" magnitudes; "about" as many of them as its `ratio` says; or "some"
+    other elements."""
 
     unit: Unit = "elements"
     block_size = 1
@@ -45,15 +45,15 @@ class Selector(ABC):
     selects: Selects = "largest"
 
     def select(self, x: Array, name: str = "", step: int = 0) -> Array:
-        """The places that are selected in `x`, float32 (elements,), ascending: int64 (n,).
+        """The selected places in `x`, float32 (elements,), ascending: int64 (n,).
 
-        `name` and `step` say which gradient this is, and of which step. Raises UsageError for another array.
+        `name` and `step`: the gradient's name, and the number of its step. Raises UsageError for another array.
         """
         return self.choose(check_values(x), name, step)
 
     @abstractmethod
     def choose(self, x: Array, name: str, step: int) -> Array:
-        """What `select` returns, for an array that is as it should be."""
+        """The result of `select`, for a valid array."""
 
 
 def share(ratio: object) -> float:
@@ -64,19 +64,20 @@ def share(ratio: object) -> float:
 
 
 def wanted(ratio: float, count: int) -> int:
-    """How many of `count` a selector with this ratio selects: one at least, if there is one."""
+    """The number of places, out of `count`, that a selector with this ratio selects: at least one, unless `count` is
+    0."""
     return min(count, max(1, int(count * ratio)))
 
 
 def largest(x: Array, k: int) -> Array:
-    """Where the `k` largest magnitudes of `x`, float32 (n,), are: int64 (k,), ascending. Of equal ones the first ones
-    are taken."""
+    """The places of the `k` largest magnitudes of `x`, float32 (n,): int64 (k,), ascending. Among equal magnitudes, the
+    first are taken."""
     if k >= x.size:
         return np.arange(x.size)
     bits = x.view(np.int32)
     counts = np.zeros((LANES, BINS), np.int64)
     count_magnitudes(bits, counts)
-    above = np.cumsum(counts.sum(axis=0)[::-1])[::-1]  # how many are in this bin or a higher one
+    above = np.cumsum(counts.sum(axis=0)[::-1])[::-1]  # for each bin, the elements in this or a higher bin
     bin_of_last = int(np.flatnonzero(above >= k)[-1])
     candidates = np.empty(int(above[bin_of_last]), np.int64)
     list_at_least(bits, bin_of_last << SHIFT, candidates)
@@ -104,7 +105,7 @@ def _bits_of(magnitude: float) -> int:
 
 
 class Everything(Selector):
-    """Selects all."""
+    """Selects all elements."""
 
     def choose(self, x: Array, name: str, step: int) -> Array:
         return np.arange(x.size)
@@ -136,7 +137,7 @@ class BlockTopK(Selector):
 
 
 def block_squares(x: Array, block_size: int) -> Array:
-    """The squared norm of each block of `x`, float32 (elements,), the short last one included: float32 (blocks,)."""
+    """The squared norm of each block of `x`, float32 (elements,), with a short last block: float32 (blocks,)."""
     whole = x.size // block_size
     squares = np.empty(whole + (x.size % block_size > 0), np.float32)
     sum_squares(x[: whole * block_size].reshape(whole, block_size), squares[:whole])
@@ -146,8 +147,8 @@ def block_squares(x: Array, block_size: int) -> Array:
 
 
 class RandomK(Selector):
-    """Elements drawn at random, a share `ratio` of all. All ranks draw the same ones, from the seed, the name and the
-    step; no generator of the caller is touched."""
+    """Elements drawn at random, a share `ratio` of all. All ranks draw the same elements, from the seed, the name and
+    the step; no generator of the caller is used."""
 
     is_common = True
 
@@ -163,7 +164,7 @@ class RandomK(Selector):
 
 
 class Threshold(Selector):
-    """The elements whose magnitude is above `threshold`: any number of them, also none."""
+    """The elements whose magnitude is above `threshold`: any number of them, even none."""
 
     def __init__(self, threshold: float = 0.01) -> None:
         self.threshold = _positive(threshold)
@@ -173,8 +174,8 @@ class Threshold(Selector):
 
 
 class GuardedThreshold(Threshold):
-    """The elements whose magnitude is above `threshold`; if these are less than a share `ratio` of all, the largest
-    ones, so many: a threshold that is too high sends something all the same."""
+    """The elements whose magnitude is above `threshold`. If they are less than a share `ratio` of all, the largest
+    elements, up to this share: so something is sent even if the threshold is too high."""
 
     def __init__(self, threshold: float = 0.01, ratio: float = 0.01) -> None:
         super().__init__(threshold)
@@ -190,9 +191,9 @@ class GuardedThreshold(Threshold):
 class DgcSampling(Selector):
     """About a share `ratio` of the elements, above a threshold that a sample of 1 % of them gives.
 
-    The threshold is multiplied by 1.3 or 0.7 until 0.7 to 1.3 times as many as wanted are above it. Where one step goes
-    too far, the next ones halve the way; where no threshold does, the largest are taken. After Lin et al., "Deep
-    Gradient Compression", ICLR 2018, who take ten steps without halves: these can go to and fro for ever.
+    The threshold is multiplied by 1.3 or 0.7 until 0.7 to 1.3 times as many elements as wanted are above it. If a step
+    goes too far, the next steps halve the interval; if no threshold fits, the largest elements are taken. After Lin et
+    al., "Deep Gradient Compression", ICLR 2018. They take ten steps without halving, which can alternate for ever.
     """
 
     SAMPLE, UP, DOWN, ROUNDS = 0.01, 1.3, 0.7, 30
@@ -208,7 +209,7 @@ class DgcSampling(Selector):
         sample = np.ascontiguousarray(x[self._sampler.select(x, name, step)])
         magnitudes = np.abs(sample[largest(sample, wanted(self.ratio, sample.size))])
         threshold, aim = float(np.min(magnitudes)), self.ratio * x.size
-        low, high = 0.0, np.inf  # too many are above the one, too few above the other
+        low, high = 0.0, np.inf  # too many elements are above `low`, too few above `high`
         for _ in range(self.ROUNDS):
             count = count_at_least(x.view(np.int32), _bits_of(threshold))
             if self.DOWN * aim <= count <= self.UP * aim:
@@ -220,15 +221,15 @@ class DgcSampling(Selector):
                 threshold = (low * high) ** 0.5
             else:
                 threshold *= self.UP if count > aim else self.DOWN
-        return largest(x, wanted(self.ratio, x.size))  # no threshold lies between: magnitudes are equal
+        return largest(x, wanted(self.ratio, x.size))  # no threshold lies between, because magnitudes are equal
 
 
 class Adaptive(Selector):
     """About a share `ratio` of the elements, above a threshold that follows the gradients from step to step.
 
-    The first step of a name selects exactly so many. Each next one takes the threshold of the last one, and moves it by
-    how far the last one was off. So it reads the gradient once. Where it finds more than `MOST` times as
-    many as wanted, or as few, it selects exactly and starts anew.
+    The first step of a name selects exactly this share. Each next step takes the last threshold, moved by the error of
+    the last step. So it reads the gradient once. If it finds more than `MOST` times as many elements as wanted, or as
+    few, it selects exactly and starts anew.
     """
 
     MOST, GAIN = 4.0, 0.5

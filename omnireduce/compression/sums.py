@@ -12,7 +12,7 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.arguments import whole
 
 NAME_CHARACTERS = 160
-SENT_CHARACTERS = 180  # of a name of collectives; the rest is for what single ones add
+SENT_CHARACTERS = 180  # the longest common name of collectives; single collectives add to it
 Sum = Literal["sum", "mean"]
 
 
@@ -29,15 +29,15 @@ def check_gradient(gradient: object) -> Array:
 
 
 def check_name(name: object) -> str:
-    """`name` itself. Raises UsageError unless it is a short text. The state of a gradient is found by its name."""
+    """`name` itself. Raises UsageError unless it is a short text. The state of a gradient is stored by its name."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS or not name.isprintable():
         raise UsageError(f"name {str(name)[:40]!r}: expected a printable text of 1 to {NAME_CHARACTERS} characters")
     return name
 
 
 def name_for_all(name: str, common: str) -> str:
-    """The name of the collectives for gradient `name`. It has the words `common`, the same on all ranks: if these
-    differ, the service's error shows both. Long words are cut, and end with a checksum."""
+    """The name of the collectives for gradient `name`. It contains `common`, a text that must be the same on all ranks:
+    if it differs, the service's error shows both texts. A long text is cut, and ends with a checksum."""
     said = f"{name} by {common}"
     if len(said) <= SENT_CHARACTERS:
         return said

@@ -1,1 +1,1 @@
-"""What all parts speak of: element types, blocks, descriptors, block programs, messages."""
+"""Basic terms that all parts use: element types, blocks, descriptors, block programs, messages."""

@@ -21,7 +21,7 @@ _Why = Annotated[str, msgspec.Meta(max_length=WHY_CHARACTERS)]
 
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):
-    """Drain, take that back, or end the jobs called `job` of `team`, because of `why`. An empty `job` or `team` stands
+    """Drain, take jobs again, or end the jobs called `job` of `team`, because of `why`. An empty `job` or `team` stands
     for all."""
 
     version: int
@@ -32,9 +32,9 @@ class AdminRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def text(self) -> str:
-        """The request in words that follow "to"."""
+        """The request as a verb phrase, such as "end all jobs"."""
         if self.action != "end":
-            return {"drain": "drain the aggregator", "resume": "let it take jobs again"}[self.action]
+            return {"drain": "drain the aggregator", "resume": "let the aggregator take jobs again"}[self.action]
         of_team = f" of team '{self.team}'" if self.team else ""
         return (f"end job '{self.job}'" if self.job else "end all jobs") + of_team
 
@@ -46,10 +46,10 @@ class AdminAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """An accepted request to a daemon. `by` says who sent it.
+    """An accepted request to a daemon. `by` names the sender.
 
-    `team` is the only team whose jobs are meant; None: those of all teams. `stops`: the daemon drains because it stops,
-    and this is not taken back.
+    `team` is the only team whose jobs are meant; None: the jobs of all teams. `stops`: the daemon drains because it
+    stops, and this cannot be taken back.
     """
 
     action: Action
@@ -65,5 +65,5 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def reason(self) -> str:
-        """The reason that ranks of an ended job read, in words that follow `by`."""
+        """The reason for the ranks of an ended job, a text that follows `by`."""
         return "ended this job with `omnireduce end-job`" + (f": {self.why}" if self.why else "")

@@ -1,14 +1,14 @@
-"""What a shard does with the sum of each block before it leaves: a short program of checked instructions.
+"""Block programs: short programs of checked instructions that a shard runs on the sum of each block before it sends it.
 
 A program works on one block at a time. Its operands are arrays of float32, one number for each element of the block:
 
-    register 0       the sum or mean of the block. What it holds in the end is what all ranks get
+    register 0       the sum or mean of the block. All ranks get its final values
     registers 1-7    numbers that are forgotten after the block
     columns          numbers that the shard keeps for each element, in the state that the program names
 
 A state also has cells: one number for each block. Totals are sums over all blocks of the collective. An instruction has
 four bytes: the operation, its target, its operand, and the number of a scalar, a cell, a total or a third operand.
-There are no jumps and no addresses. So whatever a rank sends as a program, a shard can bound what it costs.
+There are no jumps and no addresses, so a shard can bound the cost of any program that a rank sends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ REGISTERS, SUM = 8, 0  # the first one holds the sum
 FIRST_COLUMN = REGISTERS  # operand numbers from here on are columns
 MAX_COLUMNS, MAX_CELLS, MAX_TOTALS = 8, 4, 4
 MAX_STATE = (1 << 16) - 1
-PROGRAM_ELEMENTS = 1 << 14  # most of a block: a shard runs a program on a whole block in one step
-STEP_WORK = 1 << 23  # most of that step: elements of the block, times what the program costs
+PROGRAM_ELEMENTS = 1 << 14  # most elements of a block: a shard runs a program on a whole block in one step
+STEP_WORK = 1 << 23  # most work of that step: elements of the block, times the work of the program
 TOTAL_BYTES = 8  # of one total, a float64
 SCALAR_BYTES = 4  # of one scalar, a float32
 
 
 class Operation(IntEnum):
-    """What an instruction does with its target d, its operand a and the scalar s, for each element. t, u, v: the next
-    scalars.
+    """The operations, each with its effect on every element. d: the target, a: the operand, s: the scalar, t, u, v: the
+    next scalars.
 
-    Some do what others could do one after the other: each instruction is one pass over the block.
+    Some operations replace several others, because each instruction is one pass over the block.
     """
 
     COPY = 0  # d = a
@@ -75,13 +75,13 @@ class Operation(IntEnum):
 
 LAST_OPERATION = int(max(Operation))
 WITH_OPERAND = (*range(Operation.COPY, Operation.SELECT + 1), Operation.MOMENTS, Operation.ROOT_STEP)
-SCALARS = {  # how many an operation uses
+SCALARS = {  # number of scalars that an operation uses
     **dict.fromkeys((Operation.ADD_SCALED, Operation.FILL, Operation.ADD_SCALAR, Operation.SCALE), 1),
     **dict.fromkeys((Operation.MIX, Operation.MIX_SQUARE, Operation.ROOT), 2),
     Operation.ROOT_STEP: 3,
     Operation.MOMENTS: 4,
 }
-WORK = {  # what an operation costs, where one pass over a block counts 1
+WORK = {  # cost of an operation, in passes over a block; 1 for the others
     Operation.EXPONENTIAL: 25,
     Operation.LOGARITHM: 35,
     Operation.TANH: 90,
@@ -92,15 +92,14 @@ WITH_CELL = (Operation.LOAD_CELL, Operation.STORE_CELL)
 
 
 class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
-    """A program, and the state that it works on. Raises UsageError for one that cannot be.
+    """A program, and the state that it works on. Raises UsageError for an invalid program.
 
-    `state`: the number that the ranks have given to the state. It comes into being, all zeros, when a program first
-    names it, and ends with its generation of the job. `columns`, `cells`: how many numbers it keeps for each element,
-    and for each block. `code`: INSTRUCTION_BYTES for each instruction. `scalars`: its constants, as `packed` gives
-    them: programs are compared by their bits.
-    `every_block`: it also runs on blocks that no rank has brought, whose sum is zero, and all blocks are results; else
-    those blocks stay as they are. `totals`: how many it adds up. `drops`: the state ends after this time. `returns`
-    False: no block is a result, the ranks get the totals only.
+    `state`: the number that the ranks gave to the state. A state is created, all zeros, when a program first names it,
+    and ends with its generation of the job. `columns`, `cells`: how many numbers it keeps for each element, and for
+    each block. `code`: INSTRUCTION_BYTES for each instruction. `scalars`: the constants, as `packed` returns them,
+    because programs are compared by their bits. `every_block`: the program also runs on blocks that no rank sent, with
+    a sum of zero, and all blocks are results; else those blocks stay as they are. `totals`: the number of totals.
+    `drops`: the state ends after this run. `returns` False: no block is a result, the ranks get the totals only.
     """
 
     state: int
@@ -123,17 +122,17 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
 
     @property
     def work(self) -> int:
-        """What it costs to run on a block, in passes over that."""
+        """The cost of a run on a block, in passes over the block."""
         return work_of(self.code)
 
     @property
     def most_elements(self) -> int:
-        """Of a block on which a shard may run it."""
+        """The most elements of a block on which a shard may run it."""
         return min(PROGRAM_ELEMENTS, STEP_WORK // max(1, self.work))
 
     @property
     def total_bytes(self) -> int:
-        """What stands behind the last result of a shard."""
+        """The bytes of the totals, which follow the last result of a shard."""
         return self.totals * TOTAL_BYTES
 
     @property
@@ -158,7 +157,7 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
         return ""
 
     def _wrong_at(self, at: int) -> str:
-        """What is wrong with instruction `at`; empty for nothing."""
+        """The mistake in instruction `at`; empty if there is none."""
         number, target, operand, third = self.code[at * INSTRUCTION_BYTES : (at + 1) * INSTRUCTION_BYTES]
         where = f"instruction {at}"
         if number > LAST_OPERATION:
@@ -180,7 +179,7 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
 
 
 def work_of(code: bytes) -> int:
-    """What it costs to run on a block, in passes over that."""
+    """The cost of a run of `code` on a block, in passes over the block."""
     return sum(WORK.get(Operation(each), 1) for each in code[::INSTRUCTION_BYTES])
 
 
@@ -215,19 +214,19 @@ class Assembly:
         self._code += bytes([operation, target, operand, place])
 
     def fetch(self, at: int, *, is_cell: bool = False) -> None:
-        """All ranks get what a state keeps: the column with operand number `at`, or the cell `at`."""
+        """Send the state to all ranks: the column with operand number `at`, or the cell `at`."""
         if is_cell:
             self.add(Operation.LOAD_CELL, SUM, third=at)
         else:
             self.add(Operation.COPY, SUM, at)
 
     def store(self, at: int, *, is_cell: bool = False) -> None:
-        """The state keeps the sum of what ranks send: the reverse of `fetch`."""
+        """Keep the sum of the ranks' values in the state: the reverse of `fetch`."""
         if is_cell:
             self.add(Operation.STORE_CELL, SUM, third=at)
         else:
             self.add(Operation.COPY, at, SUM)
 
     def program(self, state: int, columns: int, cells: int, **options: object) -> BlockProgram:
-        """What a shard gets. `options` are fields of BlockProgram."""
+        """The finished program. `options` are fields of BlockProgram."""
         return BlockProgram(state, columns, cells, bytes(self._code), packed(*self._scalars), **options)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Descriptors of collectives. One describes a user's call. All ranks must make the same calls in the same order.
+"""Descriptors of collectives. A descriptor describes a user's call. All ranks must make the same calls in the same
+order.
 
 Only the call is sent. Both sides derive from it the type and number of elements, and the blocks.
 """
@@ -26,40 +27,40 @@ Kind = Literal[
     "allgather_ragged", "broadcast_object", "allgather_object", "refusal",
 ]  # fmt: skip
 Op = Literal["sum", "mean", "min", "max", "prod", "any", "all"]
-"""How the elements of all ranks are combined; `any` and `all` are for bool, the others for numbers."""
+"""Operations that combine the elements of all ranks; `any` and `all` are for bool, the others for numbers."""
 RowOp = Literal["sum", "mean"]
-"""How rows are combined. A row that a rank lacks counts as zeros."""
+"""Operations that combine rows. A row that a rank lacks counts as zeros."""
 REDUCING = ("allreduce", "allreduce_rows", "reduce_scatter", "reduce")  # the others move bytes
 PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")  # parts of any size, in packets
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
 NUMBER_OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "prod")
 BOOL_OPS: tuple[Op, ...] = ("any", "all")
-CODED_OPS: tuple[Op, ...] = ("sum", "mean")  # what codecs work on, of float32
+CODED_OPS: tuple[Op, ...] = ("sum", "mean")  # the operations on float32 that codecs work with
 NAME_CHARACTERS = 200
 DTYPE_CHARACTERS = 60
 GROUP_CHARACTERS = 40
-REFUSED_BYTES = 600  # of UTF-8
+REFUSED_BYTES = 600  # the longest reason of a refusal, in UTF-8
 CODEC_CHARACTERS = 50
-CODED_ELEMENTS = 1 << 14  # most of a block that a codec encodes: a shard decodes that of all ranks in one step
+CODED_ELEMENTS = 1 << 14  # the largest block that a codec encodes: a shard decodes the block of all ranks in one step
 MAX_SEED = (1 << 63) - 1
 MAX_DIMENSIONS = 64
 MAX_BLOCK_SIZE = (1 << 31) - 8
-MOVED_BLOCK_BYTES = 1 << 15  # largest block where bytes are moved: it fits any slot
+MOVED_BLOCK_BYTES = 1 << 15  # the largest block of collectives that move bytes: it fits any slot
 PACKET_BYTES = 1024
 MAX_PART_PACKETS = 1 << 25  # more than the largest protocol.max_part_bytes takes
-REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same ones again and again
+REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same calls again and again
 
 
 class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
-    """One call. Raises UsageError for a call that is not possible. What a peer sends is checked in the same way.
+    """One call. Raises UsageError for an impossible call. A descriptor of a peer is checked in the same way.
 
-    `shape`: that of the array; (n_rows, width) for `allreduce_rows`; that of one item for `allgather_ragged`.
-    `block_size`: in elements. `item_bytes`: the size of an element where bytes are moved, else 0. `parts`: how many
-    arrays of this shape travel. `group`: a text that stands for the whole group if the arrays are part of one, else
-    empty. `packets`: how many packets the part of one rank may have; 0 where parts do not travel in packets.
-    `codec`: how blocks travel; empty: as they are. `seed`: of the random numbers of a codec. `program`: what the
-    shards do with sums before all ranks get them. `refused`: of a "refusal", which takes the place of a call that this
-    rank has refused by itself, why it has; else empty.
+    `shape`: the shape of the array; (n_rows, width) for `allreduce_rows`; the shape of one item for `allgather_ragged`.
+    `block_size`: in elements. `item_bytes`: the size of an element if bytes are moved, else 0. `parts`: the number of
+    arrays of this shape that travel. `group`: a text that stands for the whole group if the arrays are part of a group,
+    else empty. `packets`: the most packets for the part of one rank; 0 if parts do not travel in packets. `codec`: the
+    name of the codec for blocks; empty: none. `seed`: the seed of the codec's random numbers. `program`: the program
+    that shards run on sums before all ranks get them. `refused`: the reason of a "refusal", which takes the place of a
+    call that this rank has refused; else empty.
     """
 
     kind: Kind
@@ -163,7 +164,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     def _ops(self) -> tuple[Op, ...]:
         if not self.reduces:
             return ("sum",)
-        if self.kind == "allreduce_rows":  # who lacks a row has zeros there: min, max and prod would have to read them
+        if self.kind == "allreduce_rows":  # a missing row counts as zeros: min, max and prod would have to read them
             return () if self.dtype == BOOL.name else ("sum", "mean")
         return BOOL_OPS if self.dtype == BOOL.name else NUMBER_OPS
 
@@ -181,17 +182,17 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
 
     @property
     def has_rows(self) -> bool:
-        """Whether ranks bring rows, or packets, by their numbers, and not a whole tensor."""
+        """Whether ranks bring numbered rows, or packets, and not a whole tensor."""
         return self.kind == "allreduce_rows" or self.kind in PACKED
 
     @cached_property
     def element(self) -> ElementType:
-        """The type of element that travels."""
+        """The type of the elements that travel."""
         return element_type(self.dtype if self.reduces else BYTES)
 
     @cached_property
     def layout(self) -> Layout:
-        """How many elements travel, in which blocks."""
+        """The elements that travel, and their blocks."""
         elements = math.prod(self.shape)
         if self.kind == "allreduce_rows":
             return Layout(elements, self.shape[1])
@@ -243,7 +244,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
         return self._text
 
 
-describe = lru_cache(REMEMBERED)(Descriptor)  # makes a descriptor, or returns that of an equal call before
+describe = lru_cache(REMEMBERED)(Descriptor)  # makes a descriptor, or returns the descriptor of an earlier equal call
 
 _decoder = msgspec.msgpack.Decoder(Descriptor)
 
@@ -267,7 +268,7 @@ def distinguish(one: Descriptor, other: Descriptor) -> tuple[str, str]:
 
 
 def _unshown(each: Descriptor) -> list[str]:
-    """What the words of a descriptor may not show; of a long shape they show the beginning."""
+    """Facts that the text of a descriptor may not show. Of a long shape it shows only the beginning."""
     return [
         f"block_size {each.block_size}",
         f"protocol.max_part_bytes in KiB, rounded up, {each.packets}",
@@ -283,7 +284,7 @@ def _unshown(each: Descriptor) -> list[str]:
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """A dtype for a descriptor, which has little room: a structure of many fields shows a checksum."""
+    """The text of a dtype for a descriptor, which has little room: a structure with many fields becomes a checksum."""
     text = str(dtype)
     if len(text) <= DTYPE_CHARACTERS and text.isascii():
         return text

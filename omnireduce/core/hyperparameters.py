@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 
 BETAS = (0.9, 0.999)
 ADAM_EPS, LAMB_EPS = 1e-8, 1e-6
-WEIGHT_DECAY = 1e-2  # of AdamW and LAMB
+WEIGHT_DECAY = 1e-2  # default of AdamW and LAMB
 
 
 def number(name: str, given: Any) -> float:
@@ -46,7 +46,7 @@ def check_betas(given: Any) -> tuple[float, float]:
 
 
 def bias_correction(beta: float, steps: Any) -> Any:
-    """1 - beta**steps: the divisor for a running mean that began at 0, after so many steps.
+    """1 - beta**steps: the divisor for a running mean that began at 0, after `steps` steps.
 
     `steps` is a number, or an expression of a program; the result is the same. It wants float64: 1 - 0.999 would have
     four digits in float32.

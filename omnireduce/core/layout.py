@@ -6,24 +6,27 @@ from typing import NamedTuple
 
 
 class Stripes(NamedTuple):
-    """The stripes of shard `shard`, of `stripe_blocks` blocks each: those whose number mod `shards` is `shard`."""
+    """The stripes of shard `shard`, of `stripe_blocks` blocks each: every stripe whose number mod `shards` is
+    `shard`."""
 
     shard: int = 0
     shards: int = 1
     stripe_blocks: int = 64
 
     def count(self, blocks: int) -> int:
-        """How many of the first `blocks` blocks of a tensor are in these stripes."""
+        """The number of blocks in these stripes, among the first `blocks` blocks of a tensor."""
         rounds, rest = divmod(blocks, self.shards * self.stripe_blocks)
         return rounds * self.stripe_blocks + min(max(rest - self.shard * self.stripe_blocks, 0), self.stripe_blocks)
 
     def first_block(self, blocks: int) -> int:
-        """The lowest of them in a tensor of `blocks` blocks, or `blocks` when there is none."""
+        """The lowest block in these stripes of a tensor of `blocks` blocks, or `blocks` if there is none."""
         return min(self.shard * self.stripe_blocks, blocks)
 
     def misfit(self, block: int, low: int, high: int) -> str:
-        """Words for the first of ascending blocks of [low, high) in these stripes that is not as it should be."""
-        return f"block {block}, expected ascending ones from {low} to {high - 1} of shard {self.shard} of {self.shards}"
+        """The error text for `block`, the first that breaks the order of ascending blocks of [low, high) in these
+        stripes."""
+        blocks = f"blocks from {low} to {high - 1} of shard {self.shard} of {self.shards}"
+        return f"block {block}, expected ascending {blocks}"
 
 
 ALL_STRIPES = Stripes()
@@ -43,7 +46,7 @@ class Layout(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, a short last one included."""
+        """The number of blocks, including a short last block."""
         return -(-self.elements // self.block_size)
 
     @property
@@ -52,11 +55,11 @@ class Layout(NamedTuple):
 
     @property
     def tail_elements(self) -> int:
-        """Elements in the short last block; 0 when there is none."""
+        """The elements in the short last block; 0 if there is none."""
         return self.elements % self.block_size
 
     def dealt(self, shards: int, stripe_blocks: int, whole_bytes: int, block_bytes: int) -> Layout:
-        """This tensor, with its stripes dealt to `shards` shards.
+        """This layout, with its stripes distributed among `shards` shards.
 
         A tensor whose blocks, of `block_bytes` each, take no more than `whole_bytes` goes to the first shard as a
         whole.
@@ -74,15 +77,15 @@ class Layout(NamedTuple):
         return Stripes(shard, self.shards, self.stripe_blocks)
 
     def first_block(self, shard: int) -> int:
-        """The lowest block of `shard`, or `blocks` when the tensor is too small to have a block there."""
+        """The lowest block of `shard`, or `blocks` if the tensor has no block there."""
         return min(shard * self.stripe_blocks, self.blocks)
 
     def next_block(self, shard: int, block: int) -> int:
-        """The lowest block of `shard` from `block` on, or `blocks` when there is none."""
+        """The lowest block of `shard` from `block` on, or `blocks` if there is none."""
         stripe = block // self.stripe_blocks
         ahead = (shard - stripe) % self.shards
         return min((stripe + ahead) * self.stripe_blocks if ahead else block, self.blocks)
 
     def takes_part(self, shard: int) -> bool:
-        """Whether `shard` owns a block, or is the first one, which keeps even empty tensors in order."""
+        """Whether `shard` owns a block, or is the first shard, which takes part in every collective."""
         return shard == 0 or self.first_block(shard) < self.blocks

@@ -1,4 +1,4 @@
-"""Names of jobs, launches and teams: what each may consist of, in peers' messages and in the configuration."""
+"""Names of jobs, launches and teams: the allowed characters, for peers' messages and for the configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ TEAM_ALLOWED = f'a string of up to {TEAM_CHARACTERS} characters out of A-Z a-z 0
 
 JOB_PATTERN = r"^[A-Za-z0-9._:@+-]{1,128}\Z"
 JOB_ALLOWED = "a string of 1 to 128 characters out of A-Z a-z 0-9 . _ : @ + -"
-URGENT = "+urgent"  # behind the name of a job: that of its channel for urgent tensors
+URGENT = "+urgent"  # the name of a job with this behind it is the name of its channel for urgent tensors
 
 LAUNCH_PATTERN = r"^[A-Za-z0-9._:@+-]{0,128}\Z"

@@ -1,7 +1,7 @@
 """Status of an aggregator shard. It answers a StatusRequest with a Status, page by page.
 
-Bytes are counted as `Link.counters` does, framing included. Times are in seconds. `received` is from workers, `sent` is
-to workers. Densities count this shard's blocks of all-reduces and of row sets.
+Bytes are those of `Link.counters`, framing included. Times are in seconds. `received` is from workers, `sent` is to
+workers. Densities count this shard's blocks of all-reduces and of row sets.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-LISTED = 16  # how many ranks a list names at most
-MOST = 2**63 - 1  # no total goes beyond: ranks can announce more than an integer that is sent can hold
+LISTED = 16  # the most ranks in a list
+MOST = 2**63 - 1  # totals stop here: ranks can announce more than an integer of a message can hold
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -20,9 +20,9 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Traffic(msgspec.Struct, kw_only=True):
     """Totals of one job or of a shard.
 
-    `blocks`: the blocks of all tensors. `rank_blocks`: the same times ranks. `own_blocks`: how many of these the ranks
-    sent. `union_blocks`: how many blocks the results had. `up_received_bytes` and `up_sent_bytes`: from and to the
-    upstream of a relay; the others are from and to its members.
+    `blocks`: the blocks of all tensors. `rank_blocks`: the same times ranks. `own_blocks`: the blocks that ranks sent.
+    `union_blocks`: the blocks of the results. `up_received_bytes` and `up_sent_bytes`: from and to the upstream of a
+    relay; the other bytes are from and to its members.
     """
 
     collectives: _Count = 0
@@ -37,12 +37,12 @@ class Traffic(msgspec.Struct, kw_only=True):
 
     @property
     def density(self) -> float | None:
-        """Non-zero blocks / blocks of a rank's tensor, on average; None when there were none."""
+        """Non-zero blocks / blocks of a rank's tensor, on average; None without blocks."""
         return self.own_blocks / self.rank_blocks if self.rank_blocks else None
 
     @property
     def union_density(self) -> float | None:
-        """Blocks that are non-zero on at least one rank / blocks; None when there were none."""
+        """Blocks that are non-zero on at least one rank / blocks; None without blocks."""
         return self.union_blocks / self.blocks if self.blocks else None
 
     def add(self, other: Traffic) -> None:
@@ -52,8 +52,8 @@ class Traffic(msgspec.Struct, kw_only=True):
 
 
 class Stragglers(msgspec.Struct, frozen=True):
-    """The collective `what` waits for `total` ranks: `who` names them, `ranks` lists at most LISTED of them. No result
-    has left for `seconds`."""
+    """A collective, which `what` describes, waits for `total` ranks: `who` names them, `ranks` lists at most LISTED of
+    them. No result has left for `seconds`."""
 
     what: str
     ranks: list[_Count]
@@ -63,7 +63,7 @@ class Stragglers(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """The total time for which the others waited for `rank`, in those collectives that it began last."""
+    """The total time that the others waited for `rank`, in the collectives that it began last."""
 
     rank: _Count
     seconds: _Seconds
@@ -84,11 +84,11 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One job. `generation` is 0 while the job still gathers its ranks; then `missing` names some of the ranks that are
     not here. The ranks have proved the secret of `team`.
 
-    `carried`: bytes of tensors by what carried them, which are messages by "shm", "tcp" or "verbs", and what ranks of a
-    host have exchanged in "memory". `slots_in_use`: receive slots whose message is still needed. `results_in_use`:
-    result slots that are being filled, or that a rank has not read yet. `late` names the ranks that were waited for
-    most, longest first. On a relay `upstream` is the aggregator of which it is part, and only members that come through
-    it count as joined. `relays`: those next below this shard, at most LISTED.
+    `carried`: bytes of tensors by the kind that carried them: messages by "shm", "tcp" or "verbs", and exchanges of
+    ranks of a host in "memory". `slots_in_use`: receive slots whose message is still needed. `results_in_use`: result
+    slots that are being filled, or that a rank has not read yet. `late` names the ranks that others waited for, longest
+    first. On a relay, `upstream` is the aggregator above it, and only members that come through this relay count as
+    joined. `relays`: the relays directly below this shard, at most LISTED.
     """
 
     name: str
@@ -117,19 +117,20 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag=True):
-    """To an aggregator, instead of a Hello: how are you? `after` is the key of the last job known already."""
+    """Client to aggregator, in place of a Hello: send your status. `after`: the key of the last job of the page
+    before."""
 
     version: int
     after: JobKey = FIRST_KEY
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Aggregator's answer. `traffic` and the fields after it count since the shard started; `aborts` by AbortKind.
+    """The aggregator's answer. `traffic` and the fields after it count since the shard started; `aborts` by AbortKind.
 
-    `jobs` are in the order of their keys. With `more` there are further ones: ask again with the key of the last. A
-    worker that has proved the secret of a team is told only of the team's jobs; all other fields are about the whole
-    shard. `draining`: it takes no new jobs. `wants_secret`: workers must prove one. `refused_users`: how many of the
-    refused were which local user's.
+    `jobs` are in the order of their keys. With `more` there are further jobs: ask again with the key of the last job. A
+    client that has proved the secret of a team gets only the team's jobs; all other fields are about the whole shard.
+    `draining`: it takes no new jobs. `wants_secret`: workers must prove a secret. `refused_users`: the number of
+    refused connections by local user.
     """
 
     shard: str

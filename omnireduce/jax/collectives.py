@@ -40,12 +40,12 @@ def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
     Those of JAX stay on their devices, others become arrays of NumPy. `op`: sum, mean, min, max or prod, and of bool
     any or all; mean needs floats. All leaves travel in one exchange for each dtype, but each large one in its own.
 
-    `weights`: how much this rank counts in a mean, beside the others: a number of 0 or more, as that of its samples.
-    The ranks tell each other theirs first, in a small exchange. None, on all ranks: all count alike.
+    `weights`: the weight of this rank in a mean, a number of 0 or more, for example its number of samples. The ranks
+    first exchange their weights, in a small collective. None, on all ranks: all weights are equal.
 
     Works within `jax.jit`, not within `jax.vmap`; no gradient flows through. Raises UsageError for keys of
-    `jax.random`, and on all ranks for a weight that cannot be; otherwise what `omnireduce.allreduce` raises. Within a
-    compiled function see `jit`.
+    `jax.random`, and on all ranks for a weight that is negative or not finite; otherwise the errors of
+    `omnireduce.allreduce`. For errors within a compiled function, see `jit`.
     """
 
     def combined(comm: Communicator, arrays: list[Array]) -> list[Array]:
@@ -87,8 +87,8 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     """A tree with the leaves of rank `root`, bit by bit: of parameters, or the state of an optimizer. All ranks call
     this with the same structure, shapes and dtypes.
 
-    The rest is as in `allreduce`. Raises UsageError on all ranks where their leaves differ in shape or dtype, and for a
-    root that there is not.
+    The rest is as in `allreduce`. Raises UsageError on all ranks if their leaves differ in shape or dtype, and for a
+    root that is no rank.
     """
     names = [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
@@ -101,10 +101,10 @@ def broadcast(tree: Any, root: int = 0) -> Any:
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` of a function with collectives, whose errors reach the caller as they are.
+    """`jax.jit` for a function with collectives: their errors reach the caller unchanged.
 
-    From a function that `jax.jit` alone has compiled comes an error of JAX, whose text has ours. `options`: those of
-    `jax.jit`. Calls return when their results are there: the host waits for other ranks anyway.
+    With `jax.jit` alone, the caller gets an error of JAX that quotes the text of ours. `options` are passed to
+    `jax.jit`. Calls return when their results are ready, because the host waits for other ranks anyway.
     """
     compiled = jax.jit(function, **options)
 
@@ -123,8 +123,8 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _through_host(function: OnHost, tree: Any) -> Any:
-    """The tree with what `function` makes of its leaves, as arrays that belong to it: as many, of the same shapes and
-    dtypes."""
+    """The tree with its leaves replaced by the arrays that `function` makes of them: the same number, shapes and
+    dtypes. `function` may overwrite its arguments."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
     with told_to_others(communicator()):
         if any(_is_key(leaf) for leaf in leaves):

@@ -25,7 +25,7 @@ from omnireduce.support.version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHERS = ("local", "ssh", "mpirun", "srun", "torchrun")
-_WHO = ("launcher", "mpi", "gloo")  # say who starts ranks
+_WHO = ("launcher", "mpi", "gloo")  # options that choose the launcher of ranks
 _PATHS = ("hostfile", "ssh_identity_file", "output_filename", "host_discovery_script", "timeline_filename")
 _TOP = {  # may stand at the top of a YAML file
     *("np", "hosts", "hostfile", "aggregators", "launcher", "verbose", "output-filename", "start-timeout"),
@@ -36,15 +36,15 @@ _TOP = {  # may stand at the top of a YAML file
 
 def _launch_options(command: F) -> F:
     options = [
-        click.option("-np", "--num-proc", "np", type=click.IntRange(1, 32000), help="Ranks in all."),
-        click.option("-H", "--hosts", "hosts", metavar="HOST:SLOTS,…", help="Hosts, and how many ranks each has."),
+        click.option("-np", "--num-proc", "np", type=click.IntRange(1, 32000), help="Number of ranks."),
+        click.option("-H", "--hosts", "hosts", metavar="HOST:SLOTS,…", help="Hosts, and the most ranks of each."),
         click.option("-hostfile", "--hostfile", metavar="FILE", help="The same from a file: lines HOST slots=N."),
         click.option("--config-file", "yaml_path", metavar="FILE", help="YAML file with options of this command."),
         click.option(
             "--launcher", type=click.Choice(LAUNCHERS), help="Who starts ranks.  [default: local, ssh elsewhere]"
         ),
         click.option("--mpi", is_flag=True, help="The same as --launcher mpirun."),
-        click.option("--gloo", is_flag=True, help="What happens anyhow: this program starts the ranks."),
+        click.option("--gloo", is_flag=True, help="The default: this program starts the ranks."),
         click.option("--mpi-args", default="", metavar="TEXT", help="More arguments for mpirun or srun."),
         click.option(
             "--aggregators", metavar="N|embedded",
@@ -56,7 +56,7 @@ def _launch_options(command: F) -> F:
         click.option("-i", "--ssh-identity-file", metavar="FILE", help="Private key for ssh."),
         click.option(
             "--network-interfaces", "--network-interface", metavar="NAME", multiple=True,
-            help="Interface of this host at which others reach the aggregators. One only.",
+            help="Interface of this host at which other hosts reach the aggregators. Only one.",
         ),
         click.option(
             "--start-timeout", type=NumberRange(0.1, 86400), default=30.0, show_default=True,
@@ -66,14 +66,14 @@ def _launch_options(command: F) -> F:
             "--grace-period", type=NumberRange(0, 86400), default=10.0, show_default=True,
             help="Seconds from SIGTERM to SIGKILL.",
         ),
-        click.option("--output-filename", metavar="DIR", help="Write output also to DIR/rank.N/stdout and stderr."),
+        click.option("--output-filename", metavar="DIR", help="Also write output to DIR/rank.N/stdout and stderr."),
         click.option(
             "-prefix-timestamp", "--prefix-output-with-timestamp", is_flag=True, help="Put the time before each line."
         ),
         click.option("-cb", "--check-build", is_flag=True, help="Print what is available here, and stop."),
         click.version_option(__version__, "-v", "--version", message="omnireduce %(version)s"),
         click.option("--tcp", is_flag=True, help="Use TCP only: transport.kind=tcp."),
-        click.option("--verbose", is_flag=True, help="Say more of what happens."),
+        click.option("--verbose", is_flag=True, help="Log more: log.level=debug."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -125,7 +125,7 @@ def run(command: tuple[str, ...], **asked: Any) -> None:
 
 
 def read_words(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
-    """The request of a command line with these words. `ranks`: how many, if it does not say. Raises
+    """The request of a command line with these words. `ranks`: the number of ranks, if the words do not give it. Raises
     click.UsageError, and ConfigError."""
     with run.make_context("run", list(words)) as context:
         options = dict(context.params)
@@ -134,7 +134,7 @@ def read_words(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
 
 
 def _read_file(asked: dict[str, Any]) -> None:
-    """Put what the YAML file says in place of defaults. Raises ConfigError."""
+    """Put the values of the YAML file in place of defaults. Raises ConfigError."""
     path = asked.pop("yaml_path")
     if path is None:
         return
@@ -153,12 +153,12 @@ def _read_file(asked: dict[str, Any]) -> None:
 
 
 def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0) -> LaunchRequest:
-    """What the command line asks for: see `read_words`. Raises ConfigError."""
+    """The request of a parsed command line: see `read_words`. Raises ConfigError."""
     hosts = _hosts(asked)
     environ = os.environ | variables_of(asked) | _passed(asked["passed"])
     min_ranks, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts) or ranks)
     if not ranks:
-        raise ConfigError("-np: how many ranks? Expected a number, as in -np 4, or hosts, as in -H node1:4,node2:4")
+        raise ConfigError("-np: got no number of ranks; expected -np 4, for example, or -H node1:4,node2:4")
     overrides = [*asked["overrides"], *(["transport.kind=tcp"] if asked["tcp"] else [])]
     if asked["verbose"]:
         overrides.append("log.level=debug")
@@ -199,7 +199,7 @@ def _hosts(asked: Mapping[str, Any]) -> list[Host]:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: expected one of them")
     for name in given:
-        if not asked[name]:  # most likely an empty variable of a script; all ranks here would not be what was meant
+        if not asked[name]:  # most likely an empty variable of a script: the user did not mean all ranks on this host
             raise ConfigError(f"--{name.replace('_', '-')}: got nothing; leave it out for ranks on this host alone")
     if asked["hosts"]:
         return parse_hosts(asked["hosts"])
@@ -207,7 +207,7 @@ def _hosts(asked: Mapping[str, Any]) -> list[Host]:
 
 
 def _interface(given: str | Sequence[str]) -> str:
-    """The one that was named: at it others reach the aggregators, so of several only one could count."""
+    """The interface that was named. Only one can count, because other hosts reach the aggregators there."""
     names = ",".join([given] if isinstance(given, str) else given).split(",")
     if len(names) > 1:
         raise ConfigError(f"--network-interfaces {','.join(names)}: expected one, at which other hosts reach this one")
@@ -250,6 +250,6 @@ def _passed(given: Sequence[str]) -> dict[str, str]:
 
 
 def _variable(override: str) -> tuple[str, str]:
-    """The variable that says to ranks what `--set` says here."""
+    """The variable that sets for ranks what `--set` sets here."""
     key, _, text = override.partition("=")
     return f"OMNIREDUCE_{key.strip().upper().replace('.', '_')}", text

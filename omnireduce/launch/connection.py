@@ -20,17 +20,17 @@ from omnireduce.errors import ConfigError, TransportError
 from omnireduce.launch.hosts import is_here
 from omnireduce.support.interpreters import TREE, program_of
 
-MAGIC = b"\0omnireduce-supervisor-1\n"  # its end is not its beginning: so it is found behind a part of itself
-MOST_NOISE = 1 << 20  # bytes before MAGIC
-MOST_BYTES = 1 << 31  # of an order: a function that `run` sends may have data
+MAGIC = b"\0omnireduce-supervisor-1\n"  # no end of it is its beginning, so a search finds it behind any part of it
+MOST_NOISE = 1 << 20  # the most bytes before MAGIC
+MOST_BYTES = 1 << 31  # the longest order: a function that `run` sends may have data
 CHUNK = 1 << 16  # bytes of output in a message
 MOST_NEWS_BYTES = 2 * CHUNK
 STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
-RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable that tells a process which descriptor RESULT has
+RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable with the descriptor of RESULT
 SSH_CONNECTION = "SSH_CONNECTION"  # the variable that sshd sets
-EVERY = -1  # in place of the number of a process: all of them
-AGGREGATOR = -2  # the number of the job's own aggregators; ranks have 0 and more
-MOST_SAID = 1000  # characters of a reason
+EVERY = -1  # in place of the number of a process: all processes
+AGGREGATOR = -2  # the number of the job's own aggregators; ranks have numbers from 0 on
+MOST_SAID = 1000  # the most characters of a reason
 _LENGTH = struct.Struct(">I")
 _Number = Annotated[int, Meta(ge=AGGREGATOR, le=2**31)]
 _Pid = Annotated[int, Meta(ge=1, le=2**31)]
@@ -39,9 +39,9 @@ _Reason = Annotated[str, Meta(max_length=MOST_SAID)]
 
 
 class Start(Struct, frozen=True, tag="start"):
-    """Start a process under `number`. `environ` is all of its environment, or comes on top of the supervisor's own if
-    it `inherits` that. `given` is what it reads from standard input. `with_result`: RESULT is a stream, too; the
-    variable RESULT_FD has its descriptor."""
+    """Start a process under `number`. `environ` is its environment; if it `inherits` the supervisor's, `environ` adds
+    to that. `given`: the bytes of its standard input. `with_result`: it also has the stream RESULT; the variable
+    RESULT_FD has the descriptor."""
 
     number: int
     words: list[bytes]
@@ -53,15 +53,15 @@ class Start(Struct, frozen=True, tag="start"):
 
 
 class Signal(Struct, frozen=True, tag="signal"):
-    """Send a signal to the group of a process, or of EVERY one whose number is not negative."""
+    """Send a signal to the group of a process, or with EVERY to the groups of all ranks."""
 
     number: int
     signal: int
 
 
 class Greeting(Struct, frozen=True, tag="greeting"):
-    """The first message: the supervisor runs. `port` was free on all addresses of its host just now. `ssh` is what sshd
-    says of its connection: the addresses of both ends, each with its port behind it."""
+    """The first message: the supervisor runs. `port` was free on all addresses of its host just now. `ssh`: the text of
+    sshd about its connection, with address and port of both ends."""
 
     pid: _Pid
     port: _Port
@@ -91,8 +91,8 @@ class Output(Struct, frozen=True, tag="output"):
 
 
 class Ended(Struct, frozen=True, tag="ended"):
-    """A process has ended; `status` is minus the signal that ended it. `was_asked`: the supervisor had sent it a signal
-    to end. `why`: what the system says about that, or nothing."""
+    """A process has ended. `status` is its exit status, or minus the signal that ended it. `was_asked`: the supervisor
+    had sent it a signal to end. `why`: a reason that the system knows, or empty."""
 
     number: _Number
     status: Annotated[int, Meta(ge=-255, le=255)]
@@ -114,14 +114,14 @@ def frame(message: Order | News) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they come, and gives the messages in them, each of at most so many bytes. With `magic` all before
-    MAGIC is left out."""
+    """Takes bytes as they come, and gives the messages in them, each of at most `most_bytes`. With `magic` all bytes
+    before MAGIC are left out."""
 
     def __init__(self, most_bytes: int, *, magic: bool = False) -> None:
         self._data, self._most_bytes, self._seeks = bytearray(), most_bytes, magic
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are complete now. Raises ValueError for what cannot be one."""
+        """Yield the messages that are complete now. Raises ValueError for bytes that cannot be a message."""
         self._data += data
         if self._seeks and not self._find_magic():
             return
@@ -139,7 +139,7 @@ class Frames:
         at = self._data.find(MAGIC)
         if at < 0:
             if len(self._data) > MOST_NOISE:
-                raise ValueError("much output, but none of a supervisor")
+                raise ValueError("much output, but not from a supervisor")
             return False
         del self._data[: at + len(MAGIC)]
         self._seeks = False
@@ -148,40 +148,40 @@ class Frames:
 
 PROGRAM = program_of("omnireduce.launch.supervisor")
 SSH_OPTIONS = ("-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-_SAID = 20  # lines of standard error that an error repeats the last of
-_KILLED_S = 5.0  # for a supervisor to end that was killed: it may hang in the system
+_SAID = 20  # last lines of standard error that are kept; an error repeats the last
+_KILLED_S = 5.0  # the longest wait for the end of a killed supervisor: it may hang in the system
 
 
 def words_of_supervisor(host: str, ssh: str, grace_s: float, *, by_ssh: bool) -> list[str]:
-    """The command that starts the supervisor of a host. On another one Python and this package are at the same place as
-    here. Raises ConfigError where ssh is missing."""
+    """The command that starts the supervisor of a host. Another host must have Python and this package at the same
+    place as this host. Raises ConfigError if ssh is missing."""
     words = [sys.executable, "-P", "-c", PROGRAM, f"{grace_s:g}", TREE]
     if not by_ssh:
         return words
     program = shlex.split(ssh)
     if not program or shutil.which(program[0]) is None:
-        raise ConfigError(f"ssh: {ssh!r} is not there, and -H names {host}: install openssh-client, or use mpirun")
+        raise ConfigError(f"ssh: {ssh!r} was not found, and -H names {host}: install openssh-client, or use mpirun")
     remote = " ".join(map(shlex.quote, words))
     return [*program, *SSH_OPTIONS, "--", host, f"exec {remote}"]
 
 
 def goes_by_ssh(host: str, launcher: str) -> bool:
-    """Whether a host's supervisor is started by ssh: those of other hosts, or of all where that was asked for."""
+    """Whether a host's supervisor is started by ssh: on other hosts, or on all hosts if the launcher is ssh."""
     return launcher == "ssh" or not is_here(host)
 
 
 class Connection:
-    """The supervisor of `host`, a process of its own. Raises TransportError when it cannot be started."""
+    """The supervisor of `host`, a child process or behind ssh. Raises TransportError when it cannot be started."""
 
     def __init__(self, host: str, words: Sequence[str], *, is_remote: bool) -> None:
         self.host, self.is_remote = host, is_remote
-        self.port = 0  # where torch's ranks may meet, once the supervisor has said so
-        self.ssh = ""  # what sshd there says of the addresses of both ends, then
+        self.port = 0  # from the greeting: the port where torch's ranks may meet
+        self.ssh = ""  # from the greeting: the text of sshd about the addresses of both ends
         self.has_greeted = False
         self.is_lost = self._is_closed = False
-        self.said: deque[str] = deque(maxlen=_SAID)  # by ssh, before the greeting
+        self.said: deque[str] = deque(maxlen=_SAID)  # lines of ssh before the greeting
         self._frames = Frames(MOST_NEWS_BYTES, magic=True)
-        # what is left of each order, and the number of the process that it starts, if nothing of it has gone yet
+        # the rest of each order, and the number of the process that it starts, if no byte of it has gone yet
         self._waiting = deque[tuple[int | None, memoryview]]()
         try:
             self.popen = subprocess.Popen(
@@ -197,25 +197,25 @@ class Connection:
         os.set_blocking(self.orders, False)
 
     def send(self, order: Order) -> None:
-        """Give an order. What the supervisor does not take now goes when `write_some` is called."""
+        """Give an order. The bytes that the supervisor does not take now go with `write_some`."""
         if self._is_closed:
             return
         self._waiting.append((order.number if isinstance(order, Start) else None, memoryview(frame(order))))
         self.write_some()
 
     def withdraw(self) -> list[int]:
-        """Take back the orders to start processes that have not gone yet: the numbers of these processes."""
+        """Take back the orders to start processes that have not gone yet; return the numbers of these processes."""
         numbers = [number for number, _ in self._waiting if number is not None]
         self._waiting = deque(order for order in self._waiting if order[0] is None)
         return numbers
 
     @property
     def waits(self) -> bool:
-        """Whether orders are still here."""
+        """Whether orders wait to be written."""
         return bool(self._waiting)
 
     def write_some(self) -> None:
-        """Write what the supervisor takes now."""
+        """Write as much as the supervisor takes now."""
         try:
             while self._waiting:
                 _, data = self._waiting[0]
@@ -226,11 +226,11 @@ class Connection:
                     self._waiting.popleft()
         except BlockingIOError:
             pass
-        except OSError:  # it is gone; the end of its news says so
+        except OSError:  # the supervisor is gone; `read_some` will show it
             self._waiting.clear()
 
     def read_some(self) -> list[News] | None:
-        """The news that have come; None when there will be no more. Raises TransportError for what makes no sense."""
+        """The news that has come; None when there will be no more. Raises TransportError for invalid news."""
         data = os.read(self.news, CHUNK)
         if not data:
             self.is_lost = True
@@ -238,10 +238,10 @@ class Connection:
         try:
             return [decode_news(message) for message in self._frames.feed(data)]
         except ValueError as error:
-            raise TransportError(f"{self.host}: its supervisor says nonsense: {error}") from error
+            raise TransportError(f"{self.host}: its supervisor sent an invalid message: {error}") from error
 
     def close(self) -> None:
-        """Give no more orders: the supervisor ends what it has started, and then itself."""
+        """Give no more orders: the supervisor ends its processes, and then itself."""
         stdin = self.popen.stdin
         assert stdin is not None
         self._waiting.clear()
@@ -251,7 +251,7 @@ class Connection:
                 stdin.close()
 
     def kill(self) -> None:
-        """Forget the supervisor. What it has started ends with it."""
+        """Kill the supervisor. Its processes end with it."""
         self.close()
         if self.popen.poll() is None:
             self.popen.kill()

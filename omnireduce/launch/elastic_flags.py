@@ -1,4 +1,4 @@
-"""The flags of elastic jobs, and their meaning together."""
+"""Flags of elastic jobs, and their meaning together."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from omnireduce.support.cli import NumberRange
 
 F = TypeVar("F", bound=Callable[..., Any])
 _RANKS = click.IntRange(1, 32000)
-COOLDOWN_S = 60.0, 3600.0  # the first time that a host failed, and the longest
+COOLDOWN_S = 60.0, 3600.0  # the pause of a host after its first failure, and the longest pause
 _FLAGS = ("min_np", "max_np", "host_discovery_script")
-_ALONE = ("slots_per_host", "reset_limit")  # without one of the others they mean nothing
+_ALONE = ("slots_per_host", "reset_limit")  # without a flag of _FLAGS they have no meaning
 
 
 def elastic_options(command: F) -> F:
     """Add the flags. The command gets them in `**asked`."""
     options = [
-        click.option("--min-np", "--min-num-proc", "min_np", type=_RANKS, help="Fewest ranks that go on."),
+        click.option("--min-np", "--min-num-proc", "min_np", type=_RANKS, help="Fewest ranks to go on with."),
         click.option("--max-np", "--max-num-proc", "max_np", type=_RANKS, help="Most ranks."),
         click.option(
-            "--host-discovery-script", metavar="FILE", help="Prints the hosts that there are: a line HOST:SLOTS each."
+            "--host-discovery-script", metavar="FILE", help="Script that prints the hosts, a line HOST:SLOTS for each."
         ),
         click.option(
             "--slots-per-host", "--slots", "slots_per_host", type=_RANKS,
-            help="Of hosts for which the script prints no number.",
+            help="Slots of hosts for which the script prints no number.",
         ),
         click.option(
             "--elastic-timeout", type=NumberRange(0.1, 1e6), default=600.0, show_default=True,
             envvar="HOROVOD_ELASTIC_TIMEOUT", help="Seconds with fewer than --min-np ranks after which the job ends.",
         ),
-        click.option("--reset-limit", type=click.IntRange(0), help="How often ranks may start again.  [default: any]"),
+        click.option("--reset-limit", type=click.IntRange(0), help="Most restarts of ranks.  [default: no limit]"),
         click.option(
             "--blacklist-cooldown-range", nargs=2, type=NumberRange(0, 1e6), metavar="FIRST MOST",
-            help="Seconds for which a host where a rank failed gets none; twice as long each time.  [default: 60 3600]",
+            help="Seconds without ranks for a host where a rank failed; twice as long each time.  [default: 60 3600]",
         ),
     ]  # fmt: skip
     for option in reversed(options):
@@ -45,8 +45,8 @@ def elastic_options(command: F) -> F:
 
 
 def ranks_of_elastic(asked: Mapping[str, Any], ranks: int) -> tuple[int, int]:
-    """The fewest ranks with which the job goes on, 0 for one that is not elastic, and how many there are to be; `ranks`
-    is what else is said about that, or 0. Raises ConfigError for numbers that do not fit together."""
+    """The fewest ranks that the job goes on with, 0 for a job that is not elastic, and the number of ranks to start.
+    `ranks`: this number by other options, or 0. Raises ConfigError for numbers that do not fit together."""
     if not any(asked[name] for name in _FLAGS):
         for name in _ALONE:
             if asked[name] is not None:
@@ -60,7 +60,7 @@ def ranks_of_elastic(asked: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     most = asked["max_np"] or asked["np"] or ranks or asked["min_np"] or 0
     min_ranks = asked["min_np"] or asked["np"] or 1
     if not most:
-        raise ConfigError("--host-discovery-script: how many ranks? Expected -np, --min-np or --max-np")
+        raise ConfigError("--host-discovery-script: got no number of ranks; expected -np, --min-np or --max-np")
     if not min_ranks <= (asked["np"] or most) <= most:
         raise ConfigError(
             f"--min-np {min_ranks}, -np {asked['np'] or most}, --max-np {most}: expected numbers that do not fall"
@@ -69,7 +69,7 @@ def ranks_of_elastic(asked: Mapping[str, Any], ranks: int) -> tuple[int, int]:
 
 
 def cooldown(given: tuple[float, float] | None) -> tuple[float, float]:
-    """How long a host is left out that failed: seconds at first, and at most. Raises ConfigError."""
+    """The pause of a host after a failure: first and longest, in seconds. Raises ConfigError."""
     if not given:
         return COOLDOWN_S
     first, most = given

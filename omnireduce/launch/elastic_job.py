@@ -1,8 +1,8 @@
-"""An elastic job: a rank that fails is started again, on a slot that some host has.
+"""An elastic job: a rank that fails is started again, on a free slot of some host.
 
-The number of ranks is fixed when the job starts: as many as there are slots, up to --max-np. The ranks that are left go
-on meanwhile, if they are --min-np or more (docs/reliability.md). When the first rank has ended well, none is started
-again; the first one that fails after that gives the job its status.
+The number of ranks is fixed when the job starts: as many as there are slots, up to --max-np. The remaining ranks go on
+meanwhile, if they are --min-np or more (docs/reliability.md). When the first rank has ended well, none is started
+again. The first rank that fails after that gives the job its status.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ from omnireduce.support.config import override_config
 from omnireduce.support.files.paths import decode_text
 from omnireduce.support.logs import tagged
 
-LOOK_S = 5.0  # between two runs of the script
-SCRIPT_S = 60.0  # that it may take
-KILLED_S = 5.0  # for a script to end that was killed: it may hang in the system
-_MOST_LISTED = 1 << 20  # bytes that it prints
+LOOK_S = 5.0  # pause between two runs of the script
+SCRIPT_S = 60.0  # the longest run of the script
+KILLED_S = 5.0  # the longest wait for the end of a killed script: it may hang in the system
+_MOST_LISTED = 1 << 20  # the most bytes that it may print
 log = logging.getLogger("omnireduce")
 
 
 class HostReceiver(Protocol):
-    """A job that takes hosts, and waits for descriptors."""
+    """A job that takes hosts, and watches descriptors."""
 
     def watch(self, descriptor: int, act: Callable[[], None]) -> None:
         """Call `act` when the descriptor is readable."""
 
     def forget(self, descriptor: int) -> None:
-        """Watch this descriptor no more."""
+        """Stop watching this descriptor."""
 
     def take_hosts(self, hosts: Sequence[Host]) -> None:
-        """These are the hosts that there are now."""
+        """Use these hosts from now on."""
 
 
 class Discovery:
-    """Runs the script, without waiting for it. `slots`: of hosts for which it prints no number.
+    """Runs the script, without waiting for it. `slots`: the slots of hosts for which it prints no number.
 
-    The script is over when its process is, whatever it has done with its output before, and whoever else has that. What
-    it has started in its process group ends with it.
+    The script is over when its process has ended, even if its output was closed before, or another process still has
+    it. The other processes of its group end with it.
     """
 
     def __init__(self, script: str, slots: int) -> None:
         self._script, self._slots = script, slots
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = self._end = -1  # descriptors: what it prints, and one that is readable when it is over
+        self._output = self._end = -1  # descriptors: its output, and a descriptor that is readable when it is over
         self._unwatch: Callable[[int], None] = lambda _: None
-        self._begun: float | None = None  # when it was started last
+        self._begun: float | None = None  # the time of its last start
         self._text = bytearray()
 
     def look(self, job: HostReceiver) -> None:
-        """Start the script, if it has not run for a while; `job.take_hosts` gets what it prints. Raises ConfigError
-        when it can never have been executed."""
+        """Start the script, if it has not run for a while; `job.take_hosts` gets its hosts. Raises ConfigError if even
+        its first run could not be started."""
         now = time.monotonic()
         since_s = LOOK_S if self._begun is None else now - self._begun
         if self._process is not None:
@@ -88,7 +88,7 @@ class Discovery:
         except OSError as error:
             if self._begun is None:
                 raise ConfigError(f"--host-discovery-script {self._script}: {error.strerror}") from None
-            self._complain(str(error.strerror))  # as when its file is just being replaced
+            self._complain(str(error.strerror))  # for example, its file is just being replaced
             return
         assert process.stdout is not None
         self._process, self._text, self._unwatch = process, bytearray(), job.forget
@@ -97,13 +97,13 @@ class Discovery:
 
         def read() -> None:
             if not self._read():
-                job.forget(self._output)  # it has closed that, but may go on
+                job.forget(self._output)  # the script has closed its output, but may go on
 
         job.watch(self._output, read)
         job.watch(self._end, lambda: self._finish(job, process.pid))
 
     def _read(self) -> int:
-        """Take a piece of what the script has printed: so many bytes."""
+        """Read a piece of the script's output; return its number of bytes."""
         try:
             data = os.read(self._output, CHUNK)
         except BlockingIOError:
@@ -114,7 +114,7 @@ class Discovery:
     def _finish(self, job: HostReceiver, pid: int) -> None:
         ended, left = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), _MOST_LISTED
         assert ended is not None
-        while left > 0 and (many := self._read()):  # what it has started may print on
+        while left > 0 and (many := self._read()):  # bounded: processes that it has started may print on
             left -= many
         self.close()
         if ended.si_status:
@@ -136,7 +136,7 @@ class Discovery:
         log.warning("host discovery: %s: %s", self._script, why, extra=tagged("discovery_failed"))
 
     def close(self) -> None:
-        """End the script, if it still runs, and what it has started. Until then nobody else can have its number."""
+        """End the script, if it still runs, and its process group. Until then no other process can have its number."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -156,7 +156,7 @@ TURN_S = 0.25
 
 @dataclass
 class Record:
-    """A host's failures since it was well, when the last one was, and until when it gets no rank."""
+    """Failures of a host in a row, the time of the last failure, and the time until which it gets no rank."""
 
     failures: int = 0
     last: float = float("-inf")
@@ -164,27 +164,27 @@ class Record:
 
 
 class ElasticJob(Job):
-    """A job of `size` ranks, of which those that fail are started again."""
+    """A job of `size` ranks. Ranks that fail are started again."""
 
     def __init__(self, asked: LaunchRequest, output: Prefixed, sinks: Sequence[Descriptor]) -> None:
         super().__init__([], output, grace_s=asked.grace_s, descriptors=sinks)
         self._asked, self.size = asked, 0
         self.hosts: dict[str, Host] = {host.name: host for host in asked.hosts}
         self._records: dict[str, Record] = {}
-        self._missing: dict[int, str] = {}  # ranks to start: where they were
-        self._slots: dict[int, Slot] = {}  # of each rank: where it was started last
+        self._missing: dict[int, str] = {}  # ranks to start, each with its last host
+        self._slots: dict[int, Slot] = {}  # the last slot of each rank
         self._resets, self._port = 0, 0
         self._plan: Plan | None = None
         self._is_finishing = False
         self._failed_after: int | None = None  # the first status of a failure after a rank had ended well
         self._too_few_since: float | None = None
-        self._reminders = Reminders(0.0)  # of too few ranks
+        self._reminders = Reminders(0.0)  # reminders of too few ranks
         self._discovery = Discovery(asked.discovery_script, asked.slots_per_host) if asked.discovery_script else None
-        self._kill_rank_at: dict[int, float] = {}  # of ranks that have to leave their host
-        self._asked_at: dict[str, float] = {}  # when a host's supervisor was started
+        self._kill_rank_at: dict[int, float] = {}  # for ranks that have to leave their host
+        self._asked_at: dict[str, float] = {}  # the start of each host's supervisor
 
     def begin(self) -> None:
-        """Start the job with the hosts that there are. Raises OmniReduceError; InterruptedLaunchError."""
+        """Start the job with the hosts known now. Raises OmniReduceError; InterruptedLaunchError."""
         asked = self._asked
         if self._discovery is not None:
             self._await_room(self._discovery)
@@ -220,7 +220,7 @@ class ElasticJob(Job):
             self.wait_for(lambda: bool(self.signal) or self._room() >= self._asked.min_ranks, min(TURN_S, left_s))
 
     def run(self) -> int:
-        """Wait for the end of the job; the exit status."""
+        """Wait for the end of the job; return the exit status."""
         while not self._is_done():
             self.wait_for(self._is_done, TURN_S)
             self._tend()
@@ -263,7 +263,7 @@ class ElasticJob(Job):
             super()._rank_ended(rank)
         elif self._is_finishing:
             self._failed_after = self._failed_after or rank.status or None
-        elif rank.was_asked:  # whatever its status is, the training goes on
+        elif rank.was_asked:  # with any status the training goes on
             self._again(rank)
         elif rank.status == 0:
             self._is_finishing = True
@@ -304,7 +304,7 @@ class ElasticJob(Job):
             self._again(rank)
 
     def _blame(self, host: str) -> None:
-        """The first failure of a host may be chance. One soon after another one sets it aside."""
+        """Count a failure of a host. If failures follow each other soon, the host gets no ranks for a while."""
         record, now = self._records.setdefault(host, Record()), time.monotonic()
         is_soon = now - record.last < self._asked.cooldown_s[0]
         record.failures, record.last = record.failures + 1 if is_soon else 1, now
@@ -318,7 +318,7 @@ class ElasticJob(Job):
         record.until = record.last = time.monotonic() + pause_s
         log.warning("host %s gets no ranks for %g s", host, pause_s, extra=tagged("host_set_aside", host=host))
 
-    # what is done in every turn
+    # work of every turn
 
     def _tend(self) -> None:
         now = time.monotonic()
@@ -358,11 +358,11 @@ class ElasticJob(Job):
         if connection.has_greeted:
             del self._missing[number]
             taken = {slot.local_rank for slot in self._slots_in_use() if slot.host == name}
-            local = min(set(range(len(taken) + 1)) - taken)  # a survivor may be at work on the device of any other
+            local = min(set(range(len(taken) + 1)) - taken)  # a free number: survivors use the devices of the others
             self._start(Slot(number, name, local, len(taken) + 1, 0, 1))
 
     def _count(self, now: float) -> None:
-        """End the job when nobody is left who knows its state, or when there were too few for too long."""
+        """End the job if no rank is left that knows its state, or if there were too few ranks for too long."""
         alive = self._alive()
         if alive >= self._asked.min_ranks:
             self._too_few_since = None
@@ -381,7 +381,7 @@ class ElasticJob(Job):
         self.end_ranks()
 
     def take_hosts(self, hosts: Sequence[Host]) -> None:
-        """These are the hosts that there are now. Ranks on others have to end, within the grace period, and are started
+        """Use these hosts from now on. Ranks on other hosts have to end, within the grace period, and are started
         elsewhere."""
         self.hosts = {host.name: host for host in hosts}
         if not self.size:
@@ -399,13 +399,13 @@ class ElasticJob(Job):
                 self.ranks[number].connection.send(Signal(number, signal.SIGKILL))
 
     def status(self) -> int:
-        """The exit status: 0 when the ranks that were left have ended well, else that of the first that has not."""
+        """The exit status: 0 if the last ranks have ended well, else the status of the first that has not."""
         if not self.signal and self._is_finishing and not self.is_over:
             return 0 if self._failed_after is None else _positive(self._failed_after)
         return super().status()
 
     def close(self) -> None:
-        """End all that is left."""
+        """End all processes that are left."""
         if self._discovery is not None:
             self._discovery.close()
         super().close()
@@ -418,7 +418,7 @@ def _positive(status: int) -> int:
 def launch_elastic(asked: LaunchRequest) -> int:
     """Run a command as all ranks of an elastic job, and return the exit status. Raises OmniReduceError."""
     check_command(asked.words, asked.environ)
-    if asked.config.cluster.join_timeout_s < asked.elastic_timeout_s:  # survivors wait for others so long
+    if asked.config.cluster.join_timeout_s < asked.elastic_timeout_s:  # survivors wait for others as long
         limit = {"cluster.join_timeout_s": min(86400.0, asked.elastic_timeout_s)}
         config = override_config(asked.config, limit, source="--elastic-timeout")
         environ = {**asked.environ, "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": f"{config.cluster.join_timeout_s:g}"}

@@ -1,7 +1,7 @@
 """The environment variables of ranks.
 
-`OMNIRUN_…` is for the library (omnireduce/runtime/rank/environment.py), `RANK` and its like for torch, `HOROVOD_RANK`
-and its like for scripts that read these.
+`OMNIRUN_…` is for the library (omnireduce/runtime/rank/environment.py), `RANK` and others for torch, `HOROVOD_RANK` and
+others for scripts that read them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from omnireduce.support.launchers import variables_of_launchers
 
 @dataclass
 class Rank:
-    """A process of the job, and where it runs."""
+    """A process of the job, and its place."""
 
     number: int
     connection: Connection
     status: int | None = None
     pid: int = 0
-    was_asked: bool = False  # to end, by its supervisor
-    why: str = ""  # it ended, as the system says
+    was_asked: bool = False  # its supervisor asked it to end
+    why: str = ""  # the reason for its end that the system knows
     result: bytearray = field(default_factory=bytearray)
 
 
 def how_it_ended(rank: Rank, status: int) -> str:
-    """The end of a rank that has failed, in words."""
+    """A text about the end of a rank that has failed."""
     how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-    if rank.was_asked:  # this program has not
+    if rank.was_asked:  # by its host, not by this program
         how += ", after its host had told it to end"
     return f"{how}: {rank.why}" if rank.why else how
 
 
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
-_OF_HOST = {  # what says where this login is; another host has its own
+_OF_HOST = {  # variables about this login; another host has its own
     *(
         "HOME",
         "USER",
@@ -86,7 +86,7 @@ def environ_of_other_host(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[str, str]:
-    """The variables of one rank. `master` is where torch's ranks meet: host and port."""
+    """The variables of one rank. `master`: host and port where torch's ranks meet."""
     numbers = {
         "RANK": slot.rank,
         "SIZE": size,
@@ -110,11 +110,11 @@ def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[st
 
 
 def of_service(addresses: tuple[str, ...], secret: str) -> dict[str, str]:
-    """The variables for the aggregators of a job, and for its own secret unless that is empty."""
+    """The variables for the aggregators of a job, and for its secret, if it has one."""
     variables = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
     return variables | ({SECRET_VARIABLE: secret} if secret else {})
 
 
 def as_bytes(environ: Mapping[str, str]) -> dict[bytes, bytes]:
-    """The environment as the system has it: names and values need not be UTF-8."""
+    """The environment as bytes: names and values need not be UTF-8."""
     return {os.fsencode(name): os.fsencode(text) for name, text in environ.items()}

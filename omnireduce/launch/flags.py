@@ -1,7 +1,7 @@
-"""The flags of `horovodrun` that mean the same here, and those that mean nothing here, as tables.
+"""Flags of `horovodrun`, as tables: flags with the same meaning here, and flags without a meaning here.
 
-A flag that sets something sets Horovod's variable for the ranks. What that means to the library, one table says for all
-launchers: omnireduce/support/config/horovod.py.
+A flag of the first table sets Horovod's variable for the ranks. The table in omnireduce/support/config/horovod.py says
+for all launchers what the variable means to the library.
 
 Source of the names: `horovodrun --help` of Horovod 0.28.
 """
@@ -44,7 +44,7 @@ def _whole_path(value: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """A flag that sets a variable of the ranks; `kind` None is a switch. `section` is its place in a YAML file.
-    `alias`: our own word for it. `opposite`: the flag that turns a switch off."""
+    `alias`: another name of the flag. `opposite`: the flag that turns a switch off."""
 
     flag: str
     variable: str
@@ -64,11 +64,11 @@ class Mapped:
 MAPPED = (
     Mapped(
         "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _NUMBER, _mebibytes, "params.fusion_threshold_mb",
-        "Small tensors are put together up to so many MiB; 0: none.",
+        "Combine small tensors up to this size in MiB; 0: none.",
     ),
     Mapped(
         "--cycle-time-ms", "HOROVOD_CYCLE_TIME", _NUMBER, _same, "params.cycle_time_ms",
-        "How long a tensor may wait for others to be put together with, ms.",
+        "Time that a tensor may wait to be combined with others, in ms.",
     ),
     Mapped(
         "--timeline-filename", "HOROVOD_TIMELINE", click.STRING, _whole_path, "timeline.filename",
@@ -84,15 +84,15 @@ MAPPED = (
     ),
     Mapped(
         "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _same,
-        "stall_check.warning_time_seconds", "Warn when a rank has not taken part for so long.",
+        "stall_check.warning_time_seconds", "Warn when a rank has not taken part for this long.",
     ),
     Mapped(
         "--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _NUMBER, _same,
-        "stall_check.shutdown_time_seconds", "End the job when a rank has not taken part for so long; 0: never.",
+        "stall_check.shutdown_time_seconds", "End the job when a rank has not taken part for this long; 0: never.",
     ),
     Mapped(
         "--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _NUMBER, _same,
-        "library_options.gloo_timeout_seconds", "How long ranks wait to join: cluster.join_timeout_s.",
+        "library_options.gloo_timeout_seconds", "Longest wait of ranks to join: cluster.join_timeout_s.",
     ),
     Mapped(
         "--log-level", "HOROVOD_LOG_LEVEL",
@@ -104,7 +104,7 @@ MAPPED = (
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A flag that has no meaning here, and what does its work. `has_value`: a value follows it. `section`: its place in
+    """A flag without a meaning here, and the reason or advice. `has_value`: a value follows it. `section`: its place in
     a YAML file; a value of false there, or none, is no request."""
 
     flags: str
@@ -154,7 +154,7 @@ REFUSED = (
 
 
 def horovod_options(command: F) -> F:
-    """Add the flags of both tables. The command gets those of `MAPPED` under their names, in `**asked`."""
+    """Add the flags of both tables. The command gets the flags of `MAPPED` under their names, in `**asked`."""
     for mapped in reversed(MAPPED):
         kind = {"is_flag": True, "default": None} if mapped.kind is None else {"type": mapped.kind}
         flag = f"{mapped.flag}/{mapped.opposite}" if mapped.opposite else mapped.flag
@@ -217,7 +217,7 @@ def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
 
 
 def _controller(value: Any, source: str) -> dict[str, bool]:
-    """The flag that says the same."""
+    """The flag with the same meaning."""
     name = str(value).lower()
     if value is not None and name not in _CONTROLLERS:
         raise ConfigError(f"{source}: {_CONTROLLER}: got {value!r:.80}, expected one of {', '.join(_CONTROLLERS)}")
@@ -242,7 +242,7 @@ def _load(path: str, source: str) -> Mapping[str, Any]:
 
 
 def _flat(tables: Mapping[Any, Any], source: str) -> dict[str, Any]:
-    """`section.key` and value of all sections, and what stands at the top."""
+    """The values by `section.key`, and the values at the top by their key."""
     flat: dict[str, Any] = {}
     for name, table in tables.items():
         if name not in _SECTIONS:

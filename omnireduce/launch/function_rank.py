@@ -51,7 +51,7 @@ def _failure(error: BaseException) -> tuple[bytes, int]:
     text = "".join(traceback.format_exception(error))
     try:
         sent = cloudpickle.dumps(error)
-        pickle.loads(sent)  # some exceptions cannot be made again from what is sent
+        pickle.loads(sent)  # some exceptions can be pickled, but not read again
     except Exception:
         sent = None
     return pickle.dumps((False, sent, text)), FAILED

@@ -1,7 +1,7 @@
-"""`omnireduce.run`: calls a function on all ranks, in place of a command, and returns what it returned on each.
+"""`omnireduce.run`: calls a function on all ranks, in place of a command, and returns the result of each rank.
 
-The function is sent by cloudpickle, so it may be one of a notebook. A rank reads it from its standard input, and writes
-the result to a pipe of its own (`called`). Both ends are processes that this one has started.
+The function is sent by cloudpickle, so a notebook may define it. A rank reads it from its standard input, and writes
+the result to a separate pipe (`function_rank`). This process has started the processes at both ends.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_c
 
 def read_keywords(given: Mapping[str, Any]) -> LaunchRequest:
     """The request of keywords that are named like flags, for ranks that call a function. None and False count as
-    absent. Raises UsageError for a keyword that is no flag, or has another value than the flag, and for what only a
-    command can do; ConfigError for values that do not fit together."""
+    absent. Raises UsageError for a keyword that is no flag, for a value that the flag does not allow, and for flags
+    that only make sense for a command; ConfigError for values that do not fit together."""
     options = [
         option for option in command.params if isinstance(option, click.Option) and option.name not in _SAY_AND_STOP
     ]
@@ -65,7 +65,7 @@ def read_keywords(given: Mapping[str, Any]) -> LaunchRequest:
 
 
 def _words(name: str, flag: str, option: click.Option, value: Any) -> Iterator[str]:
-    """The words of a command line that say so. Raises UsageError."""
+    """The words of a command line for this flag and value. Raises UsageError."""
     if option.is_flag:
         if not isinstance(value, int):
             raise UsageError(f"{name}: got {value!r}, expected True or False")
@@ -101,20 +101,20 @@ def run(
     stderr: TextIO | None = None,
     **options: Any,
 ) -> list[R]:
-    """Call `func(*args, **kwargs)` on `np` ranks, and return what each returned, in the order of ranks.
+    """Call `func(*args, **kwargs)` on `np` ranks, and return a list with the result of each rank, in their order.
 
-    The ranks are processes of this host, or of `hosts` ("node1:4,node2:4", by ssh); without `np` as many as these have,
-    or 1. `func` calls `omnireduce.init` itself. It may be defined in a notebook. `config`: as in `init`; a Config
-    counts for where aggregators are, and not for the ranks, which read their own. `env`: variables of ranks in place
-    of, or beside, those of this process. What ranks write goes to `stdout` and `stderr`, by default those of `sys`,
-    with the rank before each line.
+    The ranks are processes on this host, or on `hosts` ("node1:4,node2:4", by ssh). Without `np` there are as many as
+    the hosts have slots, or 1. `func` calls `omnireduce.init` itself. It may be defined in a notebook. `config`: as in
+    `init`; a Config only gives the addresses of aggregators, because ranks read their own configuration. `env`:
+    variables of ranks, which replace or add to those of this process. Output of ranks goes to `stdout` and `stderr`, by
+    default those of `sys`, with the rank before each line.
 
     `options` are those of `omnireduce run`, such as `aggregators=2`, `start_timeout=60` or `output_filename="logs"`,
     and the keywords of `horovod.run`.
 
-    Raises RankFailedError with the traceback of the first rank that raised, ConfigError, UsageError for what cannot be
-    sent and for options that cannot be, and TransportError for a host that cannot be reached. No process is left in any
-    case.
+    Raises RankFailedError with the traceback of the first rank that raised; ConfigError; UsageError for a function or
+    arguments that cannot be sent, and for invalid options; TransportError for a host that cannot be reached. No process
+    is left in any case.
     """
     if isinstance(config, str | Path):
         options["config"] = str(config)
@@ -139,27 +139,27 @@ def run(
 
 
 def pack_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A call as bytes. Raises ConfigError without cloudpickle, UsageError for what cannot be sent."""
+    """A call as bytes. Raises ConfigError without cloudpickle, UsageError for a call that cannot be pickled."""
     try:
         import cloudpickle
     except ImportError:
         raise ConfigError(f"omnireduce.run needs cloudpickle: {install('cloudpickle', 'launch')}") from None
     try:
         call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
-    except Exception as error:  # what a user's own object raises
+    except Exception as error:  # objects of the user may raise anything
         raise UsageError(f"the function or its arguments cannot be sent to ranks: {error}") from error
     return pickle.dumps((search_path(), call))
 
 
 def results_of(job: Job) -> list[Any]:
-    """What each rank returned. Raises RankFailedError, for the rank that is to blame: one whose exception is not about
-    another rank."""
+    """The results of all ranks, in their order. Raises RankFailedError for the rank to blame: a rank whose exception is
+    not about another rank."""
     ranks = sorted((rank for rank in job.ranks.values() if rank.number >= 0), key=lambda rank: rank.number)
     outcomes = {rank.number: _read(rank) for rank in ranks}
     failed = [(number, outcome) for number, outcome in outcomes.items() if outcome is not None and not outcome[0]]
     if failed:
         first = job.failed.number if job.failed is not None else failed[0][0]
-        # An AbortedError is about another rank, so any other one counts before it.
+        # An AbortedError is about another rank, so any other error counts before it.
         number, (_, error, text) = min(
             failed, key=lambda failure: (isinstance(failure[1][1], AbortedError), failure[0] != first, failure[0])
         )
@@ -172,8 +172,7 @@ def results_of(job: Job) -> list[Any]:
 
 
 def _read(rank: Rank) -> tuple[bool, Any, str] | None:
-    """Whether the function returned, what it returned or raised, and the traceback of that; None for a rank that died
-    before it could say."""
+    """Whether the function returned, its result or exception, and the traceback; None for a rank that died before."""
     if not rank.result:
         return None
     try:
@@ -183,7 +182,7 @@ def _read(rank: Rank) -> tuple[bool, Any, str] | None:
     except Exception as error:
         if rank.status:
             return None
-        raise UsageError(f"what rank {rank.number} returned cannot be read here: {error}") from error
+        raise UsageError(f"the result of rank {rank.number} cannot be read here: {error}") from error
     return is_well, value, text
 
 

@@ -1,4 +1,4 @@
-"""`omnireduce run --check-build`: what is available here."""
+"""Hosts of a launch: lists and files of them, the place of each rank, and the report of `--check-build`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a rank. `local_rank` of `local_size` is its place on its host; `cross_rank` of `cross_size` its
-    place among the ranks of all hosts that have the same local rank."""
+    """The place of a rank. `local_rank` of `local_size`: its number on its host. `cross_rank` of `cross_size`: its
+    number among the ranks of all hosts with the same local rank."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class Slot:
 
 
 def place(hosts: Sequence[Host], ranks: int) -> list[Slot]:
-    """The place of each rank. Raises ConfigError where the hosts have too few slots."""
+    """The place of each rank. Raises ConfigError if the hosts have too few slots."""
     room = sum(host.slots for host in hosts)
     if ranks > room:
         names, more = ",".join(map(str, hosts)), Host(hosts[0].name, ranks)
@@ -60,19 +60,19 @@ def place_on(names: Sequence[str]) -> list[Slot]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a host is this one, as far as its name says."""
+    """Whether this is the name or an address of this host."""
     own = socket.gethostname()
     return name in _LOCAL or name.lower() in (own.lower(), own.partition(".")[0].lower()) or is_own_address(name)
 
 
-MOST_SLOTS = 32_000  # of a host
-MOST_BYTES = 1 << 22  # of a file
-MOST_NAMES = 1 << 16  # in a list, a name as often as it is there
+MOST_SLOTS = 32_000  # the most slots of a host
+MOST_BYTES = 1 << 22  # the largest file
+MOST_NAMES = 1 << 16  # the most names in a list, with repeated names
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _IPV6 = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?")
-_KEYS = {  # as Open MPI knows them
+_KEYS = {  # the keys of Open MPI
     **dict.fromkeys(("slots", "cpus", "cpu", "count"), "slots"),
     **dict.fromkeys(("max_slots", "max-slots", "slots_max", "slots-max"), "max_slots"),
     **dict.fromkeys(("user", "username", "user_name", "user-name"), "user"),
@@ -83,7 +83,7 @@ _IN_A_LINE = "expected HOST slots=N, HOST:N or HOST, such as: node1 slots=4"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host, and how many ranks it may have. An IPv6 address stands in `name` without brackets, as ssh takes it."""
+    """A host, and the most ranks on it. An IPv6 address stands in `name` without brackets, as ssh takes it."""
 
     name: str
     slots: int
@@ -94,8 +94,8 @@ class Host:
 
 
 def parse_hosts(text: str, source: str = "-H") -> list[Host]:
-    """The hosts in `node1:4,node2:4`. One without a number has a slot each time that it is there. Raises ConfigError,
-    which names `source`."""
+    """The hosts in a text such as `node1:4,node2:4`. A host without a number gets one slot each time that it is named.
+    Raises ConfigError, which names `source`."""
     hosts = _Hosts()
     for entry in _entries(text):
         hosts.add(entry.strip(), source, _IN_A_LIST, lambda text: _hosts(text, 1))
@@ -103,8 +103,8 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
 
 
 def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
-    """The hosts of a text that has one, or a list of them, in each line. One without a number has so many `slots` each
-    time that it is there. Raises ConfigError, which names `source` and the line."""
+    """The hosts of a text with a host, or a list of hosts, in each line. A host without a number gets `slots` slots
+    each time that it is named. Raises ConfigError, which names `source` and the line."""
     hosts = _Hosts()
     for number, line in enumerate(text.splitlines(), 1):
         words = " ".join(line.partition("#")[0].replace("=", " = ").split()).replace(" = ", "=")
@@ -123,7 +123,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 
 
 def names_in(nodelist: str) -> list[str]:
-    """The hosts in a list of Slurm's, such as SLURM_JOB_NODELIST; none if it is not one."""
+    """The hosts in a list of Slurm, such as SLURM_JOB_NODELIST; empty for any other text."""
     try:
         return [host.name for host in parse_hosts(nodelist)]
     except ConfigError:
@@ -131,11 +131,11 @@ def names_in(nodelist: str) -> list[str]:
 
 
 class _WrongError(Exception):
-    """This is no host; the message says why, unless that is plain."""
+    """An invalid host; the message may say why."""
 
 
 class _Hosts:
-    """Hosts in the order in which they came first, each with all its slots."""
+    """Hosts in the order in which they were named first, each with all its slots."""
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
@@ -159,7 +159,7 @@ class _Hosts:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """What stands between commas that are not in brackets."""
+    """The entries between commas that are not in brackets."""
     parts, depth = list[str](), 0
     for part in text.split(","):
         parts.append(part)
@@ -188,7 +188,8 @@ def _hosts_of_line(line: str, slots: int) -> Iterator[Host]:
 
 
 def _hosts(entry: str, slots: int, *, is_said: bool = False) -> Iterator[Host]:
-    """The hosts of an entry, each with the number behind it, or with so many `slots`, if these are not said already."""
+    """The hosts of an entry, each with the number behind it, or else with `slots` slots. `is_said`: the slots were
+    given elsewhere, so a number here is an error."""
     user, at, host = entry.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise _WrongError
@@ -214,7 +215,7 @@ def _split(entry: str) -> tuple[Iterable[str], str | None]:
 
 
 def _expanded(names: str) -> Iterator[str]:
-    """`node[1-2]` as node1 and node2. Of several brackets the last one counts up first."""
+    """`node[1-2]` as node1 and node2. With several brackets, the last counts up first."""
     choices, many = list[list[str]](), 1
     for at, piece in enumerate(_IN_BRACKETS.split(names)):
         choices.append(_numbers(piece) if at % 2 else [piece])
@@ -256,7 +257,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def report_available() -> str:
-    """The text, in the form that users of horovodrun know."""
+    """The report of `--check-build`, in the form of horovodrun."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     launchers = [
         ("this program", True),

@@ -1,7 +1,8 @@
-"""A launch: supervisors, ranks, their output, and the end.
+"""A job of a launch: supervisors, ranks, their output, and the end.
 
-Steps: every supervisor greets; the aggregators of the job start, if it has its own; the ranks start; when the first one
-fails, or a signal comes, all end. Whatever a supervisor says is checked: that of another host may be anything.
+Steps: every supervisor greets; the aggregators of the job start, if it has its own; the ranks start; when the first
+rank fails, or a signal comes, all end. All messages of supervisors are checked, because those of another host may be
+anything.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from omnireduce.launch.output import Descriptor, Lines, Plain, Prefixed
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import tagged
 
-READY_S = 600.0  # for an aggregator that must first compile its kernels
-SLOWNESS_S = 10.0  # beyond the grace period, for supervisors to end
-LAST_OUTPUT_S = 5.0  # for the last output to be taken, after the job was interrupted
-MOST_RESULT_BYTES = 1 << 31  # of what a rank's function returns
+READY_S = 600.0  # the longest wait for an aggregator, which may have to compile its kernels
+SLOWNESS_S = 10.0  # the wait for supervisors to end, beyond the grace period
+LAST_OUTPUT_S = 5.0  # the longest wait for readers of the last output, after the job was interrupted
+MOST_RESULT_BYTES = 1 << 31  # the largest result of a rank's function
 log = logging.getLogger("omnireduce")
 
 
@@ -50,10 +51,10 @@ class InterruptedLaunchError(Exception):
 
 
 class Job(Loop):
-    """A job on some hosts. Use it as a context manager: at the end nothing of it is left.
+    """A job on some hosts. Use it as a context manager: at the end no process of it is left.
 
-    `output` gets what ranks write; `descriptors` are its sinks that may be full. `grace_s`: how long ranks have after
-    SIGTERM.
+    `output` gets the output of ranks; `descriptors` are its sinks that may be full. `grace_s`: the time that ranks have
+    after SIGTERM.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Job(Loop):
         super().__init__(connections, descriptors)
         self.output, self._grace_s = output, grace_s
         self.ranks: dict[int, Rank] = {}
-        self.failed: Rank | None = None  # the first one
+        self.failed: Rank | None = None  # the first rank that failed
         self.reasons: dict[int, str] = {}  # why a rank could not be started
-        self.signal = 0  # the one that ends the job
-        self.called = ""  # what is in place of ranks, another launcher
+        self.signal = 0  # the signal that ends the job
+        self.called = ""  # the name of another launcher, if it runs in place of ranks
         self.is_over = False  # ranks were told to end
-        self._is_hurried = False  # by a second signal
-        self._lost_early = ""  # a host that is lost before its ranks were started
+        self._is_hurried = False  # a second signal came
+        self._lost_early = ""  # a host that was lost before its ranks were started
         self._aggregator = Lines()
         self.ready: tuple[str, ...] = ()  # the addresses of the job's own aggregators
         for connection in self.connections:
@@ -88,7 +89,7 @@ class Job(Loop):
     # the end
 
     def take_signal(self, number: int) -> None:
-        """Give all ranks a signal; unless it is one for the ranks' own use, they have to end, after a second one at
+        """Pass a signal on to all ranks. If it is a signal to end, they have to end, and after a second signal at
         once."""
         if number == signal.SIGPIPE and self.signal:
             return
@@ -103,7 +104,7 @@ class Job(Loop):
             self._begin_end()
 
     def end_ranks(self) -> None:
-        """Tell all ranks to end, and see to it."""
+        """Tell all ranks to end, and kill ranks that do not."""
         if not self.is_over:
             self._send(signal.SIGTERM)
             self._begin_end()
@@ -120,7 +121,7 @@ class Job(Loop):
         self.call_after(SLOWNESS_S, "give up", self._give_up_ranks)
 
     def _give_up_ranks(self) -> None:
-        """Wait no longer for hosts that do not say that their ranks have ended."""
+        """Stop waiting for hosts that do not report the end of their ranks."""
         for connection in self.connections:
             left = self._running_on(connection)
             if left:
@@ -134,7 +135,7 @@ class Job(Loop):
         for connection in self.connections:
             connection.send(Signal(EVERY, number))
 
-    # what supervisors say
+    # messages of supervisors
 
     def watch_connection(self, connection: Connection) -> None:
         """Listen to a supervisor."""
@@ -191,7 +192,7 @@ class Job(Loop):
             self._rank_ended(rank)
 
     def _rank(self, connection: Connection, number: int) -> Rank:
-        """The process of this number. Raises TransportError where there is none."""
+        """The process of this number. Raises TransportError if there is none."""
         if number not in self.ranks:
             raise TransportError(f"{connection.host}: its supervisor speaks of process {number}, which is not there")
         return self.ranks[number]
@@ -211,7 +212,7 @@ class Job(Loop):
         else:
             self.output.feed(_name(news.number), news.stream, news.data)
 
-    # what happens
+    # steps of the job
 
     def greet(self, limit_s: float) -> None:
         """Wait for all supervisors. Raises TransportError, which names a host that does not answer, and
@@ -225,7 +226,7 @@ class Job(Loop):
                 how = "ssh" if connection.is_remote else "its supervisor"
                 why = connection.said[-1] if connection.said else f"no answer within --start-timeout {limit_s:g} s"
                 if connection.is_lost and not connection.said:
-                    why = "it ended at once; are Python and omnireduce at the same place there as here?"
+                    why = "it ended at once; does it have Python and omnireduce at the same place as this host?"
                 raise TransportError(f"host {connection.host}: {how}: {why.removeprefix('ssh: ')}")
 
     def _silent(self) -> list[Connection]:
@@ -240,8 +241,7 @@ class Job(Loop):
         return bool(self.signal or self._lost_early)
 
     def check(self) -> None:
-        """Hear what has come while the job begins. Raises InterruptedLaunchError, and TransportError for a host that is
-        lost."""
+        """Handle events while the job begins. Raises InterruptedLaunchError, and TransportError for a lost host."""
         self.turn()
         if self.signal:
             raise InterruptedLaunchError
@@ -254,7 +254,7 @@ class Job(Loop):
         connection.send(order)
 
     def await_aggregator(self, shards: int) -> tuple[str, ...]:
-        """The addresses of the job's own aggregators, when they are ready. Raises TransportError when they cannot be;
+        """Wait for the job's own aggregators; return their addresses. Raises TransportError if they cannot start;
         InterruptedLaunchError."""
         own = self.ranks[AGGREGATOR]
         done = self.wait_for(lambda: bool(self.ready) or self._is_spoiled or own.status is not None, READY_S)
@@ -267,11 +267,11 @@ class Job(Loop):
                 raise ConfigError(f"got {len(self.ready)} addresses, expected {shards} with ports")
         except ConfigError as error:
             where = f"the aggregator of this job on {own.connection.host}"
-            raise TransportError(f"{where} does not say where it is: {error}") from None
+            raise TransportError(f"{where} does not give valid addresses: {error}") from None
         return self.ready
 
     def carry_out(self, begin: Callable[[], None]) -> int:
-        """Take signals, `begin` the job, and wait for its end; the exit status. Raises OmniReduceError."""
+        """Take signals, `begin` the job, and wait for its end; return the exit status. Raises OmniReduceError."""
         self.take_signals()
         try:
             begin()
@@ -282,7 +282,7 @@ class Job(Loop):
         return status
 
     def run(self) -> int:
-        """Wait for the ranks' end; the exit status: that of the first rank that failed, or of the signal."""
+        """Wait for the end of the ranks; return the exit status: of the first rank that failed, or of the signal."""
         self.wait_for(self._all_ended)
         return self.status()
 
@@ -318,7 +318,8 @@ class Job(Loop):
         self.end_ranks()
 
     def _end_without(self, connection: Connection) -> None:
-        """The system ends ranks whose supervisor is gone, but not their children; those here can be reached."""
+        """End ranks whose supervisor is gone. The system ends the ranks, but not their children; on this host they can
+        be reached."""
         for rank in self._running_on(connection):
             if rank.pid and not connection.is_remote:
                 with suppress(ProcessLookupError, PermissionError):
@@ -336,7 +337,7 @@ class Job(Loop):
             self.end_ranks()
 
     def give_up(self, connection: Connection) -> None:
-        """Forget a supervisor that says nothing."""
+        """Give up a silent supervisor."""
         for descriptor in (connection.news, connection.errors):
             if descriptor is not None:
                 self.forget(descriptor)
@@ -345,12 +346,12 @@ class Job(Loop):
         connection.is_lost = True
 
     def complain(self) -> None:
-        """Raise ConfigError when a rank could not be started."""
+        """Raise ConfigError if a rank could not be started."""
         if self.failed is not None and self.failed.number in self.reasons:
             raise ConfigError(self.reasons[self.failed.number])
 
     def close(self) -> None:
-        """End all that is left, with its output, within bounds."""
+        """End all processes that are left, and write their output, within bounds."""
         self.is_over = True
         for connection in self.connections:
             if connection.has_greeted or connection.is_lost:

@@ -23,8 +23,8 @@ from omnireduce.support.config import Config
 from omnireduce.support.interpreters import TREE
 
 HERE = "localhost"
-RANKS_AT_ONCE = 32  # are started before the job hears what has come meanwhile
-RANKS_PER_PROCESSOR = 4  # at most, where something is measured
+RANKS_AT_ONCE = 32  # ranks that are started before the job handles events
+RANKS_PER_PROCESSOR = 4  # the most for measurements
 STARTED_BY_US = ("", "local", "ssh")  # launchers whose ranks this program starts itself
 
 
@@ -60,19 +60,19 @@ def start_ranks(job: Job, asked: LaunchRequest) -> None:
 
 
 def names_of_hosts(asked: LaunchRequest) -> list[str]:
-    """The hosts on which ranks will be, in order."""
+    """The hosts of the ranks, in order."""
     hosts = asked.hosts or [Host(HERE, asked.ranks)]
     return list(dict.fromkeys(slot.host for slot in place(hosts, asked.ranks)))
 
 
 def prefixed(asked: LaunchRequest, sinks: dict[int, Sink]) -> Prefixed:
-    """Where lines of ranks go. Raises ConfigError."""
+    """The output for lines of ranks, with prefixes. Raises ConfigError."""
     return Prefixed(sinks, timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks)
 
 
 def launch(asked: LaunchRequest, begin: Callable[[Job, LaunchRequest], None] = start_ranks) -> int:
-    """Run a command as all ranks, and return the exit status: 0, that of the first rank that failed, or 128 + the
-    signal that ended it or this process. Output goes to this process's own. Raises OmniReduceError."""
+    """Run a command as all ranks, and return the exit status: 0, the status of the first rank that failed, or 128 + the
+    signal that ended it or this process. Output goes to the output of this process. Raises OmniReduceError."""
     names = names_of_hosts(asked) if asked.launcher in STARTED_BY_US else [HERE]
     check_command(asked.words, asked.environ, is_away=goes_by_ssh(names[0], asked.launcher))
     sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
@@ -95,9 +95,9 @@ def _check_processors(ranks: int) -> None:
 
 def launch_for_result(program: str, np: int, config: Config, given: object, **more: Any) -> tuple[int, bytes]:
     """Run the text `program` as each of `np` ranks, which get `given` as JSON by standard input. Returns the exit
-    status, and what rank 0 has written to its pipe. `more`: further fields of `Asked`.
+    status, and the result that rank 0 has written to its pipe. `more`: further fields of `LaunchRequest`.
 
-    Raises ConfigError for so many ranks that what `program` measures would mean nothing.
+    Raises ConfigError if there are too many ranks for this host to measure anything.
     """
     _check_processors(np)
     jobs = list[Job]()

@@ -1,4 +1,5 @@
-"""Standard input of the launcher, which ranks do not get."""
+"""Event loop of the launcher: descriptors, times and signals. It also watches standard input, which ranks do not
+get."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ log = logging.getLogger("omnireduce")
 
 
 class Loop:
-    """Calls what has to be done when a descriptor is readable, a time has come, or a signal. `sinks` that may be full
-    and `connections` get what waits for them."""
+    """Calls functions when a descriptor is readable, when a time has come, and for signals. It writes waiting output to
+    `sinks`, which may be full, and to `connections`."""
 
     def __init__(self, connections: Sequence[Connection], sinks: Sequence[Descriptor]) -> None:
         self.connections, self.sinks = list(connections), sinks
@@ -40,13 +41,13 @@ class Loop:
         self.watch(self._woken.fileno(), self._read_signals)
 
     def take_signal(self, number: int) -> None:
-        """A signal has come, or SIGPIPE: nobody reads a sink any more."""
+        """Handle a signal, or SIGPIPE: a sink has no reader any more."""
         raise NotImplementedError
 
     def take_signals(self) -> None:
-        """From now on signals to this process are the loop's, until it is closed. Main thread only."""
+        """Let the loop handle signals to this process, until it is closed. Main thread only."""
         wakeup = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        # As nohup wants it, an ignored SIGHUP stays ignored.
+        # For nohup, an ignored SIGHUP stays ignored.
         taken = [
             signum for signum in FORWARDED if signal.getsignal(signum) != signal.SIG_IGN or signum != signal.SIGHUP
         ]
@@ -69,23 +70,23 @@ class Loop:
         self._readable[descriptor] = act
 
     def forget(self, descriptor: int) -> None:
-        """Watch this descriptor no more."""
+        """Stop watching this descriptor."""
         self._readable.pop(descriptor, None)
 
     def is_watched(self, descriptor: int) -> bool:
-        """Whether something is called when the descriptor is readable."""
+        """Whether the descriptor is watched."""
         return descriptor in self._readable
 
     def call_after(self, seconds: float, name: str, act: Act) -> None:
-        """Call `act` when so much time has passed, unless something is called under this name before that."""
+        """Call `act` after `seconds`. A later call with the same `name` replaces it."""
         at = time.monotonic() + seconds
         self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda alarm: alarm[0])
 
     def wait_for(
         self, condition: Callable[[], bool], limit_s: float | None = None, whom: Callable[[], str] | None = None
     ) -> bool:
-        """Take turns until the condition holds; whether it does before the limit. Without a limit, what `call_after`
-        and `take_signal` do must make it hold. After 1, 2, 4, ... seconds it says for `whom` it waits."""
+        """Take turns until the condition holds; return whether it holds before the limit. Without a limit, functions of
+        `call_after` and `take_signal` must make it hold. After 1, 2, 4, ... seconds it logs for `whom` it waits."""
         now = time.monotonic()
         deadline, reminders = None if limit_s is None else now + limit_s, Reminders(now)
         while not condition():
@@ -101,7 +102,7 @@ class Loop:
         return True
 
     def turn(self, limit_s: float | None = 0.0) -> None:
-        """Do what can be done now; wait for it, up to the limit."""
+        """Wait for events, up to the limit, and handle them."""
         times = [at - time.monotonic() for at, _ in self._alarms.values()] + ([] if limit_s is None else [limit_s])
         for key, _ in self._select(max(0.0, min(times)) if times else None):
             if isinstance(key.data, list):
@@ -141,7 +142,7 @@ class Loop:
 
 
 def watch_input(loop: Loop, descriptor: int = 0) -> None:
-    """Say once that ranks read nothing from standard input, when there is something to read."""
+    """Log once that ranks read nothing from standard input, if there is something to read."""
     try:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
@@ -155,7 +156,7 @@ def watch_input(loop: Loop, descriptor: int = 0) -> None:
         loop.forget(descriptor)
         waiting = array.array("i", [0])
         fcntl.ioctl(descriptor, termios.FIONREAD, waiting)
-        if waiting[0]:  # else it has ended
+        if waiting[0]:  # otherwise the input has ended
             _tell()
 
     if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor):

@@ -1,6 +1,6 @@
-"""mpirun, srun and torchrun in place of the supervisors of other hosts: their command lines.
+"""Command lines of mpirun, srun and torchrun, which take the place of the supervisors of other hosts.
 
-The command that they start is `inside`: it sets what launchers of other kinds would set, and becomes the user's.
+They start `set_rank`, which sets the variables that other launchers would set, and becomes the user's command.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from omnireduce.support.interpreters import TREE, program_of
 
 INSIDE = program_of("omnireduce.launch.set_rank", "1")
 OTHERS = ("mpirun", "srun", "torchrun")
-_LOOK_S = 30.0  # for `mpirun --version`
-_KILLED_S = 5.0  # for that to end when it was killed
+_LOOK_S = 30.0  # the longest run of `mpirun --version`
+_KILLED_S = 5.0  # the longest wait for its end when it was killed
 _PREFIXES = ("OMNIREDUCE_", "HOROVOD_", "OMNIRUN_", "PYTHON")
 _ALSO = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", SECRET_VARIABLE)
 
 
 def wrapped(words: Sequence[str]) -> list[str]:
-    """The user's command behind `inside`."""
+    """The user's command behind the command of `set_rank`."""
     return [sys.executable, "-P", "-c", INSIDE, TREE, *words]
 
 
 def words_of(asked: LaunchRequest, environ: Mapping[str, str], job: Job) -> list[str]:
-    """The command line of the other launcher. Raises ConfigError where it is missing, or cannot do what is asked;
+    """The command line of the other launcher. Raises ConfigError if it is missing, or cannot do what is asked;
     InterruptedLaunchError."""
     if shutil.which(asked.launcher, path=environ.get("PATH")) is None:
         how = {"mpirun": f"{install('mpi4py', 'mpi')}, or MPI of this system", "torchrun": install("torch", "torch")}
@@ -75,7 +75,7 @@ def _torchrun(asked: LaunchRequest) -> list[str]:
         )
     if asked.mpi_args:
         raise ConfigError("--mpi-args with --launcher torchrun: expected --launcher mpirun or srun")
-    here = f"--local-addr={loopback()}"  # else the name of this host, which may mean an address that it has not
+    here = f"--local-addr={loopback()}"  # the default, the name of this host, may stand for an address of another host
     return ["torchrun", "--standalone", here, f"--nproc-per-node={asked.ranks}", "--no-python", *wrapped(asked.words)]
 
 
@@ -112,7 +112,7 @@ def _listed(hosts: Sequence[Host]) -> str:
 
 
 def hosts_of(asked: LaunchRequest, environ: Mapping[str, str]) -> list[str]:
-    """The hosts on which ranks will be, as far as anybody says it; this one first, where aggregators would be."""
+    """The hosts of the ranks, as far as they are known; this host first, because aggregators would run on it."""
     if asked.hosts:
         return ["localhost", *(host.name for host in asked.hosts if not is_here(host.name))]
     others = names_in(environ.get("SLURM_JOB_NODELIST", "")) if asked.launcher == "srun" else []

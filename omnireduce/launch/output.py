@@ -1,7 +1,8 @@
 """Output of ranks as lines, each with the rank before it.
 
 Lines of different ranks never mix, because a line is written when it is complete. A line that is longer than LINE is
-cut into several, each with its prefix. A carriage return ends a line, too: each state of a progress bar is one.
+cut into several lines, each with its prefix. A carriage return ends a line, too, so each state of a progress bar is a
+line.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from omnireduce.launch.connection import STDERR, STDOUT
 from omnireduce.support.files.paths import user_path
 from omnireduce.support.logs import tagged
 
-LINE = 1 << 16  # bytes
+LINE = 1 << 16  # the longest line in bytes
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
-_AT_ONCE = 4096  # PIPE_BUF: so much a pipe takes whole, when it takes something
+_AT_ONCE = 4096  # PIPE_BUF: a pipe takes up to this many bytes as a whole
 _ENDS = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a carriage return at the end may have its line feed in the next piece
 log = logging.getLogger("omnireduce")
 
 
 class Sink(Protocol):
-    """Where lines go."""
+    """A destination of lines."""
 
     def add(self, data: bytes) -> None:
         """Take some lines."""
 
 
 class Lines:
-    """Cuts what comes into lines, without their ends."""
+    """Cuts output into lines, without their ends."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The lines that are complete now, and pieces of one that is too long."""
+        """Yield the lines that are complete now, and pieces of a line that is too long."""
         self._rest += data
         start = 0
         for end in _ENDS.finditer(self._rest):
@@ -55,7 +56,7 @@ class Lines:
             del self._rest[:LINE]
 
     def rest(self) -> bytes:
-        """What is left without an end."""
+        """The last line, if it has no end."""
         rest = bytes(self._rest).rstrip(b"\r")
         self._rest.clear()
         return rest
@@ -68,22 +69,22 @@ def _pieces(line: bytes) -> Iterator[bytes]:
 
 
 class Losses:
-    """Says once that output is lost. A full disk does not end a job."""
+    """Logs once that output is lost. A full disk does not end a job."""
 
     def __init__(self) -> None:
         self._is_said = False
 
     def tell(self, where: str, error: OSError) -> None:
-        """Something could not be written there."""
+        """Log that output could not be written to `where`."""
         if not self._is_said:
             self._is_said = True
-            what = f"{where}: {error.strerror}; what does not fit is lost, and the job goes on"
+            what = f"{where}: {error.strerror}; output that does not fit is lost, and the job goes on"
             log.warning("%s", what, extra=tagged("output_lost"))
 
 
 class Prefixed:
     """The lines of all processes of a job. `sinks`: one for each stream. With `folder` each rank's output also goes to
-    files there as it is: FOLDER/rank.N/stdout and stderr. Raises ConfigError where these cannot be made."""
+    files there, unchanged: FOLDER/rank.N/stdout and stderr. Raises ConfigError if these cannot be made."""
 
     def __init__(
         self, sinks: dict[int, Sink], *, timestamps: bool = False, folder: str | None = None, ranks: int = 0
@@ -106,7 +107,7 @@ class Prefixed:
             raise ConfigError(f"--output-filename: {place} cannot be written: {error.strerror}") from None
 
     def feed(self, name: str, stream: int, data: bytes) -> None:
-        """Take what process `name` has written."""
+        """Take output of process `name`."""
         if (name, stream) in self._files:
             try:
                 self._files[name, stream].write(data)
@@ -119,14 +120,14 @@ class Prefixed:
             self._sinks[stream].add(text)
 
     def finish(self, name: str) -> None:
-        """Write what process `name` has left without an end of line."""
+        """Write the last line of process `name`, if it has no end."""
         for stream in NAMES:
             rest = self._lines.pop((name, stream), Lines()).rest()
             if rest:
                 self._sinks[stream].add(self._prefix(name, stream) + rest + b"\n")
 
     def close(self) -> None:
-        """Write all that is left, and close the files."""
+        """Write the last lines of all processes, and close the files."""
         for name, _ in list(self._lines):
             self.finish(name)
         for file in self._files.values():
@@ -138,26 +139,26 @@ class Prefixed:
 
 
 class Plain:
-    """Output as it comes, for launchers that have their own prefixes."""
+    """Unchanged output, for launchers that have their own prefixes."""
 
     def __init__(self, sinks: dict[int, Sink]) -> None:
         self._sinks = sinks
 
     def feed(self, _: str, stream: int, data: bytes) -> None:
-        """Take what a process has written."""
+        """Take output of a process."""
         self._sinks[stream].add(data)
 
     def finish(self, _: str) -> None:
-        """Nothing is left."""
+        """Do nothing: output is passed on at once."""
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: output is passed on at once."""
 
 
 class Descriptor:
-    """A sink that waits for nobody: what the descriptor does not take stays here, and `is_full` says when it is much.
+    """A sink that never blocks: it keeps output that the descriptor does not take, and `is_full` says if it is much.
 
-    `is_broken`: nobody reads it any more.
+    `is_broken`: the descriptor has no reader any more.
     """
 
     def __init__(self, descriptor: int, most: int = 1 << 20) -> None:
@@ -167,7 +168,7 @@ class Descriptor:
         self._losses = Losses()
 
     def add(self, data: bytes) -> None:
-        """Take some lines; what always takes gets them at once."""
+        """Take some lines. A file, which always takes output, gets them at once."""
         if self.is_broken:
             return
         self._waiting += data
@@ -176,16 +177,16 @@ class Descriptor:
 
     @property
     def waits(self) -> bool:
-        """Whether something is still here."""
+        """Whether output waits to be written."""
         return bool(self._waiting)
 
     @property
     def is_full(self) -> bool:
-        """Whether those who write should wait."""
+        """Whether ranks that write should wait."""
         return len(self._waiting) > self._most
 
     def write_some(self) -> None:
-        """Write a piece; call this when the descriptor takes something."""
+        """Write a piece; call this when the descriptor is writable."""
         try:
             del self._waiting[: os.write(self.descriptor, self._waiting[:_AT_ONCE])]
         except BlockingIOError:
@@ -199,7 +200,8 @@ class Descriptor:
 
 
 def _can_wait_for(descriptor: int) -> bool:
-    """Whether a selector takes it: a pipe, a socket or a terminal, and no file or /dev/null, which always take."""
+    """Whether a selector accepts it: a pipe, a socket or a terminal. It does not accept files and /dev/null, which
+    always take output."""
     with selectors.DefaultSelector() as selector:
         try:
             selector.register(descriptor, selectors.EVENT_WRITE)
@@ -209,7 +211,7 @@ def _can_wait_for(descriptor: int) -> bool:
 
 
 class Stream:
-    """A sink that writes to a text stream, as a notebook has it, at once."""
+    """A sink that writes to a text stream at once, such as the output of a notebook."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write

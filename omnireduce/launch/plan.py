@@ -1,4 +1,4 @@
-"""The plan of a launch: its aggregators, their addresses, and the process of each rank. It is made up to the start."""
+"""Plan of a launch: its aggregators, their addresses, and the process of each rank."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from omnireduce.support.interpreters import TREE, program_of
 
 EMBEDDED = "embedded"
 MOST_SHARDS = 64
-NOBODY = "", ""  # has said anything
+NOBODY = "", ""  # the addresses of both ends, if they are not known
 _AGGREGATOR = program_of("omnireduce.__main__", name="omnireduce")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What the user wants. `aggregators`: a number of shards, EMBEDDED, or None for what the configuration says or what
-    the hosts want. `environ` is that of the ranks, before each one's own variables."""
+    """The user's request for a launch. `aggregators`: a number of shards, EMBEDDED, or None: by the configuration, or
+    by the number of hosts. `environ`: the environment of all ranks, without the variables of each rank."""
 
     words: Sequence[str]
     ranks: int
@@ -67,8 +67,8 @@ class LaunchRequest:
     prefixed: bool = True  # each line of output has its rank before it
     verbose: bool = False
     mpi_args: Sequence[str] = ()
-    given: bytes = b""  # to each rank's standard input, for a call of a function
-    min_ranks: int = 0  # elastic when it is more than 0
+    given: bytes = b""  # the standard input of each rank, for a call of a function
+    min_ranks: int = 0  # elastic if it is more than 0
     discovery_script: str = ""
     slots_per_host: int = 1
     reset_limit: int | None = None
@@ -77,14 +77,15 @@ class LaunchRequest:
 
 
 def shards_to_start(asked: LaunchRequest, hosts: int) -> int:
-    """How many shards this job starts for itself; 0: rank 0 starts one, or the configuration names others, which the
-    flag overrides. Raises ConfigError for what does not fit together."""
+    """The number of shards that this job starts for itself. 0: rank 0 starts an aggregator, or the configuration names
+    aggregators, which the flag overrides. Raises ConfigError for a flag that does not fit the hosts."""
     configured, wanted = bool(asked.config.cluster.aggregators), asked.aggregators
     if wanted is None:
         return 0 if configured or (hosts == 1 and not asked.min_ranks) else 1
     if wanted == EMBEDDED:
         if hosts > 1 or asked.min_ranks:
-            why = f"the ranks are on {hosts} hosts" if hosts > 1 else "an elastic job wants one that outlives rank 0"
+            outlives = "an elastic job needs an aggregator that outlives rank 0"
+            why = f"the ranks are on {hosts} hosts" if hosts > 1 else outlives
             raise ConfigError(f"--aggregators embedded: {why}; give a number, or leave it out")
         return 0
     if not re.fullmatch("[0-9]{1,9}", wanted) or not 1 <= int(wanted) <= MOST_SHARDS:
@@ -108,9 +109,9 @@ def address_of_first(
     connections: Sequence[Connection] = (),
     by_name: bool = False,
 ) -> str:
-    """The address at which other hosts, or later ones if it `is_wide`, reach the first of `names`. `connections`,
-    which have greeted, may know how they see each other. `by_name`: its certificate is for its name. Raises ConfigError
-    where nothing says it."""
+    """The address at which the other hosts reach the first of `names`. `is_wide`: further hosts may come later.
+    `connections`, which have greeted, may know addresses from ssh. `by_name`: the certificate of the first host is for
+    its name. Raises ConfigError if there is no such address."""
     first, *others = names
     if interface:
         return _address_of_interface(interface, first)
@@ -127,12 +128,12 @@ def address_of_first(
     ways = [way for way, _ in (seen.get(host, NOBODY) for host in away) if way]
     address = next(filter(is_own_address, ways), "") or reachable_address([host_alone(host) for host in away])
     if not address:
-        raise ConfigError("this host has no address at which another one could reach it; `ip address` lists its own")
+        raise ConfigError("this host has no address at which other hosts could reach it; `ip address` lists its own")
     return address
 
 
 def host_alone(name: str) -> str:
-    """A host as the user names it, without the user."""
+    """The host in a name such as user@host."""
     return name.rpartition("@")[2]
 
 
@@ -144,7 +145,7 @@ def _is_known(name: str) -> bool:
 
 
 def _ends_of_ssh(connection: Connection) -> tuple[str, str]:
-    """The addresses of this host and of the other one, as sshd there sees them."""
+    """The addresses of this host and of the other host, as sshd there sees them."""
     words = connection.ssh.split()
     return (words[0], words[2]) if len(words) == 4 and all(map(is_numeric, words[:3:2])) else NOBODY
 
@@ -165,8 +166,8 @@ def _address_of_interface(name: str, first: str) -> str:
 
 
 class Plan:
-    """The processes of one launch. `is_wide`: other hosts than those of `names` may come. `address`: where they
-    reach the first one."""
+    """The processes of one launch. `is_wide`: other hosts than `names` may come. `address`: the address at which they
+    reach the first host."""
 
     def __init__(self, asked: LaunchRequest, names: Sequence[str], *, is_wide: bool = False) -> None:
         self.asked, self.job, self._names, self._is_wide = asked, draw_job(), names, is_wide
@@ -174,12 +175,12 @@ class Plan:
         self.address = ""  # `serve` finds it
         self._folder = os.fsencode(current_folder())
         self.environ = environ_of_ranks(asked.environ or os.environ)
-        # where the job's own aggregators are, for ranks
+        # the variables that give ranks the job's own aggregators
         self.service = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if asked.aggregators == EMBEDDED else {}
 
     def serve(self, job: Job, connection: Connection) -> None:
-        """Once all hosts have greeted: start this job's own aggregators, if it has any, and wait until they are ready.
-        Raises ConfigError, and what `Job.await_aggregator` raises."""
+        """Start this job's own aggregators, if it has any, and wait until they are ready. All hosts must have greeted.
+        Raises ConfigError, and the errors of `Job.await_aggregator`."""
         self.address = self.address or address_of_first(
             self._names, is_wide=self._is_wide, interface=self.asked.interface, connections=job.connections,
             by_name=bool(self.asked.config.security.tls_ca),
@@ -200,7 +201,7 @@ class Plan:
         self.service = of_service(tuple(str(Address(host, parse_address(address).port)) for address in ready), secret)
 
     def rank(self, slot: Slot, size: int, connection: Connection, port: int) -> Start:
-        """The order to start a rank; `port` is where torch's ranks meet, on the first host."""
+        """The order to start a rank; `port`: the port on the first host where torch's ranks meet."""
         environ = self.environ | of_rank(slot, size, self.job, (self.address, port)) | self.service
         return self._order(slot.rank, self.asked.words, environ, connection)
 

@@ -12,7 +12,7 @@ from omnireduce.runtime.rank.environment import Launch, number_in, own_launch
 
 
 def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
-    """HOROVOD_RANK and its like. Of the ranks of several hosts only Slurm and torchrun say on which one this is."""
+    """HOROVOD_RANK and similar variables. With several hosts, only Slurm and torchrun give the number of this host."""
     numbers: dict[str, int | str] = {"RANK": launch.rank, "SIZE": launch.size}
     if launch.local_rank is not None and launch.local_size is not None:
         numbers |= {"LOCAL_RANK": launch.local_rank, "LOCAL_SIZE": launch.local_size}

@@ -1,8 +1,8 @@
-"""The process on each host that starts ranks, and ends them when its standard input closes.
+"""Supervisor: the process on each host that starts ranks, and ends them when its standard input closes.
 
-It is one thread, so PR_SET_PDEATHSIG, which means the end of the thread that has forked, means its own end. Orphans of
+It has a single thread. So PR_SET_PDEATHSIG, which is about the thread that has forked, is about the process. Orphans of
 ranks become its children (PR_SET_CHILD_SUBREAPER): it ends them, too, when the job is over. A rank that has ended stays
-a zombie until then, so that no other process gets its number, which is that of its group.
+a zombie until then, so that no other process gets its number, which is also the number of its group.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from omnireduce.launch.connection import (
 from omnireduce.support.addresses import ANYWHERE, listen
 from omnireduce.support.control_groups import OutOfMemory
 
-MOST_WAITING = 1 << 20  # bytes that the launcher has not taken; then processes wait
+MOST_WAITING = 1 << 20  # the most bytes that the launcher has not taken; beyond that processes wait
 ENDING = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-KILLED_S = 5.0  # for a process to end that was killed: it may hang in the system
-ORPHANS_S = 2.0  # for orphans to end by themselves, as the aggregator of rank 0 does
+KILLED_S = 5.0  # the longest wait for the end of a killed process: it may hang in the system
+ORPHANS_S = 2.0  # the time for orphans to end by themselves, as the aggregator of rank 0 does
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
@@ -111,7 +111,7 @@ class _Process:
             os.killpg(self.pid, number)
 
     def forget(self) -> None:
-        """End what is left of its group, and let its number go."""
+        """End the rest of its group, and release its number."""
         self.send(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(KILLED_S)
@@ -132,18 +132,18 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._read_orders)
         self._paused: list[int] = []
-        self._is_deaf = False  # nobody reads the news any more
+        self._is_deaf = False  # the news has no reader any more
         self._writes = False
-        self._kill_at: float | None = None  # monotonic; set when no orders come any more
+        self._kill_at: float | None = None  # monotonic time; set when no orders come any more
         os.set_blocking(news, False)
         self._woken, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # what counts is the byte that arrives here
+        signal.signal(signal.SIGTERM, lambda *_: None)  # handled by the byte that arrives in this pipe
         self._selector.register(self._woken, selectors.EVENT_READ, self._read_signals)
 
     def serve(self) -> None:
-        """Do what orders say. In the end no process is left."""
+        """Carry out orders. In the end no process is left."""
         self._tell(Greeting(os.getpid(), free_port(), os.environ.get(SSH_CONNECTION, "")[:256]))
         while self._kill_at is None or any(not process.is_over for process in self._processes.values()):
             for key, _ in self._selector.select(self._patience()):
@@ -192,7 +192,7 @@ class Supervisor:
 
     def _start(self, order: Start) -> None:
         before = self._processes.pop(order.number, None)
-        if before is not None:  # it is started again
+        if before is not None:  # the rank is started again
             before.forget()
             self._drain(before)
         try:
@@ -214,7 +214,7 @@ class Supervisor:
                 process.send(what)
 
     def _pass_on(self, process: _Process, descriptor: int) -> int:
-        """Pass on a piece of what is in this pipe: so many bytes."""
+        """Pass on a piece of the output in this pipe; return its number of bytes."""
         try:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
@@ -229,7 +229,7 @@ class Supervisor:
         return len(data)
 
     def _drain(self, process: _Process) -> None:
-        """Pass on what a process has left at its end: what a pipe holds. Its children may fill that for ever."""
+        """Pass on the last output of a process, up to the size of a pipe: its children may write for ever."""
         for descriptor in list(process.streams):
             left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
             while left > 0 and (many := self._pass_on(process, descriptor)):
@@ -242,7 +242,7 @@ class Supervisor:
         os.close(process.pidfd)
         self._drain(process)
         if status:
-            process.send(signal.SIGKILL)  # its children have lost it
+            process.send(signal.SIGKILL)  # for its children
         self._tell(Ended(process.number, status, was_asked, self._memory.news() if status and not was_asked else ""))
 
     def _tell(self, news: News) -> None:
@@ -282,7 +282,7 @@ class Supervisor:
 
 
 def free_port() -> int:
-    """A port that nobody on this host listens at just now, at any address."""
+    """A port that is free just now at all addresses of this host."""
     with listen(ANYWHERE, 0, 1) as listener:
         return int(listener.getsockname()[1])
 
@@ -290,12 +290,12 @@ def free_port() -> int:
 def _children() -> list[int]:
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:  # not every kernel has this
+    except OSError:  # not every kernel has this file
         return []
 
 
 def end_orphans(limit_s: float) -> None:
-    """Wait for the children that this process has got from others, and kill those that stay longer."""
+    """Wait for children that this process has got from others, and kill those that stay longer than `limit_s`."""
     deadline = time.monotonic() + limit_s
     while children := _children():
         with selectors.DefaultSelector() as selector:
@@ -314,14 +314,14 @@ def end_orphans(limit_s: float) -> None:
 
 
 def main() -> None:
-    """Serve the launcher at standard input and output. The argument is how many seconds ranks have after SIGTERM."""
+    """Serve the launcher at standard input and output. The argument: the seconds that ranks have after SIGTERM."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     orders, news = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever writes to standard output does not disturb the news
+    os.dup2(2, 1)  # other output of this process must not disturb the news
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        # The launcher says what to do; unlike SIG_IGN, ranks do not inherit this.
+        # The launcher decides. Unlike SIG_IGN, ranks do not inherit this.
         signal.signal(signum, lambda *_: None)
     Supervisor(orders, news, float(sys.argv[1])).serve()
 

@@ -1,8 +1,8 @@
 """Needle's tensors as NumPy arrays.
 
-A tensor has its values in `realize_cached_data()`: a NumPy array where Needle computes with NumPy, otherwise an
-NDArray. Where its strides say that it lies in one piece, that begins at the address `_handle.ptr()`. On the processor
-it is read and written there; `numpy()` would copy it. On another device, it is copied.
+A tensor has its values in `realize_cached_data()`: a NumPy array if Needle computes with NumPy, otherwise an NDArray. A
+compact NDArray on the processor is read and written at its address, `_handle.ptr()`, because `numpy()` would copy it.
+Values on another device are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOAT32: np.dtype[Any] = np.dtype(np.float32)  # the only type of an NDArray
 
 
 def library() -> Any:
-    """Needle's own module. Raises ModuleNotFoundError, which says how to get it."""
+    """The module `needle`. Raises ModuleNotFoundError, which says how to get it."""
     need(
         "needle",
         "omnireduce.needle",
@@ -42,7 +42,7 @@ class NeedleAdapter:
         self._needle = library()
 
     def kind(self, x: Any) -> str:
-        """A tensor, what it computes with, or an array of NumPy."""
+        """The kind of `x`: a tensor, an NDArray or an array of NumPy; empty for anything else."""
         if isinstance(x, self._needle.Tensor):
             return TENSOR
         if isinstance(x, np.ndarray):
@@ -57,26 +57,26 @@ class NeedleAdapter:
         return data if data.flags.c_contiguous and data.flags.writeable else None
 
     def read(self, x: Any) -> Array:
-        """The values. They may be a copy."""
+        """The values, as a copy if need be."""
         memory = self.memory(x)
         return np.asarray(x if isinstance(x, np.ndarray) else x.numpy()) if memory is None else memory
 
     def write(self, x: Any, values: Array) -> None:
-        """The tensor gets new data. What else refers to the old data keeps it."""
+        """Give the tensor new data. Other references to the old data keep that."""
         if isinstance(x, np.ndarray):
             x[...] = values
         else:
             x.data = self.make(TENSOR, values, x)
 
     def make(self, kind: str, values: Array, beside: Any) -> Any:
-        """A new tensor, or what it computes with, on the device of the tensor `beside`."""
+        """A new tensor, NDArray or array of this `kind`, on the device of the tensor `beside`."""
         if kind == ARRAY:
             return values
         made = self._needle.Tensor(values, device=beside.device, dtype=str(values.dtype), requires_grad=False)
         return made if kind == TENSOR else made.realize_cached_data()
 
     def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
-        """All tensors among the attributes of the model and of its modules: Needle has no other word for them."""
+        """All tensors among the attributes of the model and of its modules: Needle keeps no list of buffers."""
         return (
             [] if self.kind(model) or isinstance(model, list | tuple | dict) else list(self._within(model, "", set()))
         )

@@ -1,8 +1,8 @@
 """`omnireduce.ray.run`: ranks and aggregators as actors of a Ray cluster.
 
-Each rank is an actor in a placement group. Ranks of one node follow each other, as with other launchers. Where all are
-on one node, rank 0 starts the aggregator. Otherwise one more actor, on the node of rank 0, starts the job's own, which
-ends with that actor. omnireduce has to be installed on the nodes.
+Each rank is an actor in a placement group. Ranks of one node follow each other, as with other launchers. If all ranks
+are on one node, rank 0 starts the aggregator. Otherwise one more actor, on the node of rank 0, starts the aggregators
+of the job, which end with that actor. omnireduce has to be installed on the nodes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from omnireduce.support.logs import tagged
 R = TypeVar("R")
 log = logging.getLogger("omnireduce")
 GRACE_S = 10.0
-START_S = 60.0  # for a supervisor to start on a busy node
-ACTORS_S = READY_S + 2 * START_S  # for actors to start: Ray may install packages, aggregators compile their kernels
+START_S = 60.0  # time for a supervisor to start on a busy node
+ACTORS_S = READY_S + 2 * START_S  # time for actors to start: Ray installs packages, aggregators compile kernels
 
 
 class _Worker:
@@ -55,7 +55,7 @@ class _Worker:
     def call(
         self, environ: Mapping[str, str], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[bool, Any, str]:
-        """Whether `func` returned, what it returned or raised, and the traceback of that."""
+        """Whether `func` returned, its result or exception, and the traceback of the exception."""
         os.environ.update(environ)
         try:
             return True, func(*args, **kwargs), ""
@@ -129,8 +129,8 @@ def run(
 def _start(
     actors: list[Any], group: Any, size: int, bundle: Mapping[str, float], aggregators: int | None
 ) -> list[dict[str, str]]:
-    """Start the actors of ranks, in the order of ranks, and behind them that of the aggregators, if there is one. The
-    variables of each rank."""
+    """Start the actors of the ranks, in their order, then the actor of the aggregators, if needed. Returns the
+    environment variables of each rank."""
     options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at) for at in range(size)]
     actors += [ray.remote(_Worker).options(scheduling_strategy=strategy, **options).remote() for strategy in strategies]
@@ -151,7 +151,7 @@ def _start(
 
 
 def _await_room(group: Any, limit_s: float) -> bool:
-    """Wait for the placement group; whether it is there in time. After 1, 2, 4, ... seconds it says so."""
+    """Wait for the placement group, with a log message after 1, 2, 4, ... seconds. Returns whether it came in time."""
     begun = time.monotonic()
     reminders = Reminders(begun)
     while (now := time.monotonic()) < begun + limit_s:

@@ -1,1 +1,1 @@
-"""What runs the machines: ranks, shards, and what both sides use."""
+"""Runs the machines of `omnireduce.protocol`: ranks, shards, and the code that both sides share."""

@@ -1,1 +1,1 @@
-"""What every part needs and what is no part of the method: configuration, logs, secrets, addresses, files."""
+"""Support for every part, apart from the method: configuration, logs, secrets, addresses, files."""

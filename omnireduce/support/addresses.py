@@ -1,4 +1,4 @@
-"""Network addresses: how users write them, name look-up, listening and connecting.
+"""Network addresses: their text form, name look-up, listening and connecting.
 
 HOST is a name, an IPv4 address or an IPv6 address. With a port behind it, an IPv6 address stands in brackets. A name
 may have several addresses: a client tries one after the other. "localhost" is never looked up, so it needs no entry in
@@ -27,21 +27,21 @@ ANYWHERE = "::"  # to listen at every address of this host, of both families
 BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn
 LOOPBACKS = ("127.0.0.1", "::1")
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
-MOST_TRIED = 16  # addresses of one name
-MOST_REMEMBERED = 1024  # names
-ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849): on the way to any other host
+MOST_TRIED = 16  # the most addresses of a name that are tried
+MOST_REMEMBERED = 1024  # the most names that are remembered
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849): they stand for any host
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
 _PORT = re.compile(r"[0-9]{1,5}\Z")
-_SCOPE = re.compile(r"[A-Za-z0-9_.~-]{1,15}\Z")  # an interface, whose name is no longer (RFC 6874), or its number
+_SCOPE = re.compile(r"[A-Za-z0-9_.~-]{1,15}\Z")  # the name of an interface, which has no more characters, or its number
 _SIOCGIFADDR = 0x8915
 _FIRST_FREE_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
-_answered: dict[str, str] = {}  # of names, the address that answered after another one had not
+_answered: dict[str, str] = {}  # by name, the address that answered when another address had not
 _INET6 = Path("/proc/net/if_inet6")  # address, interface number, length of the prefix, scope, flags, name
 
 
 class Address(NamedTuple):
-    """A host and a port. As a text it is what `parse_address` takes."""
+    """A host and a port. `parse_address` reads its text."""
 
     host: str
     port: int
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
 
 class Target(NamedTuple):
-    """One address of a host, as the system takes it."""
+    """One address of a host, in the form of the system."""
 
     family: socket.AddressFamily
     address: tuple[Any, ...]
@@ -61,14 +61,13 @@ class Target(NamedTuple):
         return host_of(self.address)
 
 
-# as users write them
+# text of users
 
 
 def parse_address(text: str) -> Address:
-    """Split `HOST:PORT` into host and port. An IPv6 address stands in brackets; the host that is returned has none.
+    """Split `HOST:PORT` into host and port. An IPv6 address stands in brackets; the returned host has none.
 
-    Port 0 is allowed and means, where a program listens, that the system picks a port. Raises ConfigError if the text
-    is no such address.
+    Port 0 is allowed: a program that listens there gets a port from the system. Raises ConfigError for any other text.
     """
     host, _, port = text.rpartition(":")
     has_brackets = host.startswith("[") and host.endswith("]")
@@ -88,7 +87,7 @@ def parse_listen(text: str) -> Address:
 
 
 def seen_from_here(address: Address) -> Address:
-    """Where this host itself reaches what listens at `address`."""
+    """The address at which this host itself reaches a program that listens at `address`."""
     if not is_wildcard(address.host):
         return address
     return Address("localhost" if ":" in address.host else LOOPBACKS[0], address.port)
@@ -105,28 +104,28 @@ def is_ipv6(host: str) -> bool:
 
 
 def is_host(host: str) -> bool:
-    """Whether this is a name as hosts may have it, or an IPv4 address."""
+    """Whether this is a valid name of a host, or an IPv4 address."""
     if re.fullmatch(r"[0-9.]+", host):  # digits and dots alone can only be an IPv4 address
         return _ip(host) is not None
     return _HOST_NAME.match(host) is not None
 
 
 def normal(address: Address) -> Address:
-    """The same for all ways to write an address."""
+    """The normal form of an address, the same for all ways to write it."""
     ip = _ip(address.host)
     return Address(address.host.lower() if ip is None else str(ip), address.port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is an address of loopback, or a name that always means it. No name is looked up: that could give
-    each process another answer."""
+    """Whether `host` is an address of loopback, or a name that always means it. Names are not looked up, because
+    processes could get different answers."""
     name = host.rstrip(".").lower()
     ip = _unmapped(name)
     return name in LOCAL_NAMES or name.endswith(".localhost") if ip is None else ip.is_loopback
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` is every address of a host, of one family or both."""
+    """Whether `host` stands for all addresses of a host, of one family or both."""
     ip = _unmapped(host)
     return ip is not None and ip.is_unspecified
 
@@ -146,12 +145,12 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address. An IPv4 address that is written as IPv6 (::ffff:10.0.0.1) becomes IPv4."""
+    """The address in `host`, or None. An IPv4 address that is written as IPv6 (::ffff:10.0.0.1) becomes IPv4."""
     ip = _ip(host)
     return (isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped) or ip
 
 
-# as the system has them
+# addresses of the system
 
 
 def host_of(address: Sequence[Any]) -> str:
@@ -166,10 +165,10 @@ def host_of(address: Sequence[Any]) -> str:
 
 
 def look_up(host: str, port: int = 0) -> list[Target]:
-    """The addresses of a host, in the order in which to try them. Raises OSError where there are none.
+    """The addresses of a host, in the order to try them. Raises OSError if there are none.
 
-    Many hosts have 127.0.1.1, or nothing, for their own name. Others know them by another address, at which something
-    may listen: so for a name of this host all its addresses follow.
+    Many hosts have 127.0.1.1, or nothing, for their own name. Other hosts know them by another address, and a program
+    may listen there. So for the name of this host, all its addresses follow.
     """
     name = host.rstrip(".").lower()
     if name == "localhost":
@@ -192,7 +191,7 @@ def _look_up(hosts: Sequence[str], port: int) -> list[Target]:
             for host in hosts
             for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         ]
-    except UnicodeError as error:  # a name that no host can have
+    except UnicodeError as error:  # not a valid name of a host
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
 
 
@@ -209,26 +208,26 @@ def is_own(target: Target) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` is an address of this host, not a name, at which others could reach it."""
+    """Whether `host` is an address, not a name, of this host, at which other hosts could reach it."""
     return _ip(host) is not None and not is_loopback(host) and any(map(is_own, look_up(host)))
 
 
 def loopback() -> str:
-    """This host's address for itself: 127.0.0.1, or ::1 where there is no IPv4."""
+    """The loopback address of this host: 127.0.0.1, or ::1 without IPv4."""
     own = [target.host for target in look_up("localhost") if is_own(target)]
     return own[0] if own else LOOPBACKS[0]
 
 
 def where_to_listen(host: str, port: int = 0) -> Target:
-    """The first address of `host` that is this host's. ANYWHERE is all addresses of both families, or of IPv4 alone
-    where the system has no IPv6. Raises OSError."""
+    """The first address of `host` that belongs to this host. ANYWHERE stands for all addresses of both families, or of
+    IPv4 alone if the system has no IPv6. Raises OSError."""
     is_every = is_wildcard(host) and ":" in host
     targets = look_up("0.0.0.0" if is_every and not socket.has_dualstack_ipv6() else host, port)
     return next(filter(is_own, targets), targets[0])
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listen by TCP where `where_to_listen` says (port 0: any free one), non-blocking. Raises OSError."""
+    """Listen by TCP at the address of `where_to_listen` (port 0: any free port), non-blocking. Raises OSError."""
     target = where_to_listen(host, port)
     both = target.family == socket.AF_INET6 and is_wildcard(target.host)
     listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=both)
@@ -237,15 +236,15 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def why_cannot_listen(error: OSError, address: Address) -> str:
-    """What is wrong with listening at `address`, after `listen` has raised this error, and what to do."""
+    """A text that says why `listen` at `address` has raised this error, and what to do."""
     if isinstance(error, socket.gaierror):
         return f"no host called {address.host} is known here; give the name or an address of this host"
     if error.errno == errno.EADDRINUSE:
         return "another program listens there, perhaps another aggregator; choose another port, or end that program"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{address.host} is no address of this host; :PORT stands for all that it has"
+        return f"{address.host} is no address of this host; :PORT stands for all its addresses"
     if error.errno in (errno.EACCES, errno.EPERM) and address.port < (first := _first_free_port()):
-        return f"ports below {first} are for root and for who has CAP_NET_BIND_SERVICE; choose a higher one"
+        return f"ports below {first} are for root and for programs with CAP_NET_BIND_SERVICE; choose a higher port"
     return os.strerror(error.errno) if error.errno else str(error)
 
 
@@ -256,8 +255,8 @@ def _first_free_port() -> int:
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Connect by TCP to the first address of `host` that answers; the one that did so last is the first to be tried.
-    Each of them gets an equal share of what is left of the time. Raises OSError, which says what was wrong at each."""
+    """Connect by TCP to the first address of `host` that answers. The address that answered last is tried first. Each
+    address gets an equal share of the remaining time. Raises OSError, with the reason for each address."""
     deadline, failed = time.monotonic() + timeout_s, list[tuple[Target, OSError]]()
     targets = sorted(look_up(host, port), key=lambda target: target.host != _answered.get(host))
     for number, target in enumerate(targets):
@@ -291,12 +290,12 @@ def _connected(target: Target, timeout_s: float) -> socket.socket:
     return sock
 
 
-# which one to tell to others
+# addresses to tell to others
 
 
 def source_towards(host: str) -> str:
-    """The address of this host from which packets to `host` go, so that `host` can answer there; empty where there is
-    no way. It is one of loopback if `host` is this host. Nothing is sent."""
+    """The address of this host from which packets to `host` go, so that `host` can answer there; empty without a route.
+    It is a loopback address if `host` is this host. Nothing is sent."""
     sources = []
     try:
         targets = look_up(host, 9)
@@ -312,22 +311,22 @@ def source_towards(host: str) -> str:
 
 
 def reachable_address(peers: Sequence[str] = ()) -> str:
-    """An address of this host at which other hosts reach it: where the way to the first of `peers` begins that is
-    another host, else the way to any host, else one of an interface; empty where there is none."""
+    """An address of this host at which other hosts reach it: the source address towards the first of `peers` on another
+    host, else towards any host, else an address of an interface; empty if there is none."""
     sources = (source_towards(peer) for peer in (*peers, *ELSEWHERE))
     reachable = (source for source in sources if source and not is_loopback(source))
     return next(reachable, "") or next(iter(own_addresses()), "")
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this host at which others may reach it, the link-local ones last."""
+    """The addresses of this host at which other hosts may reach it, link-local addresses last."""
     hosts = [host for _, name in socket.if_nameindex() for host in addresses_of_interface(name)]
     return sorted((host for host in hosts if not is_loopback(host)), key=_is_of_one_link)
 
 
 def addresses_of_interface(name: str) -> list[str]:
-    """The IPv4 address of an interface, and its IPv6 addresses, the link-local ones last. Raises OSError if there is no
-    such interface."""
+    """The IPv4 address of an interface, and its IPv6 addresses, link-local addresses last. Raises OSError if there is
+    no such interface."""
     if name not in (known for _, known in socket.if_nameindex()):
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
     hosts = []

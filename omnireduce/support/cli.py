@@ -10,8 +10,8 @@
 | Ctrl-C                                          | one line             | 130         |
 | a bug                                           | its traceback        | 1           |
 
-Where the logs are JSON, that line is JSON, too. Text that standard error does not take, on a full disk for example, is
-lost. The exit status stays the same.
+If the logs are JSON, that line is JSON, too. Text that cannot be written to standard error, on a full disk for example,
+is lost. The exit status stays the same.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Lossy(io.FileIO):
-    """A file that loses what cannot be written, instead of raising or keeping it."""
+    """A file that drops text that cannot be written, instead of raising or keeping it."""
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data) or len(data)  # after 0 the caller would try again, for ever
+            return super().write(data) or len(data)  # after 0 the caller would try again for ever
         except OSError:
             return len(data)
 
 
 def lose_unwritable_logs() -> None:
-    """Drop what standard error does not take, so that it disturbs neither this process nor its exit status.
+    """Drop text that cannot be written to standard error, so that it disturbs neither this process nor its exit status.
 
     Otherwise Python raises at every such line, and ends with status 120 if text is still unwritten at exit.
     """
     plain = sys.__stderr__
-    if plain is not None and sys.stderr is plain:  # otherwise somebody, a test for example, has replaced it
+    if plain is not None and sys.stderr is plain:  # otherwise it was replaced, by a test for example
         buffer = io.BufferedWriter(_Lossy(plain.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(buffer, plain.encoding, "backslashreplace", line_buffering=True)
 
@@ -72,13 +72,13 @@ def config_options(command: _F) -> _F:
         "--config",
         "config_file",
         metavar="FILE",
-        help="TOML file with the configuration. [default: the one that OMNIREDUCE_CONFIG names, if any]",
+        help="TOML file with the configuration. [default: the file that OMNIREDUCE_CONFIG names, if any]",
     )
     return config_file(overrides(command))
 
 
 class NumberRange(click.FloatRange):
-    """A number within limits. NaN, which is neither below nor above any limit, is none."""
+    """A number within limits. NaN is refused: it is neither below nor above any limit."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -88,10 +88,10 @@ class NumberRange(click.FloatRange):
 
 
 def whole_numbers(text: str, least: int, most: int) -> list[int]:
-    """The whole numbers in `1,4,8`, each from `least` to `most`; none if the text has anything else."""
+    """The whole numbers in a text such as `1,4,8`, each from `least` to `most`; empty for any other text."""
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:  # no number, or one of thousands of digits
+    except ValueError:  # no number, or a number of thousands of digits
         return []
     return numbers if all(least <= number <= most for number in numbers) else []
 
@@ -115,7 +115,7 @@ def reporting_errors() -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         _complain(f"cannot write the results: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would fail to write the rest at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python would fail to write the rest at exit
         sys.exit(1)
     except KeyboardInterrupt:
         click.echo("Interrupted", err=True)

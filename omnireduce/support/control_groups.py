@@ -1,7 +1,7 @@
-"""The control groups of this process, of version 1 or 2, and what they say of processes that ended for lack of memory.
+"""Control groups of this process, of version 1 or 2: limits, and processes that were ended for lack of memory.
 
-A container has a group of its own, and sees that of the host or only a part of it. So a group is looked for where it is
-mounted here. Sources: cgroups(7); the kernel's documentation of memory.events and memory.oom_control.
+A container has its own group, and sees the tree of groups of the host, or only a part of it. So this looks for groups
+in the mounts of this process. Sources: cgroups(7); the kernel's documentation of memory.events and memory.oom_control.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
-    """The folders of the groups of this process that may have files of `controller`, such as "memory" or "cpu": its
-    own, then those above it, as far as they can be seen. None where there are none."""
+    """Yield the folders of the groups of this process that may have files of `controller`, such as "memory" or "cpu":
+    its own group, then the groups above it, as far as they are visible."""
     with suppress(OSError, ValueError):
         paths = dict[str, str]()
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -35,13 +35,13 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
 
 
 def _unescaped(text: str) -> str:
-    """Blanks stand as numbers in mountinfo."""
+    """A path of mountinfo, in which blanks are written as numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _up(place: Path, path: str, root: str) -> Iterator[Path]:
-    """The folder of group `path` where group `root` is mounted at `place`, and those above it. In a container only a
-    part is mounted, of which the group may not be one."""
+    """Yield the folder of group `path`, and the folders above it, if group `root` is mounted at `place`. A container
+    mounts only a part of the tree, which may not have the group."""
     folder = place / os.path.relpath(path, root)
     if ".." in (*Path(path).parts, *folder.parts) or not folder.is_dir():
         folder = place
@@ -52,14 +52,15 @@ def _up(place: Path, path: str, root: str) -> Iterator[Path]:
 
 
 class OutOfMemory:
-    """Notices when the system ends processes for lack of memory: since it was made, and since the last time."""
+    """Notices when the system ends processes for lack of memory. It counts from its construction, or from the last
+    news."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc
         self._seen = self._count()
 
     def news(self) -> str:
-        """In words, what has happened meanwhile; empty: nothing."""
+        """A text about processes that were ended meanwhile; empty: none."""
         before, self._seen = self._seen, self._count()
         in_group, on_host = (now > then for now, then in zip(self._seen, before, strict=True))
         if in_group:
@@ -69,14 +70,14 @@ class OutOfMemory:
         return "the system ended a process because this host had no memory left" if on_host else ""
 
     def _count(self) -> tuple[int, int]:
-        """How many processes were ended in this process's group, and on the host, as far as that can be seen."""
+        """The number of ended processes in this process's group, and on the host, as far as they are visible."""
         files = [group / name for group in control_groups("memory", self._proc) for name in _COUNTERS]
         in_group = next((count for file in files if (count := _number_in(file, "oom_kill")) is not None), 0)
         return in_group, _number_in(self._proc / "vmstat", "oom_kill") or 0
 
 
 def memory_limit(proc: Path = PROC) -> int | None:
-    """How many bytes of memory the control groups of this process let it have; None where they do not limit it."""
+    """The limit on memory of this process by its control groups, in bytes; None without a limit."""
     limits = []
     for group in control_groups("memory", proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -86,7 +87,7 @@ def memory_limit(proc: Path = PROC) -> int | None:
 
 
 def _number_in(file: Path, name: str) -> int | None:
-    """The number behind `name` on a line of its own."""
+    """The number behind `name` on its line; None without such a line."""
     with suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             key, _, number = line.partition(" ")

@@ -1,7 +1,7 @@
-"""Packages that only some parts of omnireduce need: whether they are here, and how to install them.
+"""Packages that only some parts of omnireduce need: checks, and advice how to install them.
 
-The advice names the packages themselves, as omnireduce's own metadata list them for each extra. So it fits however
-omnireduce was installed: from a checkout, from a wheel, or not at all.
+The advice names the packages themselves, as omnireduce's own metadata list them for each extra. So it fits if
+omnireduce was installed from a checkout, from a wheel, or not at all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 
 _EXTRA = re.compile(r"(?P<package>[^;]+);.*\bextra == ['\"](?P<extra>[\w-]+)['\"]")
-_PACKAGES = {"yaml": "pyyaml"}  # that are called otherwise than their module
+_PACKAGES = {"yaml": "pyyaml"}  # by module, the packages with another name
 
 
 def install(module: str, extra: str = "") -> str:
-    """The command that installs `module` and what else `extra` needs, for whoever has installed omnireduce here."""
+    """The command that installs `module`, and the other packages of `extra`, into this environment."""
     try:
         listed = [_EXTRA.match(requirement) for requirement in requires("omnireduce") or ()]
     except PackageNotFoundError:
@@ -28,7 +28,7 @@ def install(module: str, extra: str = "") -> str:
 
 def need(module: str, what: str, extra: str = "", *, how: str = "") -> None:
     """Raise ModuleNotFoundError unless `module` is installed here. The error says that `what` needs it, and how to get
-    it: by `how`, or as `install` says."""
+    it: by `how`, or by the command of `install`."""
     if sys.modules.get(module) is None and (module in sys.modules or find_spec(module) is None):
         advice = how or install(module, extra)
         raise ModuleNotFoundError(f"{what} needs {module}, which is not installed here: {advice}", name=module)

@@ -1,4 +1,4 @@
-"""Code with which another interpreter runs a module of this tree, wherever it is installed."""
+"""Code for another interpreter to run a module of this tree, no matter where it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def program_of(module: str, place: str = "", *, name: str = "") -> str:
     """The code for `python -c` that calls `main` of `module`. `place`: the index of TREE in the arguments; empty: the
     last. `name`: the name of the program, if `main` is a command of click.
 
-    It never imports a user's module, or one in the current folder, in place of ours. Ctrl-C ends it without a
+    It never imports a module of the user, or of the current folder, in place of this tree's. Ctrl-C ends it without a
     traceback while it imports.
     """
     set_path = f"import signal, sys; sys.path.insert(0, sys.argv.pop({place}))"

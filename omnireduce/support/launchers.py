@@ -1,6 +1,6 @@
-"""The launchers that are known, by the variables that they set. docs/launching.md has the same as a table for users.
+"""Known launchers, by the variables that they set. docs/launching.md has the same as a table for users.
 
-A row of LAUNCHERS says which process of how many this one is. A row of HINTS says only that there are several.
+A row of LAUNCHERS gives the rank and size of this process. A row of HINTS says only that there are several processes.
 
 Sources: Open MPI documentation, "Environment variables set for MPI applications"; PyTorch documentation, "torchrun,
 environment variables"; srun(1), "Output environment variables"; for MPICH, `mpirun env`; MVAPICH2 user guide; Horovod
@@ -21,17 +21,17 @@ from omnireduce.errors import OmniReduceError
 from omnireduce.support.files.paths import read_text
 
 Environ = Mapping[str, str]
-TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two on each of three nodes, one on the next
-MEETS = "MASTER_ADDR", "MASTER_PORT"  # where PyTorch's ranks meet
+TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two tasks on each of three nodes, one on the next
+MEETS = "MASTER_ADDR", "MASTER_PORT"  # the address where PyTorch's ranks meet
 
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The names of a launcher's variables. Of several names the first that is set counts.
+    """The names of a launcher's variables. If there are several names, the first that is set counts.
 
     `job` lists alternatives. Each has the names of the variables whose values together make the id of the launch.
-    `meets`: host and port where ranks of one launch meet, and none of another at the same time. Where
-    one of the `guards` is not set, none of the others counts. `one_per_host`: each host has a single process.
+    `meets`: host and port where the ranks of a launch meet, and ranks of no other launch at the same time. If one of
+    the `guards` is not set, none of the variables counts. `one_per_host`: each host has a single process.
     """
 
     launcher: str
@@ -66,7 +66,7 @@ TORCHRUN = Variables(
     job=(("TORCHELASTIC_RUN_ID",),),
     meets=MEETS,
 )
-LAUNCHERS = (  # the innermost one first
+LAUNCHERS = (  # the innermost first
     Variables(
         launcher="Open MPI",
         rank="OMPI_COMM_WORLD_RANK",
@@ -75,7 +75,7 @@ LAUNCHERS = (  # the innermost one first
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=(("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
     ),
-    Variables(  # MPICH's mpirun, and whoever else speaks PMI: srun --mpi=pmi2, Flux, PALS
+    Variables(  # MPICH's mpirun, and other launchers with PMI: srun --mpi=pmi2, Flux, PALS
         launcher="MPICH",
         rank="PMI_RANK",
         size=("PMI_SIZE",),
@@ -156,12 +156,12 @@ LAUNCHERS = (  # the innermost one first
         one_per_host=True,
     ),
 )
-BEHIND_ID = {"AWS_BATCH_JOB_ID": "#"}  # behind it stands the number of the node
-_KEPT = {"SLURM_JOB_ID", "LSB_JOBID"}  # name the allocation, which srun and jsrun in a rank need
+BEHIND_ID = {"AWS_BATCH_JOB_ID": "#"}  # the number of the node follows this character
+_KEPT = {"SLURM_JOB_ID", "LSB_JOBID"}  # they name the allocation; srun and jsrun in a rank need them
 
 
 def variables_of_launchers() -> frozenset[str]:
-    """The names by which launchers of processes say rank, size and the launch."""
+    """The names of all variables in which launchers of processes give rank, size and launch."""
     all_names: set[str] = set()
     for launcher in LAUNCHERS:
         if not launcher.one_per_host:
@@ -179,10 +179,11 @@ def variables_of_launchers() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Variables of `who` that speak of several processes.
+    """Variables of `who` that say that there are several processes.
 
-    `many`: of how many at least; 1 for the first of any number, and 0 where they say nothing. `is_certain`: two or more
-    would be ranks; else a program of the user's may run once for all of them. `instead`: how to start ranks there.
+    `many`: the least number of processes; 1 for the first of any number, and 0 if they say nothing. `is_certain`: if
+    there are two or more, they are ranks; otherwise a program may run once for all of them. `instead`: how to start
+    ranks there.
     """
 
     who: str
@@ -192,7 +193,7 @@ class Hint:
 
 
 def _count(name: str) -> Callable[[Environ], int]:
-    """Read a number of processes from a variable: 4, or 2:4, which is two to four."""
+    """A function that reads a number of processes from a variable: 4, or 2:4, which is two to four."""
 
     def read(environ: Environ) -> int:
         match = re.fullmatch(r"(?:[0-9]{1,9}:)?([0-9]{1,9})", environ.get(name, "").strip())
@@ -202,7 +203,7 @@ def _count(name: str) -> Callable[[Environ], int]:
 
 
 def _index(name: str) -> Callable[[Environ], int]:
-    """Read the least number of processes from a variable that has the index of one of them, from 0."""
+    """A function that reads the least number of processes from a variable with the index of a process, from 0."""
     return lambda environ: int(environ[name]) + 1 if re.fullmatch("[0-9]{1,9}", environ.get(name, "")) else 0
 
 
@@ -211,19 +212,19 @@ def _several(count: int) -> int:
 
 
 def _hosts_of_lsf(environ: Environ) -> int:
-    """`host1 4 host2 4`"""
+    """The hosts in a variable such as `host1 4 host2 4`."""
     return _several(len(environ.get("LSB_MCPU_HOSTS", "").split()) // 2)
 
 
 def _lines_of_pbs(environ: Environ) -> int:
-    """A line for each process that the user has asked for."""
+    """The lines of a file with a line for each process that the user has asked for."""
     with suppress(OmniReduceError):
         return _several(len(read_text(environ["PBS_NODEFILE"]).split())) if environ.get("PBS_NODEFILE") else 0
     return 0
 
 
 def _of_agents(environ: Environ) -> int:
-    """torchrun's own options as variables."""
+    """The processes by torchrun's options, given as variables."""
     nodes, per_node = _count("PET_NNODES")(environ), environ.get("PET_NPROC_PER_NODE", "1").strip()
     return _several(max(1, nodes) * (int(per_node) if re.fullmatch("[0-9]{1,6}", per_node) else 2))  # such as "gpu"
 

@@ -1,4 +1,4 @@
-"""Classes and functions of the user's own, by name: MODULE:NAME."""
+"""Classes and functions of users, loaded by name: MODULE:NAME."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from omnireduce.support.files.paths import current_folder
 def load_named(name: str, said: str, expected: str) -> Any:
     """Load `name`, MODULE:NAME.
 
-    Messages call it what is `said`, and say that they `expected` something where it has another form. Raises UsageError
-    for that, and for what cannot be loaded.
+    Messages call it `said`, and for another form they say what was `expected`. Raises UsageError for a name of another
+    form, and for a name that cannot be loaded.
     """
     module, _, attribute = name.partition(":")
     if not (module and attribute):
@@ -25,20 +25,21 @@ def load_named(name: str, said: str, expected: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the module is a user's own, and may raise anything, even SystemExit
+    except BaseException as error:  # a module of the user may raise anything, even SystemExit
         raise UsageError(f"{said} cannot be loaded: {in_a_line(error)}") from error
 
 
 def look_in_this_folder() -> None:
-    """Let modules of the current folder be found, as `python -m` does: a program does not by itself."""
-    with suppress(UsageError):  # it is gone
+    """Let modules of the current folder be found, as `python -m` does. An installed program does not by itself."""
+    with suppress(UsageError):  # the folder is gone
         here = str(current_folder())
         if here not in sys.path:
             sys.path.insert(0, here)
 
 
 def search_path() -> list[str]:
-    """Where this process finds modules, for another one: whole paths. In a folder that is gone nothing can be found."""
+    """The folders of modules of this process, for another process, as absolute paths. A folder that is gone is left
+    out."""
     paths = []
     for path in sys.path:
         with suppress(UsageError):

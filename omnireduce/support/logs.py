@@ -1,15 +1,15 @@
 """Log lines: one for each event, as `key=value` text or as JSON, with the job and the rank that it is about.
 
-The library logs by `logging` under "omnireduce"; the program decides where the lines go. A record has a text. The other
-things that it tells travel in `extra`:
+The library logs by `logging` under "omnireduce"; the program decides where the lines go. A record has a text. Further
+fields are in `extra`:
 
     log.warning("rank %d left", rank, extra=tagged("rank_left", job=job, rank=rank))
 
-`start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So the
-lines that peers can cause have limits: so many lines a second of each event, and so many bytes a minute.
+`start_logs` is for programs: it writes the lines of this process to standard error. A full disk stops a host. So lines
+that peers can cause have limits: lines a second for each event, and bytes a minute.
 
-`show_debug_lines` is for the library in a program of somebody else: who has asked for debug lines sees them, however
-that program logs.
+`show_debug_lines` is for the library in a program of a user: debug lines that were asked for appear, no matter how the
+program logs.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any, TextIO
 
 from omnireduce.support.config.schema import Log
 
-# events that no peer can cause: they have no limits
+# events without limits, because no peer can cause them
 OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up", "failed"}
 OWN |= {"reloaded", "reload_failed"}
-A_SECOND = 20  # lines of each other event
-A_MINUTE, OF_ONE = 400_000, 60_000  # bytes of the lines of these events together, and of each of them
-TOGETHER = 900_000  # bytes a minute of all processes of a daemon
-LINE = 4096  # bytes that a line may take
-LEAST = 4 * LINE  # bytes a minute of a process, however many there are
+A_SECOND = 20  # lines a second for each other event
+A_MINUTE, OF_ONE = 400_000, 60_000  # bytes a minute for all these events together, and for each of them
+TOGETHER = 900_000  # bytes a minute for all processes of a daemon
+LINE = 4096  # the most bytes of a line
+LEAST = 4 * LINE  # the least limit of a process, in bytes a minute, no matter how many processes there are
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 
 
 def tagged(name: str, **fields: object) -> dict[str, object]:
-    """The `extra` of a log call: what happened, and its fields. Those that are None are left out."""
+    """The `extra` of a log call: the name of the event, and its fields. Fields that are None are left out."""
     return {"event": name, "fields": fields}
 
 
@@ -57,8 +57,8 @@ class BoundLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def start_logs(settings: Log, processes: int = 1, **fields: object) -> None:
-    """Write the log lines of this process to standard error from now on, each with `fields`. It is one of so many
-    `processes` of a program, which share the limit of bytes."""
+    """Write the log lines of this process to standard error from now on, each with `fields`. `processes`: the number of
+    processes of the program, which share the limit of bytes."""
     handler = LimitedHandler(sys.stderr, processes)
     handler.setFormatter(_formatter(settings, fields))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
@@ -66,7 +66,7 @@ def start_logs(settings: Log, processes: int = 1, **fields: object) -> None:
 
 def show_debug_lines(settings: Log, **fields: object) -> None:
     """If `log.level` is debug, write all lines of the library to standard error from now on, each with `fields`. A line
-    that the program's own logging takes goes there alone."""
+    that the program's own logging takes is not written twice."""
     if settings.level != "debug":
         return
     ours = logging.getLogger("omnireduce")
@@ -89,17 +89,17 @@ def logs_are_json() -> bool:
 
 
 def tell_left_out() -> None:
-    """Write how many lines were left out before this second, if any were. Programs call this now and then."""
+    """Write how many lines were left out before this second, if any. Programs call this now and then."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LimitedHandler):
             handler.tell_left_out(time.time())
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes lines within the limits above. A line of its own says how many were left out.
+    """Writes lines within the limits above. A separate line says how many lines were left out.
 
-    That line comes before the next line of a later second, whatever that one is about, or when `tell_left_out` is
-    called; but when this minute's bytes are used up, not before the next minute.
+    This line comes before the next line of a later second, or when `tell_left_out` is called. If this minute's bytes
+    are used up, it comes in the next minute.
     """
 
     def __init__(self, stream: TextIO, processes: int = 1) -> None:
@@ -107,8 +107,8 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         self._most = min(A_MINUTE, max(LEAST, TOGETHER // processes))
         self._most_of_one = min(OF_ONE, max(2 * LINE, self._most // 4))
         self._second = self._minute = 0
-        self._lines = Counter[str]()  # of each event in this second
-        self._bytes = Counter[str]()  # of each event in this minute
+        self._lines = Counter[str]()  # lines of each event in this second
+        self._bytes = Counter[str]()  # bytes of each event in this minute
         self._left_out = Counter[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -129,12 +129,12 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         self._write(line, record)
 
     def _has_room(self, event: str) -> bool:
-        """Whether there is room for one more line, however long it is."""
+        """Whether there is room for one more line of any length."""
         in_minute = self._bytes[event] + LINE <= self._most_of_one and self._bytes.total() + LINE <= self._most
         return in_minute and self._lines[event] < A_SECOND
 
     def tell_left_out(self, now: float) -> None:
-        """Say what was left out before the second of `now`."""
+        """Write how many lines were left out before the second of `now`."""
         if self._left_out:
             with self.lock or nullcontext():
                 self._pass_time(now)
@@ -193,7 +193,7 @@ class _Lines(logging.Formatter):
         fields = {key: value for key, value in line.items() if value is not None}
         written = self._write(fields)
         room = LINE // 2
-        while len(written.encode(errors="replace")) >= LINE:  # the end of the line counts, too
+        while len(written.encode(errors="replace")) >= LINE:  # >=, because the end of the line counts, too
             fields = {key: _cut(value, room) for key, value in fields.items()}
             written, room = self._write(fields), room // 2
         return written
@@ -207,7 +207,7 @@ class JsonLines(_Lines):
 
 
 class TextLines(_Lines):
-    """Each record as `key=value` pairs on one line; a value that is no plain word stands in quotes."""
+    """Each record as `key=value` pairs on one line; a value that is no plain word is in quotes."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         super().__init__(fields, lambda line: " ".join(f"{key}={_text(value)}" for key, value in line.items()))
@@ -219,8 +219,7 @@ def _text(value: object) -> str:
 
 
 def _cut(value: object, most: int) -> object:
-    """Return a number as it is. Of any other value return a text that has no more than `most` characters of it; the
-    middle is left out."""
+    """A number as it is. Any other value as a text; a text with more than `most` characters loses its middle."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= most or isinstance(value, int | float):
         return value

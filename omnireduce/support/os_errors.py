@@ -1,4 +1,4 @@
-"""The origin of an OSError: the system, which reports about a peer, or a signal handler, which does not."""
+"""Origin of an OSError: a call of the system, which reports about a peer, or a signal handler, which does not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ TRANSPORT = "omnireduce.transport."  # what its modules begin with, which are th
 
 
 def from_a_handler(error: OSError) -> bool:
-    """Whether `error`, which came out of a call of ours to the system, was raised by a signal handler.
+    """Whether `error`, from a call to the system, was raised by a signal handler.
 
     A handler runs in the middle of such a call, and TimeoutError, ConnectionError and BlockingIOError are OSErrors. The
-    error numbers do not tell the two apart: a handler that writes to a broken pipe has one as well. But the traceback
-    of its error leads through code that is not ours.
+    error numbers do not tell the two apart: a handler that writes to a broken pipe gets the same numbers. But the
+    traceback of its error leads through code outside the modules OURS.
     """
-    assert error.__traceback__ is not None  # its first entry is the caller, who has caught it
+    assert error.__traceback__ is not None  # its first entry is the caller, which has caught it
     at = error.__traceback__.tb_next
     while at is not None:
         module = str(at.tb_frame.f_globals.get("__name__"))

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-TABLE_WIDTH = 100  # characters, where no terminal says otherwise
+TABLE_WIDTH = 100  # characters, if there is no terminal
 
 
 def make_console(*, quiet: bool = False) -> Console:
     """A console on standard output that is wide enough for the tables, on a terminal or not.
 
-    It prints all text as it is: `omnireduce[mpi]` is no markup.
+    It prints all text unchanged: `omnireduce[mpi]` is no markup.
     """
     console = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.width = max(TABLE_WIDTH, console.width if console.is_terminal else 0)
@@ -20,8 +20,8 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 def carriers_text(carried: Mapping[str, int]) -> str:
-    """The transports that carried these bytes: "tcp", "memory+tcp", "nothing". One that carried less than a hundredth
-    of them is left out."""
+    """The transports that carried these bytes: "tcp", "memory+tcp", "nothing". A transport that carried less than a
+    hundredth of them is left out."""
     least = sum(carried.values()) / 100
     return "+".join(sorted(kind for kind, nbytes in carried.items() if nbytes > least)) or "nothing"
 
@@ -48,7 +48,7 @@ def density_text(density: float) -> str:
 
 
 def times_text(factor: float) -> str:
-    """How many times as fast, in at most six characters: 0.95x, 12.3x, >1000x."""
+    """A speed-up in at most six characters: 0.95x, 12.3x, >1000x."""
     return f"{factor:.2f}x" if factor < 9.995 else f"{factor:.1f}x" if factor < 999.5 else ">1000x"
 
 

@@ -16,16 +16,16 @@ def usable() -> int:
 
 
 def quota(proc: Path = PROC) -> float | None:
-    """How many of them it may use at a time: the least that its control group, or one above that, allows. None when it
-    may use all. `proc`: where the kernel says which groups there are."""
+    """The number of processors that this process may use at a time: the least limit of its control group and the groups
+    above. None if it may use all. `proc`: the folder in which the kernel lists the groups."""
     limits = map(_limit, control_groups("cpu", proc))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _limit(group: Path) -> float | None:
-    """How many processors a group may use; None where it has no limit, as the topmost group of version 2."""
+    """The number of processors that a group may use; None without a limit, as for the topmost group of version 2."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError, ZeroDivisionError):  # sandboxes say all kinds of things
+        with suppress(OSError, ValueError, ZeroDivisionError):  # in sandboxes the files may have other contents
             limit, period = " ".join((group / name).read_text() for name in names).split()
             processors = math.inf if limit == "max" else int(limit) / int(period)
             return processors if 0 < processors < math.inf else None

@@ -1,4 +1,4 @@
-"""Progress of long work: lines where no terminal can show it, and a thread that tells where the work itself cannot.
+"""Progress of long work: lines if there is no terminal, and a thread to report if the work itself cannot.
 
 Under mpirun both output streams are pipes.
 """
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import click
 
-EVERY_S = 5.0  # seconds of work between two lines; shorter work says nothing
+EVERY_S = 5.0  # seconds of work between two lines; shorter work has none
 
 _T = TypeVar("_T")
 
@@ -24,7 +24,7 @@ def _to_stderr(line: str) -> None:
 
 
 class PlainProgress:
-    """Writes a line about every `EVERY_S` seconds, the first of them after that time.
+    """Writes a line about every `EVERY_S` seconds, the first line after that time.
 
     `now` is the time when the work starts, in seconds of any monotonic clock.
     """
@@ -34,20 +34,20 @@ class PlainProgress:
         self._write = write
 
     def at(self, line: str, now: float) -> None:
-        """The work has come as far as `line` says; write that if it is time to."""
+        """Write `line`, which describes the progress now, if it is time."""
         if now >= self._due:
             self._due = now + EVERY_S
             self._write(line)
 
     def follow(self, items: Sequence[_T], what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[_T]:
-        """Yield `items`, saying now and then which one of them comes: "`what` 7 of 20"."""
+        """Yield `items`, and write now and then which item comes: "`what` 7 of 20"."""
         for number, item in enumerate(items, 1):
             self.at(f"{what} {number} of {len(items)}", clock())
             yield item
 
 
 class Seldom:
-    """Hands on the first call, and afterwards at most one in `EVERY_S` seconds."""
+    """Passes on the first call, and afterwards at most one call in `EVERY_S` seconds."""
 
     def __init__(self, tell: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock, self._due = tell, clock, -math.inf
@@ -59,8 +59,8 @@ class Seldom:
 
 
 class Ticker:
-    """Calls `tell` every `every_s` seconds, in a thread of its own, while the block runs. Once `tell` has raised, it is
-    not called any more, and `check` raises that."""
+    """Calls `tell` every `every_s` seconds, in a separate thread, while the block runs. Once `tell` has raised, it is
+    not called any more, and `check` raises the error."""
 
     def __init__(self, tell: Callable[[], None], every_s: float) -> None:
         self._tell, self._every_s, self._over = tell, every_s, threading.Event()
@@ -68,7 +68,7 @@ class Ticker:
         self._thread = threading.Thread(target=self._run, name="omnireduce-progress", daemon=True)
 
     def check(self) -> None:
-        """Raise what `tell` has raised."""
+        """Raise the error of `tell`, if it has raised one."""
         if self._error is not None:
             raise self._error
 
@@ -76,7 +76,7 @@ class Ticker:
         try:
             while not self._over.wait(self._every_s):
                 self._tell()
-        except BaseException as error:  # the one who waits gets it
+        except BaseException as error:  # `check` raises it in the waiting thread
             self._error = error
 
     def __enter__(self) -> Ticker:

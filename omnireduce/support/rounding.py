@@ -1,4 +1,4 @@
-"""Products and means in the type of their arrays, each rounded once: the exact value, not a factor on the way to it."""
+"""Products and means in the type of their arrays. Only the exact value is rounded, once, not a factor before."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def scaled(x: Array, factor: float, out: Array | None = None) -> Array:
 
 
 def integer_mean(total: Array, count: int, out: Array, factor: float = 1.0) -> Array:
-    """The integers of `total`, a sum of `count`, divided by it and times `factor`, cut off towards zero: into `out`, of
-    the same dtype, which may be `total`."""
+    """The integers of `total`, divided by `count` and times `factor`, cut off towards zero: into `out`, of the same
+    dtype, which may be `total`."""
     if factor != 1:
         return np.divide(total * WIDE.type(factor), count, out=out, casting="unsafe")
     fits = count <= np.iinfo(total.dtype).max
     divisor = total.dtype.type(count) if fits else np.int64(count)
-    multiple = total - np.fmod(total, divisor)  # of the divisor: the next one towards zero
+    multiple = total - np.fmod(total, divisor)  # the next multiple of the divisor towards zero
     return np.floor_divide(multiple, divisor, out=out, casting="unsafe")  # type: ignore[no-any-return]
 
 
 def _exact(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type in which a product is made before it is rounded."""
+    """The type in which a product is computed before it is rounded."""
     if dtype.kind in "iu":
         return WIDE
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype

@@ -1,4 +1,4 @@
-"""The shared secrets of a cluster: where they come from, and the proofs that they make.
+"""Shared secrets of a cluster: their files, and proofs of knowing them.
 
 They are not part of the configuration, so a program that shows its configuration cannot show them.
 """
@@ -20,11 +20,11 @@ from omnireduce.support.config.schema import SECRET_VARIABLE, Security
 from omnireduce.support.files.paths import MARK, user_path, without_waiting
 
 MIN_BYTES, MAX_BYTES = 16, 4096
-MOST_LINES = 4  # of one file; each line is a secret
-_BLOCK_BYTES = 64  # of SHA-256: HMAC hashes a key that is longer
+MOST_LINES = 4  # the most lines of a file; each line is a secret
+_BLOCK_BYTES = 64  # block size of SHA-256: HMAC hashes a longer key
 _PURPOSE = b"omnireduce handshake 2"
 _EXPECTED = (
-    "expected 0600, or 0440 of root and of a group that this process is in; run chmod 600, and make a new one if "
+    "expected 0600, or 0440 of root and of a group that this process is in; run chmod 600, and make a new secret if "
     "somebody may have read it"
 )
 _USER, _ITS_GROUP, _GROUP = 2, 4, 8  # tags of entries in an access list
@@ -42,7 +42,7 @@ class Secret:
     __slots__ = ("_key", "team")
 
     def __init__(self, key: bytes, team: str = "") -> None:
-        # HMAC would hash a long key anyhow. It is hashed here, once, so that every proof takes the same time.
+        # HMAC would hash a long key each time. It is hashed here, once, so that every proof takes the same time.
         self._key = key if len(key) <= _BLOCK_BYTES else hashlib.sha256(key).digest()
         self.team = team
 
@@ -62,16 +62,16 @@ class Secret:
         return hmac.digest(self._key, said, "sha256")
 
     def proves(self, proof: bytes, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bool:
-        """Whether `proof` is the right one for `role`. A wrong proof takes as long as the right one."""
+        """Whether `proof` is right for `role`. The check of a wrong proof takes as long as that of the right proof."""
         return hmac.compare_digest(proof, self.proof(role, worker_nonce, aggregator_nonce))
 
 
 def load_secret(security: Security, environ: Mapping[str, str] = os.environ) -> Secret | None:
     """The secret that a worker proves: the first line of `security.secret_file` or of the environment's variable; None
-    when there is neither.
+    without both.
 
     Raises ConfigError for a file that cannot be read or that others may read (see `read_private`), for a line that is
-    too short or too long to be a secret, for too many lines, when both places give a secret, and when a team has none.
+    too short or too long to be a secret, for too many lines, if both places give a secret, and if a team has none.
     """
     secrets = load_secrets(security, environ, security.team)
     if security.team and not secrets:
@@ -93,12 +93,12 @@ def load_secrets(security: Security, environ: Mapping[str, str] = os.environ, te
 
 
 def read_secrets(name: str | Path, key: str, team: str = "") -> list[Secret]:
-    """The secrets of a team in a file, one a line. Raises ConfigError, which names `key` or the file."""
+    """The secrets of a team in a file, one on each line. Raises ConfigError, which names `key` or the file."""
     return [Secret(line, team) for line in read_lines(name, key, "secret")]
 
 
 def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
-    """The lines of a private file, 1 to MOST_LINES, without the white space around each. An error calls such a line a
+    """The lines of a private file, 1 to MOST_LINES, without the white space around them. Errors call such a line
     `what`. Raises ConfigError, which names `key` or the file."""
     return _lines(read_private(name, key, most_bytes=MOST_LINES * (MAX_BYTES + 2)), str(name), what)
 
@@ -106,8 +106,8 @@ def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
 def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_secret: bool = True) -> bytes:
     """The first `most_bytes` bytes of a private file, and one more byte if the file is longer.
 
-    A file is private if only its owner may read it, or if root lets a group of this process read it. What is no secret
-    may be read by all, but only its owner may write to it. Raises ConfigError, which names `key`.
+    A file is private if only its owner may read it, or if root lets a group of this process read it. All may read a
+    file without a secret (`is_secret`), but only its owner may write to it. Raises ConfigError, which names `key`.
     """
     try:
         with open(user_path(name), "rb", opener=without_waiting) as file:
@@ -125,11 +125,12 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_
 
 
 def _check_readers(file: int, found: os.stat_result, what: str) -> None:
-    """Accept a file of root's that a group of this process may read: Kubernetes mounts a secret so. Accept one that an
-    access list lets only this process's user read: systemd hands one on so. Raises ConfigError for all others."""
+    """Accept a file of root that a group of this process may read: Kubernetes mounts secrets in this way. Accept a file
+    whose access list lets only this process's user read it: systemd passes credentials in this way. Raises ConfigError
+    for all other files."""
     if found.st_mode & 0o037:
-        raise ConfigError(f"{what} lets others than its owner at it, {_EXPECTED}")
-    if found.st_uid != 0:  # the group of a user's file may well be that of all users
+        raise ConfigError(f"{what} lets others than its owner use it, {_EXPECTED}")
+    if found.st_uid != 0:  # all users may be in the group of a user's file
         raise ConfigError(f"{what} lets a group read it, but it belongs to user {found.st_uid}, {_EXPECTED}")
     users, groups = _listed_readers(file, found.st_gid)
     if strangers := groups - {os.getegid(), *os.getgroups()}:
@@ -143,7 +144,7 @@ def _check_readers(file: int, found: os.stat_result, what: str) -> None:
 def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
     """The users and groups, beside the owner, that may read a file whose mode has the read bit of the group.
 
-    Where there is an access list, this bit is only the most that the list may allow: see acl(5).
+    With an access list, this bit is only the most that the list may allow: see acl(5).
     """
     try:
         entries = struct.iter_unpack("<HHI", os.getxattr(file, "system.posix_acl_access")[4:])  # after its version

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def slow_imports() -> Iterator[None]:
-    """Inside the block Ctrl-C ends the process without a traceback. After it the program handles Ctrl-C as before."""
+    """A context in which Ctrl-C ends the process without a traceback. Afterwards the program handles it as before."""
     told = signal.getsignal(signal.SIGINT)
     is_pythons = told is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if is_pythons:  # not where a shell has it ignored

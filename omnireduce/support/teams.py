@@ -1,6 +1,6 @@
-"""Workers that may join an aggregator: those that know its own secret, and teams with their secrets, jobs and limits.
+"""Workers that may join an aggregator: workers with its own secret, and teams with their secrets, jobs and limits.
 
-`security.teams_folder` has a file NAME with the secret of each team. Where a team's `Terms` differ from the defaults,
+`security.teams_folder` has a file NAME with the secret of each team. If a team's `Terms` differ from the defaults,
 there is also a file NAME.toml with them.
 """
 
@@ -37,14 +37,14 @@ msgspec.convert({}, Terms)  # the first conversion prepares the type, and thread
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The workers that know one of `secrets`. The name "" stands for those that know the aggregator's own secret."""
+    """The workers that know one of `secrets`. The name "" stands for workers with the aggregator's own secret."""
 
     name: str
     secrets: tuple[Secret, ...] = ()
     terms: Terms = FREE
 
     def proved(self, proof: bytes, worker_nonce: bytes, aggregator_nonce: bytes) -> Secret | None:
-        """The secret that a worker has proved to know; None: none of them. All are tried, so that the time tells
+        """The secret that a worker has proved; None: it knows none of them. All are tried, so that the time shows
         nothing."""
         proved = None
         for secret in self.secrets:
@@ -83,11 +83,11 @@ class Teams:
         self._nobody = Team(nobody, _filled((), nobody))
 
     def __len__(self) -> int:
-        """How many teams there are, without the aggregator's own."""
+        """The number of teams, without the aggregator's own."""
         return len(self._teams) - 1
 
     def of(self, name: str) -> Team:
-        """The team of this name, or one whose secrets nobody knows."""
+        """The team of this name, or a team whose secrets nobody knows."""
         return self._teams.get(name, self._nobody)
 
 
@@ -96,9 +96,9 @@ def _filled(own: Sequence[Secret], team: str) -> tuple[Secret, ...]:
 
 
 def load_teams(security: Security, environ: Mapping[str, str] = os.environ) -> Teams | None:
-    """Read which teams the configuration and its files let in; None when no secret is wanted.
+    """Read the teams that the configuration and its files admit; None if no secret is wanted.
 
-    Raises ConfigError for anything that is wrong with one of the files.
+    Raises ConfigError for any error in the files.
     """
     general = load_secrets(security, environ)
     if not general and not security.teams_folder:
@@ -141,11 +141,11 @@ def _names(folder: Path) -> list[str]:
     # Kubernetes mounts Secrets read-only, though the mode of the folder lets all write to it.
     if folder_stat.st_mode & 0o022 and not (read_only and folder_stat.st_uid == 0):
         allowed = f"mode {stat.S_IMODE(folder_stat.st_mode):04o} lets others than its owner add teams"
-        expected = "expected 0700, or a folder of root's that is mounted read-only; run chmod 700"
+        expected = "expected 0700, or a folder of root that is mounted read-only; run chmod 700"
         raise ConfigError(f"{_FOLDER}: {folder}: {allowed}, {expected}")
     for name in names:
         if not re.match(TEAM_PATTERN, name.removesuffix(_SUFFIX)):
-            expected = f"files called like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"
+            expected = f"files named like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"
             raise ConfigError(f"{_FOLDER}: {folder}: got a file {name!r}, expected {expected}")
     teams = sum(not name.endswith(_SUFFIX) for name in names)
     if teams > MOST_TEAMS or len(names) > 2 * MOST_TEAMS:
@@ -174,7 +174,7 @@ def _read_terms(file: Path) -> Terms:
 
 
 def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms], folder: str) -> None:
-    """Raise ConfigError where the files do not fit together."""
+    """Raise ConfigError if the files do not fit together."""
     for name in terms.keys() - known.keys():
         raise ConfigError(f"{_FOLDER}: {folder}: got {name}{_SUFFIX} and no secret for this team in a file {name}")
     owners: dict[Secret, str] = {}

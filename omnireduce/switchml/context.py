@@ -62,10 +62,10 @@ class Context:
         self._state = ContextState.CREATED
         self._comm: Communicator | DummyCommunicator | None = None
         self._starter: Starter | None = None
-        self._queue = deque[Job | Exception]()  # an error is that of a job which was refused
+        self._queue = deque[Job | Exception]()  # an error stands for a refused job
         self._running: list[Job] = []
-        self._begun = Counter[int]()  # how many jobs, in each generation of the communicator
-        self._thread: threading.Thread | None = None  # which starts the jobs in the queue
+        self._begun = Counter[int]()  # number of jobs in each generation of the communicator
+        self._thread: threading.Thread | None = None  # starts the jobs in the queue
         self.reset_stats()
 
     @classmethod

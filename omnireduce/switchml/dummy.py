@@ -1,7 +1,7 @@
 """SwitchML's dummy backend: it exchanges nothing, and sleeps for as long as a network would take.
 
-To try a program, or a pre- and postprocessor, in one process. Packets come back in a random order. Their entries are
-what they were, times the number of ranks, as if all ranks had sent the same.
+It serves to try a program, or a pre- and postprocessor, in one process. Packets come back in a random order, with their
+entries multiplied by the number of ranks, as if all ranks had sent the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omnireduce.switchml.packets import Batch
 from omnireduce.switchml.settings import Dummy
 
 BITS = 32  # of an entry
-DUMMY_THREADS = 4  # where nothing says how many
+DUMMY_THREADS = 4  # if the configuration gives no number
 
 
 class DummyExchange:
@@ -54,22 +54,22 @@ class DummyCommunicator:
         self.config, self.rank, self.size = config, rank, size
 
     def allreduce(self, x: Array, *, name: str = "") -> Array:
-        """As if all ranks had the same `x`: it becomes so many times itself."""
+        """Multiply `x` by the number of ranks, as if all of them had the same `x`."""
         x *= self.size
         return x
 
     def refuse(self, error: Exception) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits for this one."""
 
     def barrier(self, *, name: str = "") -> None:
-        """Nobody is waited for."""
+        """Do nothing: there is no other rank to wait for."""
 
     def statistics(self) -> Statistics:
-        """Nothing was moved."""
+        """Statistics of zeros: no bytes were moved."""
         return Statistics(0, 0, 0, (), {})
 
     def shutdown(self) -> None:
-        """Nobody is left."""
+        """Do nothing: there is no connection to close."""
 
     def __exit__(self, *_: object) -> None:
-        """Nobody hears of an error."""
+        """Do nothing: there is no other rank to tell of an error."""

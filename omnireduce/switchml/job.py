@@ -21,7 +21,7 @@ from omnireduce.runtime.rank.arguments import flat_view
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of some numbers, such as the sizes of jobs in elements. `stdev` is that of the population, not of a
+    """Statistics of some numbers, such as the sizes of jobs in elements. `stdev` is for the population, not for a
     sample. Without numbers all are 0."""
 
     sum: float
@@ -145,7 +145,7 @@ class Job:
 
     @property
     def error(self) -> OmniReduceError | None:
-        """Why the job has failed; None while it has not."""
+        """The error with which the job failed; None if it has not failed."""
         if self._error is None and self._handle is not None and self._handle.done():
             try:
                 self._handle.wait()

@@ -1,5 +1,5 @@
-"""Pre- and postprocessors, which load tensors of jobs into packets and unload sums: SwitchML's interface, for a class
-of the user's own.
+"""Pre- and postprocessors, which load tensors of jobs into packets and unload sums: SwitchML's interface, for classes
+that users write.
 
 A job is a series of packets. `batch` packets are under way at once: packet `p + batch` uses the memory of packet `p`.
 Beside its entries a packet carries a small number, `extra_info`, of which all ranks get the largest. A class that needs

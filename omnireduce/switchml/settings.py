@@ -145,7 +145,7 @@ class _Given(NamedTuple):
 
 
 class _File:
-    """The keys of a file that say something, each with its section in front; none without a `source`."""
+    """The keys of a file that have a value, each with its section in front; no keys without a `source`."""
 
     def __init__(self, source: str) -> None:
         self.source, self.keys = source, _read(source) if source else {}
@@ -157,7 +157,7 @@ class _File:
         return self.peek(name, default)
 
     def peek(self, name: str, default: Any) -> Any:
-        """The same, and it counts as before."""
+        """The value of a key, without counting it as used."""
         return self.keys[name].value if name in self.keys else default
 
     def where(self, name: str) -> str:
@@ -175,8 +175,8 @@ def load_settings(
     """The effective configuration: defaults < `switchml.cfg` < TOML file < environment < overrides.
 
     `path` is a TOML file, or a file like `switchml.cfg` if its name ends in .cfg. Unless it is the latter, the first of
-    `places` that exists is read; without `places` these are /etc/switchml.cfg, ./switchml.cfg and
-    ./switchml-HOSTNAME.cfg. There need be none. Raises ConfigError, one line, for the first thing that is wrong.
+    `places` that exists is read; by default these are /etc/switchml.cfg, ./switchml.cfg and ./switchml-HOSTNAME.cfg. If
+    none exists, the defaults apply. Raises ConfigError, one line, for the first mistake.
     """
     is_ours = path is not None and str(path).endswith(ENDING)
     if places is None:
@@ -195,8 +195,8 @@ def load_settings(
 
 
 def _told(file: _File, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Rank and number of workers, if the file says one of them. One file may be there for all ranks: a launcher knows
-    better. Raises ConfigError for a rank that cannot be."""
+    """Rank and number of workers, if the file has one of them and no launcher started this process: all ranks of a
+    launcher may share one file. Raises ConfigError for a rank that is not below the number of workers."""
     if not {"general.rank", "general.num_workers"} & file.keys.keys() or detect_launch(environ).launcher != "none":
         return None, None
     rank, size = file.get("general.rank", 0), file.get("general.num_workers", 1)
@@ -217,7 +217,7 @@ def _defaults(file: _File) -> dict[str, tuple[str, object]]:
 
 
 def _needs_packets(file: _File) -> bool:
-    """Whether jobs travel in packets: over the dummy backend, or with a processor of the user's own."""
+    """Whether jobs travel in packets: over the dummy backend, or with a processor that the user wrote."""
     return file.peek(BACKEND, "") == "dummy" or file.peek(PROCESSOR, DEFAULT) not in READY
 
 

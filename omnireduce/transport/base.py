@@ -9,11 +9,11 @@ slot k of the other. Theory of operation:
 3. The sender's `poll()` reports `Credited(k)`; slot k is the sender's again.
 
 Messages stay in order, in each direction. Control messages share that order. Nothing blocks, and no fault of the peer
-or the network raises: a link that is over says `Lost(reason)` as its last event. A second `send` of a slot that is
-under way is our own mistake and raises.
+or the network raises: a link that is over reports `Lost(reason)` as its last event. A second `send` of a slot that is
+under way is a bug of the caller and raises.
 
-One `poll` has a budget of bytes and events, whatever the peer sends: others wait for their turn meanwhile. The rest
-stays where the descriptor still tells of it, so nobody who waits at the descriptor misses it.
+One `poll` has a budget of bytes and events, no matter how much the peer sends, because others wait for their turn. The
+rest stays where the descriptor still shows it, so a process that waits at the descriptor does not miss it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Credited(NamedTuple):
 
 
 class Control(NamedTuple):
-    """A control message. `after` counts block messages and credits that the peer sent before by another path."""
+    """A control message. `after` counts the block messages and credits that the peer sent before it by another path."""
 
     body: bytes
     after: int = 0
@@ -55,7 +55,7 @@ class Control(NamedTuple):
 
 class Lost(NamedTuple):
     """The link is over; nothing follows. `violation`: the peer has broken the rules, while the network works. Then a
-    message sent before the link is closed may still reach the peer, if it can be sent at once. `refused`: the peer says
+    last message may still reach the peer before the link is closed, if it can be sent at once. `refused`: the peer says
     that this end has broken the rules."""
 
     reason: str
@@ -68,8 +68,8 @@ Event = Received | Credited | Control | Lost
 
 @dataclass(slots=True)
 class Counters:
-    """Bytes that a link put on, and took off, the wire, framing included. `message_bytes`: those of block messages
-    alone, both ways."""
+    """Bytes that a link put on, and took off, the wire, framing included. `message_bytes`: bytes of block messages
+    alone, in both directions."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -91,7 +91,7 @@ class Link(ABC):
         self.send_slots = NO_SLOTS
         self.receive_slots = NO_SLOTS
         self._under_way: set[int] = set()  # send slots without credit
-        self._held: set[int] = set()  # receive slots that our side still reads
+        self._held: set[int] = set()  # receive slots that this side still reads
 
     def __str__(self) -> str:
         return self.kind
@@ -130,7 +130,7 @@ class Link(ABC):
 
     def bound_control(self, most: int) -> None:
         """Until slots are attached, accept only control messages of at most `most` bytes."""
-        return  # a link that keeps no bytes of them needs no bound
+        return  # a link that buffers no bytes needs no bound
 
     def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
         """Send the first `nbytes` bytes of send slot `slot`, or all of `instead` (uint8), if this link is `inline`."""
@@ -149,7 +149,7 @@ class Link(ABC):
         self._return_credit(slot)
 
     def _admit(self, event: Received | Credited) -> str:
-        """Check a peer's event against the credits; return what is wrong with it, or nothing."""
+        """Check a peer's event against the credits; return the error as a text, or an empty text."""
         if isinstance(event, Received):
             if event.slot >= len(self.receive_slots) or event.slot in self._held:
                 return f"message for slot {event.slot} without a credit"
@@ -179,42 +179,42 @@ class Link(ABC):
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:
-        """Return the events since the last call, as far as the budget goes, without blocking."""
+        """Return the events since the last call, within the budget, without blocking."""
 
     @abstractmethod
     def flush(self, most: int = EVERYTHING) -> None:
-        """Hand as much of the waiting output to the system as it takes, but no more than about `most` bytes."""
+        """Hand waiting output to the system, as much as it takes, up to about `most` bytes."""
 
     def peek(self) -> bool:
-        """Whether `poll` has something to report, as far as that can be told without asking the system."""
+        """Whether `poll` has something to report that shows without a system call."""
         return False
 
     @property
     def wants_write(self) -> bool:
-        """Output is waiting until the descriptor becomes writable, or readable where it never becomes writable."""
+        """Whether output waits for the descriptor to become writable, or readable if it never becomes writable."""
         return False
 
     @property
     def task(self) -> Callable[[], None] | None:
-        """Long work that this link waits for; None if there is none. Any thread may do it; after that `poll` goes
+        """Long work that this link waits for; None if there is none. Any thread may do it. Afterwards `poll` goes
         on."""
         return None
 
     @property
     def clogged(self) -> bool:
-        """More output waits than is allowed for a peer that reads."""
+        """Whether more output waits than a peer that reads would leave."""
         return False
 
     @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that is readable when `poll` has something to say; -1 when there is none."""
+        """A descriptor that is readable when `poll` has something to report; -1 if there is none."""
 
     def drop(self) -> None:
-        """Close at once; what was sent last may be lost."""
+        """Close at once; the last messages may be lost."""
         self.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's link without a word to the peer."""
+        """In a forked child: close the parent's link without a message to the peer."""
         self.close()
 
     @abstractmethod

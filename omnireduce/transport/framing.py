@@ -1,4 +1,4 @@
-"""Links over a stream socket, and the framing that they share.
+"""Links over a stream socket, with their framing.
 
 A frame is 8 bytes: kind (u8), -, slot (u16), length (u32).
 
@@ -36,8 +36,8 @@ _BEGINNINGS = {
 
 
 def spoken(first: bytes) -> str:
-    """The name of the protocol; empty if the `first` four bytes or more do not tell."""
-    if len(first) >= 2 and 20 <= first[0] <= 23 and first[1] == 3:  # a record: type, then the major version
+    """The name of the protocol that a peer speaks, by its first four bytes or more; empty if it is not known."""
+    if len(first) >= 2 and 20 <= first[0] <= 23 and first[1] == 3:  # a TLS record: type, then the major version
         return TLS
     return _BEGINNINGS.get(bytes(first[:4]), "")
 
@@ -46,13 +46,13 @@ FRAME = struct.Struct("<BxHI")
 DATA, CREDIT, CONTROL = 1, 2, 3
 READ_BYTES = 65536
 FIRST_BYTES = 8192  # size of the input buffer until a longer message is announced: most newcomers say little
-# What one poll takes. Then others get their turn, however fast the peer sends; the socket stays readable.
+# Limits of one poll. Then others get their turn, no matter how fast the peer sends; the socket stays readable.
 BYTES_PER_POLL = 4 << 20
-EVENTS_PER_POLL = 256  # and those read together with the last of them; an honest peer has fewer under way
+EVENTS_PER_POLL = 256  # with those of the same read, there may be a few more; an honest peer has fewer under way
 FRAMES_BYTES = 8192  # bytes read at once while frames are expected: this limits the events of one read
 CONTROL_LIMIT = READ_BYTES - FRAME.size  # bytes: a control message and its frame fit the input buffer
 GATHER = 16  # buffers per sendmsg
-SMALL_LIMIT = 1 << 20  # bytes of frames and control messages that may wait for the peer; an honest one leaves few
+SMALL_LIMIT = 1 << 20  # bytes of frames and control messages that may wait for the peer; an honest peer leaves few
 
 
 class StreamLink(Link):
@@ -63,11 +63,11 @@ class StreamLink(Link):
         sock.setblocking(False)
         self._sock = sock
         self._small = bytearray()
-        # messages, as writable views, and small frames, as read-only ones; with each, how many bytes of all end with it
+        # messages, as writable views, and small frames, as read-only views; each with the position of its end in bytes
         self._output: deque[tuple[int, memoryview]] = deque()
-        self._gone: deque[int] = deque([0], 1)  # how many bytes the system has taken so far
+        self._gone: deque[int] = deque([0], 1)  # the bytes that the system has taken so far
         self._output_dead = False
-        self._output_error = ""  # what ended the output, if the reading side cannot tell
+        self._output_error = ""  # the error that ended the output, if reading does not show it
         self._control_limit = CONTROL_LIMIT
         self._buffer = bytearray(FIRST_BYTES)
         self._view = memoryview(self._buffer)
@@ -96,7 +96,7 @@ class StreamLink(Link):
         return self._lost is not None
 
     def close(self) -> None:
-        self._lost = self._lost or Lost("closed by this side")  # first: an interrupt may come after each line
+        self._lost = self._lost or Lost("closed by this side")  # done first: an interrupt may come after each line
         self._sock.close()
         self._output_dead = True
         self._output.clear()
@@ -126,11 +126,10 @@ class StreamLink(Link):
         self.flush()
 
     def _queue(self, frame: bytes = b"", *messages: memoryview) -> None:
-        """Put the small frames, then `frame` and the `messages` that it announces, behind the output that waits
-        already.
+        """Put the small frames, then `frame` and the `messages` that it announces, behind the waiting output.
 
         A signal handler that raises may come between two lines. Even then nothing is queued twice, and no frame is
-        queued without its message. So the peer can still be told.
+        queued without its message. So a last message can still reach the peer.
         """
         small, self._small = self._small, bytearray()
         small += frame
@@ -148,13 +147,13 @@ class StreamLink(Link):
             self._output.clear()
         output, gone = self._output, self._gone
         while True:
-            while output and output[0][0] <= gone[0]:  # first: last time an exception may have come before this
+            while output and output[0][0] <= gone[0]:  # done first: an exception may have ended the last flush early
                 output.popleft()
             if not (self._small or output):
                 return
-            if self._small and (most <= 0 or len(output) < GATHER):  # else a peer could make many buffers
+            if self._small and (most <= 0 or len(output) < GATHER):  # otherwise a peer could cause many buffers
                 self._queue()
-            if most <= 0:  # `wants_write` tells of the rest
+            if most <= 0:  # `wants_write` shows that there is more
                 return
             before, (end, head) = gone[0], output[0]
             views = [head[before - end :]]
@@ -170,7 +169,7 @@ class StreamLink(Link):
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more output, for now or for ever. Raises the error if a signal handler has raised it.
 
-        The reading side tells the reason, because the peer's last words may still be unread. But the system tells a
+        `poll` reports the reason, because the peer's last messages may still be unread. But the system reports a
         time-out only once, so the error is noted here.
         """
         if from_a_handler(error):
@@ -182,13 +181,13 @@ class StreamLink(Link):
         self._output.clear()
 
     def _write(self, views: Sequence[memoryview]) -> None:
-        """Hand `views` to the system, and count what it has taken: in one call of C, so that no signal handler comes in
-        between."""
+        """Hand `views` to the system, and count the bytes that it has taken: in a single call of C, so that no signal
+        handler comes in between."""
         self._gone.extend(map(add, (self._gone[0],), map(self._sock.sendmsg, (views,))))
 
     @property
     def clogged(self) -> bool:
-        """More output waits than can wait for a peer that gives credit only for what it has read."""
+        """Whether more output waits than for a peer that returns credits only for messages that it has read."""
         small = len(self._small) + sum(len(view) for _, view in self._output if view.readonly)
         return small > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
 
@@ -198,7 +197,7 @@ class StreamLink(Link):
         self._control_limit = most
 
     def _grow(self) -> None:
-        """Make room for the longest message. What has come stays where it is."""
+        """Make room in the buffer for the longest message. Its content stays."""
         self._buffer = self._buffer + bytes(READ_BYTES - len(self._buffer))
         self._view = memoryview(self._buffer)
 
@@ -217,16 +216,16 @@ class StreamLink(Link):
             budget -= count
             if count:
                 self._arrived(count, events)
-            if count < len(target):  # the socket is drained, most likely; if not, it stays readable
+            if count < len(target):  # the socket is most likely empty; if not, it stays readable
                 break
         return events
 
     def _end_if_unread(self, events: list[Event]) -> None:
         if self.wants_write and self.clogged:
-            self._end(events, "it sends, but does not read what it is sent", violation=True)
+            self._end(events, "it sends, but does not read", violation=True)
 
     def _hear(self, into: memoryview, events: list[Event]) -> int:
-        """Receive; return how many bytes have come: 0 when there are none, and when the link is over."""
+        """Receive; return how many bytes have come: 0 if there are none, or if the link is over."""
         try:
             count = self._receive(into)
         except OSError as error:
@@ -244,7 +243,7 @@ class StreamLink(Link):
         self._end(events, f"connection broken: {why}" if why else "connection closed")
 
     def _arrived(self, count: int, events: list[Event]) -> None:
-        """Handle `count` bytes, received straight to where they belong."""
+        """Handle `count` bytes, which were received into the slot of the current message, or into the buffer."""
         self.counters.received_bytes += count
         if self._body is None:
             self._filled += count
@@ -254,7 +253,7 @@ class StreamLink(Link):
 
     def _end(self, events: list[Event], reason: str, violation: bool = False, refused: bool = False) -> None:
         self._lost = Lost(reason, violation, refused)
-        if not violation:  # a peer that has broken the rules can still be told so
+        if not violation:  # a peer that has broken the rules can still get a last message
             self._output_dead = True
             self._output.clear()
         events.append(self._lost)
@@ -267,7 +266,7 @@ class StreamLink(Link):
             events.append(self._arriving)
 
     def _parse(self, events: list[Event]) -> None:
-        """Turn the buffered input into events; leave an incomplete frame at the buffer's start."""
+        """Turn the buffered input into events. An incomplete frame stays at the start of the buffer."""
         at = 0
         while self._filled - at >= FRAME.size and self._body is None and self._lost is None:
             kind, slot, length = FRAME.unpack_from(self._buffer, at)
@@ -299,7 +298,7 @@ class StreamLink(Link):
         return f"not a frame of this protocol: {what}{hint}"
 
     def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:
-        """Take one frame; return how many bytes of the message that it announces were in the buffer."""
+        """Handle one frame; return how many bytes of the message that it announces were in the buffer."""
         event = Received(slot, length) if kind == DATA else Credited(slot)
         wrong = self._admit(event) or (f"a credit of {length} bytes" if kind == CREDIT and length else "")
         if wrong:

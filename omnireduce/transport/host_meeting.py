@@ -1,9 +1,9 @@
-"""The exchange of descriptors among the ranks of one host: of their memory, and of eventfds that wake them.
+"""Exchange of descriptors among the ranks of one host: of their memory, and of eventfds that wake them.
 
 The first rank listens on an abstract Unix socket, whose name the aggregator has told all of them. Each other rank
 connects and sends two descriptors: its region, and an eventfd that wakes it. When all are there, the first rank sends
-everybody's descriptors to one rank after the other, because the system limits how many are under way. Only processes of
-the same user meet; the kernel says whose they are. Nothing here blocks.
+the descriptors of all ranks to one rank after the other, because the system limits how many are under way. Only
+processes of the same user meet; the kernel gives the user of each process. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.local import peer_of
 from omnireduce.transport.memory import Regions
 
-_CARD = struct.Struct("<II")  # what a rank sends with its descriptors: its number among those of the host, its process
-_BATCH = struct.Struct("<II")  # what comes with a batch of descriptors: the first rank, how many ranks
+_CARD = struct.Struct("<II")  # a rank sends this with its descriptors: its number within the host, its process
+_BATCH = struct.Struct("<II")  # comes with a batch of descriptors: the first rank, the number of ranks
 BATCH_RANKS = 64  # a message holds no more than 253 descriptors
 PIDS = struct.Struct(f"<{BATCH_RANKS}I")
-DONE = b"1"  # what a rank says once it has everything
-ACCEPTED = 64  # connections in one turn
-RETRY_S = 0.002  # between two attempts to connect: the first rank may not listen yet
+DONE = b"1"  # a rank sends this once it has everything
+ACCEPTED = 64  # connections that are accepted in one turn
+RETRY_S = 0.002  # pause between two attempts to connect: the first rank may not listen yet
 
 
 @dataclass
 class HostGroup:
-    """What the ranks of a host share: `regions`, uint8 (ranks, bytes), an eventfd of each rank, and their processes."""
+    """Shared resources of the ranks of a host: `regions`, uint8 (ranks, bytes), an eventfd and the process of each
+    rank."""
 
     regions: Array
     eventfds: list[int]
     pids: list[int]
 
     def close(self) -> None:
-        """Close the eventfds, and let go of the memory."""
+        """Close the eventfds, and release the memory."""
         self.regions = NO_SLOTS
         for eventfd in self.eventfds:
             os.close(eventfd)
@@ -53,9 +54,10 @@ class RankGoneError(TransportError):
 
 
 class HostMeeting:
-    """Rank number `me` of `ranks` on its host, until `group` is there. `token` tells this meeting from others.
+    """The part of rank number `me` of `ranks` in the meeting of its host. In the end it has `group`. `token` tells this
+    meeting from others.
 
-    Raises OSError, as do its methods; these raise TransportError, too, when somebody else is there.
+    Raises OSError. Its methods raise OSError, too, and TransportError when another process has taken the place.
     """
 
     def __init__(self, token: bytes, ranks: int, me: int, region_bytes: int) -> None:
@@ -88,11 +90,11 @@ class HostMeeting:
 
     @property
     def must_try_again(self) -> bool:
-        """There is no connection yet: call `turn` soon."""
+        """Whether there is no connection yet: then call `turn` soon."""
         return self._me > 0 and not self._sockets
 
     def turn(self) -> bool:
-        """Do what can be done now; return whether `group` is there. Raises RankGoneError when a rank has left, and
+        """Go on without waiting; return whether `group` is complete. Raises RankGoneError when a rank has left, and
         TransportError or OSError when memory cannot be shared."""
         try:
             self._turn()
@@ -133,7 +135,7 @@ class HostMeeting:
 
     def _admit(self, member: socket.socket) -> None:
         if len(self._sockets) > 2 * self._ranks or _is_foreign(member):
-            member.close()  # whoever it is, it is none of the ranks
+            member.close()  # it is none of the ranks
             return
         member.setblocking(False)
         self._sockets.append(member)
@@ -154,7 +156,7 @@ class HostMeeting:
         self._gather()
 
     def _gather(self) -> None:
-        """Once all ranks are there, begin to send everything to each of them."""
+        """If all ranks are there, begin to send all descriptors to each of them."""
         if len(self._members) + 1 == self._ranks:
             self._unserved = list(self._members.values())
             self._serve_next()
@@ -172,7 +174,7 @@ class HostMeeting:
         self._watch(member)
 
     def _serve(self, member: socket.socket) -> None:
-        """Go on with the next member once this one has everything."""
+        """Go on with the next member if this member has everything."""
         if member is not self._unserved[0]:
             self._selector.unregister(member)  # a stranger that came late
         elif _receive(member, len(DONE), 0)[0] != DONE:
@@ -195,7 +197,7 @@ class HostMeeting:
                 raise
             return
         if _is_foreign(sock):
-            raise TransportError(f"a process of another user than {os.geteuid()} is where the ranks of this host meet")
+            raise TransportError(f"a process of another user than {os.geteuid()} has the socket where local ranks meet")
         socket.send_fds(sock, [_CARD.pack(self._me, os.getpid())], [self._memories[self._me], self._eventfds[self._me]])
         self._watch(sock)
 
@@ -225,7 +227,7 @@ class HostMeeting:
     def _complete(self) -> None:
         for rank, eventfd in enumerate(self._eventfds):
             if os.readlink(f"/proc/self/fd/{eventfd}") != "anon_inode:[eventfd]" or os.get_blocking(eventfd):
-                raise TransportError(f"local rank {rank} sent something else than an eventfd that never blocks")
+                raise TransportError(f"local rank {rank} sent no eventfd, or an eventfd that blocks")
         self._regions.add(self._memories)
         self.group = HostGroup(self._regions.array, self._eventfds, self._pids)
         self._eventfds = []
@@ -242,7 +244,7 @@ class HostMeeting:
         return sock
 
     def close(self) -> None:
-        """Let go of everything but the group."""
+        """Release everything except the group."""
         for fd in (*self._eventfds, *self._memories):
             if fd >= 0:
                 os.close(fd)

@@ -14,14 +14,14 @@ UNLIMITED = sys.maxsize
 
 
 class InprocLink(Link):
-    """One end; `pair` makes two. `deliver` is where a subclass may delay or drop what the peer receives."""
+    """One end of a link; `pair` makes two. A subclass may override `deliver` to delay or drop events for the peer."""
 
     kind = "inproc"
     other: InprocLink
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
-        self.most_events = UNLIMITED  # how many events one poll reports at most
+        self.most_events = UNLIMITED  # the most events that one poll reports
         self._arrived: deque[Event] = deque()
         self._lost = self._closed = False
 
@@ -60,7 +60,7 @@ class InprocLink(Link):
         return events
 
     def flush(self, most: int = EVERYTHING) -> None:
-        """Nothing waits here."""
+        """Do nothing: no output waits."""
 
     def fileno(self) -> int:
         return -1
@@ -72,7 +72,7 @@ class InprocLink(Link):
 
 
 def wire_bytes(event: Event) -> int:
-    """What `event` would occupy on a wire, framing included."""
+    """The bytes that `event` would take on a wire, framing included."""
     if isinstance(event, Received):
         return FRAME_BYTES + event.nbytes
     if isinstance(event, Control):

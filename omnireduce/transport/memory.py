@@ -1,7 +1,7 @@
-"""Slot memory: anonymous files that can be mapped by several processes of one host and leave nothing behind.
+"""Slot memory: anonymous files that several processes of one host can map, and that leave nothing behind.
 
-Memory gets its pages on first use. An aggregator touches none of a region: otherwise all jobs would wait while one
-joins. A worker touches its own slots before it begins, if it is going to use them: `touch`.
+Memory gets its pages on first use. An aggregator touches no slots in advance: otherwise all jobs would wait while a job
+joins. A worker touches its own slots before it begins, if it will use them: see `touch`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class Regions:
     """The regions of `ranks` ranks, each of `nbytes`, a multiple of the page size: `array`, uint8 (ranks, nbytes).
 
-    That of rank `me` is there from the start, and `fd` is what the others need to map it. Raises OSError.
+    The region of rank `me` is mapped from the start. The other ranks need its descriptor `fd` to map it. Raises
+    OSError.
     """
 
     def __init__(self, ranks: int, me: int, nbytes: int) -> None:
@@ -53,14 +54,14 @@ class Regions:
         self._me = me
 
     def add(self, descriptors: Sequence[int]) -> None:
-        """Map the regions of all other ranks, given their descriptors, to read. Raises TransportError."""
+        """Map the regions of all other ranks, by their descriptors, to read them. Raises TransportError."""
         size = self.array.shape[1]
         try:
             for rank, fd in enumerate(descriptors):
                 if rank == self._me:
                     continue
                 if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size:
-                    raise TransportError(f"local rank {rank} shares no sealed memory of {size} bytes")
+                    raise TransportError(f"local rank {rank} shared something else than sealed memory of {size} bytes")
                 self._map(rank, fd, mmap.PROT_READ)
         except OSError as error:
             raise TransportError(f"cannot map the memory of another rank of this host: {error}") from error
@@ -70,7 +71,7 @@ class Regions:
         _mapped(self._address + rank * size, size, protection, mmap.MAP_SHARED | FIXED, fd)
 
     def close(self) -> None:
-        """Drop the descriptor. The memory goes with the last array that uses it."""
+        """Close the descriptor. The memory is freed with the last array that uses it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -85,7 +86,7 @@ def _mapped(address: int | None, size: int, protection: int, flags: int, fd: int
     return int(mapped)
 
 
-TOUCHED_BYTES = 64 << 20  # largest memory of which a worker touches all; of larger memory it may use little
+TOUCHED_BYTES = 64 << 20  # a worker touches memory up to this size; it may use only little of larger memory
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
@@ -97,7 +98,7 @@ class Region:
         self.fd = os.memfd_create("omnireduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
-            # a peer that shrinks the file would end us with SIGBUS: the seal prevents that
+            # a peer that shrinks the file would kill this process by SIGBUS: the seal prevents that
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.slots = _map(self.fd, 0, size).reshape(rows, slot_bytes)
         except BaseException:
@@ -105,7 +106,7 @@ class Region:
             raise
 
     def close(self) -> None:
-        """Drop the file. The mapping goes with the last array that uses it."""
+        """Close the file. The mapping is removed with the last array that uses it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -115,11 +116,12 @@ class Region:
 def map_slots(fd: int, first: int, rows: int, slot_bytes: int) -> Array:
     """Map slots `first` … `first + rows - 1` of a peer's region; uint8 (rows, slot bytes).
 
-    Raises TransportError, also when the file is not sealed: a peer that shrinks it would end us with SIGBUS.
+    Raises TransportError, for example if the file is not sealed: a peer that shrinks it would kill this process by
+    SIGBUS.
     """
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransportError("the peer could shrink its shared memory under us")
+            raise TransportError("the peer's shared memory is not sealed: the peer could shrink it during its use")
         if os.fstat(fd).st_size < (first + rows) * slot_bytes:
             raise TransportError(f"the peer's shared memory is smaller than {first + rows} slots of {slot_bytes} bytes")
         return _map(fd, first * slot_bytes, rows * slot_bytes).reshape(rows, slot_bytes)
@@ -134,8 +136,8 @@ def private_slots(rows: int, slot_bytes: int) -> Array:
 
 
 def touch(slots: Array) -> None:
-    """Give all of these slots their pages now, unless they take more than TOUCHED_BYTES: then the first messages need
-    not wait for them. A system that does not know how to do that leaves it to the first use."""
+    """Give all of these slots their pages now, so that the first messages need not wait for them. Does nothing if they
+    take more than TOUCHED_BYTES, or if the system cannot do it."""
     memory: object = slots
     while isinstance(memory, np.ndarray):
         memory = memory.base

@@ -1,4 +1,4 @@
-"""Shared-memory links between processes of one host: slots in a mapped memfd, doorbells over a Unix socket.
+"""Shared-memory links between processes of one host: slots in a mapped memfd, frames over a Unix socket.
 
 The aggregator creates the memory and passes descriptors with the Welcome. A result slot is mapped by all local ranks
 and written once.
@@ -86,10 +86,10 @@ class ShmLink(StreamLink):
 
 
 def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = False, purpose: str = "") -> ShmLink:
-    """Connect to an aggregator on this host, at its socket for `purpose`. It must be of root or of this user; with
-    `any_user` it may be of any user.
+    """Connect to an aggregator on this host, at its socket for `purpose`. It must run as root or as this user; with
+    `any_user` it may run as any user.
 
-    Raises OSError when it is elsewhere or offers no shared memory, TransportError when it is another user's.
+    Raises OSError when it is elsewhere or offers no shared memory, TransportError when it runs as another user.
     """
     address, foreign = Address(host, port), ""
     for sock in connect_local(host, port, timeout_s, purpose):
@@ -100,7 +100,7 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
         link.close()
     if foreign:
         raise TransportError(
-            f"what offers shared memory for {address} belongs to {foreign}: set security.local_users = 'any' "
-            "if that is meant"
+            f"the process that offers shared memory for {address} belongs to {foreign}: set "
+            "security.local_users = 'any' to allow that"
         )
     raise ConnectionRefusedError(f"no aggregator on this host listens on {address} for shared memory")

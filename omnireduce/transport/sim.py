@@ -1,8 +1,8 @@
 """Links of a simulated network, in virtual time: messages travel, pipes fill up, connections break.
 
-The two ends of a link share a `Network`, which says what time it is and runs what happens later. Like a stream link, an
-end gathers its output until `flush`, keeps the output that a full pipe does not take, and still delivers what was sent
-before a close. The simulation decides when each process polls; `on_ready` tells it that an end has news.
+The two ends of a link share a `Network`, which gives the time and calls functions later. Like a stream link, an end
+gathers its output until `flush`, keeps the output that a full pipe does not take, and still delivers messages that were
+sent before a close. The simulation decides when each process polls; `on_ready` tells it that an end has news.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from omnireduce.core.dtypes import Array
 from omnireduce.transport.base import EVERYTHING, Control, Event, Lost, Received
 from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
 
-POISON = 0xEE  # what a receive slot holds once its credit is returned, so that a late reader shows
+POISON = 0xEE  # fills a receive slot once its credit is returned, so that late reads are noticed
 
 
 class Network(Protocol):
-    """Virtual time: `now` tells it, in seconds; `at` calls a function at a later time."""
+    """Virtual time: `now` gives it, in seconds; `at` calls a function at a later time."""
 
     def now(self) -> float: ...
     def at(self, time: float, action: Callable[[], None]) -> None: ...
 
 
 class Copied(Received):
-    """A message with bytes of its own: they arrive even if its slot is filled anew on the way."""
+    """A message with a copy of its bytes: they arrive even if its slot is filled anew on the way."""
 
     message: Array
 
 
 class SimLink(InprocLink):
-    """One end. `delay_s()` gives each message its delay; `pipe_bytes` may be on the way before the peer has read
-    them."""
+    """One end of a link. `delay_s()` gives the delay of each message; up to `pipe_bytes` may be on the way, unread by
+    the peer."""
 
     kind = "sim"
     other: SimLink
@@ -43,14 +43,14 @@ class SimLink(InprocLink):
         self.on_ready: Callable[[], None] = lambda: None
         self._network, self._delay_s, self._pipe_bytes = network, delay_s, pipe_bytes
         self._instead: dict[int, Array] = {}  # messages that are sent and not credited, by slot
-        self._mapped = False  # this end uses the peer's slots as its own, as with shared memory
+        self._mapped = False  # this end uses the slots of the peer, as with shared memory
         self._output: deque[Event] = deque()
         self._in_pipe = 0
         self._last_arrival = 0.0
         self._severed = False
 
     def map_slots(self) -> None:
-        """Use the slots that the other end has attached, in place of `attach` with slots of our own."""
+        """Use the slots that the other end has attached. This takes the place of `attach`."""
         self._mapped = True
         self.attach(self.other.receive_slots, self.other.send_slots)
 
@@ -83,13 +83,13 @@ class SimLink(InprocLink):
         self._instead[slot] = message
 
     def announce_again(self, slot: int, nbytes: int) -> None:
-        """Break the protocol: send a slot again that is still under way."""
+        """Break the protocol: send a slot that is still under way once more."""
         again = Copied(slot, nbytes)
         again.message = self.send_slots[slot, :nbytes].copy()
         self._output.append(again)
 
     def _return_credit(self, slot: int) -> None:
-        if not self._mapped:  # a mapped slot may still be read by others
+        if not self._mapped:  # other ranks may still read a mapped slot
             self.receive_slots[slot] = POISON
         super()._return_credit(slot)
 
@@ -113,7 +113,7 @@ class SimLink(InprocLink):
             self._travel(event)
 
     def _travel(self, event: Event) -> None:
-        """Let `event` arrive behind everything that was sent before."""
+        """Let `event` arrive after all events that were sent before."""
         self._last_arrival = max(self._network.now() + self._delay_s(), self._last_arrival)
         self._network.at(self._last_arrival, lambda: None if self._severed else self.other.deliver(event))
 
@@ -152,7 +152,7 @@ class SimLink(InprocLink):
             self._travel(Lost("connection closed"))
 
     def sever(self, notice_s: float, peer_notice_s: float) -> None:
-        """The network between the ends is gone; each end hears of it after its notice, in seconds."""
+        """Cut the network between the ends; each end hears of it after its notice, in seconds."""
         self._cut(notice_s)
         self.other._cut(peer_notice_s)
 

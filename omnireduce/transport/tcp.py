@@ -1,4 +1,4 @@
-"""TCP links: block messages follow their frames on the connection, received straight into the slot."""
+"""TCP links: block messages follow their frames on the connection, and are received straight into the slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omnireduce.support.addresses import BACKLOG, Address, connect, host_of, lis
 from omnireduce.transport.base import Event
 from omnireduce.transport.framing import StreamLink
 
-WORTH_READING = 1 << 20  # bytes of a message that wake its reader, if so many are still to come
+WORTH_READING = 1 << 20  # bytes of a message that wake its reader, if at least this many are still to come
 
 
 class TcpLink(StreamLink):
@@ -23,7 +23,7 @@ class TcpLink(StreamLink):
         super().__init__(sock, peer)
         _detect_dead_peer(sock, dead_peer_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._readable_at = 1  # bytes from which on the system calls the socket readable
+        self._readable_at = 1  # the bytes that make the system report the socket as readable
         self.local_host, self.remote_host = host_of(sock.getsockname()), host_of(sock.getpeername())
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class TcpLink(StreamLink):
         return events
 
     def _let_gather(self, nbytes: int) -> None:
-        """Let the system report the socket as readable once so many bytes have come, or the connection is over.
+        """Let the system report the socket as readable once `nbytes` have come, or the connection is over.
         Otherwise each piece of 30 to 60 kB wakes the process for a turn in which nothing can be done."""
         if nbytes != self._readable_at:
             self._readable_at = 0  # unknown: an interrupt may come after each line
@@ -45,7 +45,7 @@ class TcpLink(StreamLink):
 
 
 def _detect_dead_peer(sock: socket.socket, dead_peer_s: float) -> None:
-    """Probe an idle connection, and bound how long sent data may stay unacknowledged."""
+    """Let the system probe an idle connection, and bound the time that sent data may stay unacknowledged."""
     probes = 3
     interval = max(1, round(dead_peer_s / (probes + 1)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,10 +1,10 @@
-"""TCP links whose every byte goes through TLS 1.3, block messages included.
+"""TCP links through TLS 1.3. All bytes are encrypted, those of block messages too.
 
-If OpenSSL had the socket, it would read until the socket is empty, whatever the peer keeps sending. So it works on
-memory here: the link hands it one record at a time, and counts them. One poll takes few records. The rest stays in the
-socket, where the descriptor tells of it. Only the beginning of a record that is not whole yet is kept.
+If OpenSSL had the socket, it would read until the socket is empty, for as long as the peer keeps sending. So it works
+on memory here: the link hands it one record at a time, and counts them. One poll takes few records. The rest stays in
+the socket, where the descriptor shows it. Only the beginning of an incomplete record is kept.
 
-Until the handshake is complete, the link takes nothing else. By then the peer's certificate is verified, where one is
+Until the handshake is complete, the link takes nothing else. By then the peer's certificate is verified, if one is
 demanded.
 """
 
@@ -36,7 +36,8 @@ _OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 
 
 def aggregator_context(files: Security | Metrics, section: str = "security") -> ssl.SSLContext | None:
-    """An aggregator's TLS: the certificate that it shows and, with `tls_ca`, demands of its peers; None without TLS.
+    """An aggregator's TLS context: it shows its certificate and, with `tls_ca`, demands certificates of its peers. None
+    without TLS.
 
     `files` is the `section` of the configuration. Raises ConfigError.
     """
@@ -45,15 +46,15 @@ def aggregator_context(files: Security | Metrics, section: str = "security") -> 
     if not files.tls_certificate:
         raise ConfigError(f"{section}.tls_certificate: an aggregator with TLS needs one, and {section}.tls_key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # nobody resumes a session
+    context.num_tickets = 0  # sessions are never resumed
     if files.tls_ca:
         context.verify_mode = ssl.CERT_REQUIRED
     return _filled(context, files, section)
 
 
 def worker_context(security: Security) -> ssl.SSLContext | None:
-    """A worker's TLS: the certificates that it accepts and, with `tls_certificate`, the one that it shows; None without
-    TLS.
+    """A worker's TLS context: it accepts certificates of `tls_ca` and, with `tls_certificate`, shows its own. None
+    without TLS.
 
     Raises ConfigError.
     """
@@ -83,7 +84,7 @@ def _filled(context: ssl.SSLContext, files: Security | Metrics, section: str) ->
 def _add_authority(context: ssl.SSLContext, name: str, file: str) -> None:
     """Let `context` trust the certificates in a file, the value of the key `name`."""
     try:
-        with open(file, "rb", opener=without_waiting) as opened:  # OpenSSL tells less of what is wrong here
+        with open(file, "rb", opener=without_waiting) as opened:  # opened here, because OpenSSL's errors say less
             if stat.S_ISFIFO(os.fstat(opened.fileno()).st_mode):
                 raise ConfigError(f"{name}: {file} is a pipe, expected a file")
         context.load_verify_locations(file)
@@ -121,25 +122,25 @@ def _why(error: Exception) -> str:
     return f" ({reason.replace('_', ' ').lower()})" if reason else ""
 
 
-RECORD = struct.Struct(">BBxH")  # of its five bytes: type, major version, length of what follows
+RECORD = struct.Struct(">BBxH")  # the five bytes of its header: type, major version, length of the rest
 RECORD_TYPES = range(20, 24)
-PLAIN = bytes((CONTROL, 0))  # how a frame with a control message begins
-RECORD_LIMIT = (1 << 14) + 256  # bytes that may follow, by RFC 8446
-WIRE_BYTES = 131072  # bytes looked at at once
+PLAIN = bytes((CONTROL, 0))  # the beginning of a frame with a control message
+RECORD_LIMIT = (1 << 14) + 256  # the longest rest of a record, by RFC 8446
+WIRE_BYTES = 131072  # bytes read at once
 STRANGER_WIRE_BYTES = 20480  # the same for a peer that is not admitted: one record
 RECORDS_PER_POLL = 64  # 1 MiB, if they are full
 HANDSHAKE_RECORDS = 64  # an honest handshake takes about ten
-EMPTY_RECORDS = 8  # in a row that carry no data: new keys and tickets, of which an honest peer sends few
+EMPTY_RECORDS = 8  # the most records in a row without data, such as new keys and tickets; an honest peer sends few
 HUNG_UP = (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT: states of a connection, from <netinet/tcp.h>
-SEAL_BYTES = 131072  # encrypted at once
+SEAL_BYTES = 131072  # bytes that are encrypted at once
 ANSWER_BYTES = 65536  # bytes of OpenSSL's own answers that may wait for the peer; an honest peer asks for little
 
 
 class TlsLink(TcpLink):
     """A link over TCP and TLS. The handshake goes on in `poll`.
 
-    `host`: the name that a worker wants to see in the certificate; empty at an aggregator's end. `aside`: each step of
-    the handshake is a `task`, because signing takes long. Until the task is done, this thread leaves OpenSSL alone.
+    `host`: the name that a worker expects in the certificate; empty for an aggregator. `aside`: each step of the
+    handshake is a `task`, because signing takes long. Until the task is done, this thread does not use OpenSSL.
     """
 
     if_lost = ""
@@ -156,16 +157,16 @@ class TlsLink(TcpLink):
     ) -> None:
         super().__init__(sock, peer, dead_peer_s)
         self._aside = aside
-        self._step: _Step | None = None  # of the handshake, until its outcome is dealt with
+        self._step: _Step | None = None  # the step of the handshake under way, until its outcome is handled
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._wire = memoryview(bytearray(STRANGER_WIRE_BYTES))
-        self._kept = 0  # bytes at the start of `_wire`: of a record that is not whole
+        self._kept = 0  # bytes at the start of `_wire` that belong to an incomplete record
         self._sealed = memoryview(b"")  # records on their way out
         self.established = False
-        self._empty = 0  # records since the last one with data
+        self._empty = 0  # records since the last record with data
         if host:
-            with suppress(ssl.SSLWantReadError):  # it wants an answer first
+            with suppress(ssl.SSLWantReadError):  # it has sent its greeting, and wants an answer
                 self._tls.do_handshake()
 
     def __str__(self) -> str:
@@ -199,9 +200,9 @@ class TlsLink(TcpLink):
             self._output_failed(error)
 
     def _write(self, views: Sequence[memoryview]) -> None:
-        """Encrypt, if the system has taken what was encrypted before.
+        """Encrypt `views`, if the system has taken all output that was encrypted before.
 
-        This is not a single call of C. When a signal handler raises here, something may be sent twice, which ends the
+        This is not a single call of C. If a signal handler raises here, some bytes may be sent twice, which ends the
         connection.
         """
         self._send_sealed()
@@ -214,14 +215,14 @@ class TlsLink(TcpLink):
                 break
 
     def _send_sealed(self) -> None:
-        """Send everything that is encrypted. Raises BlockingIOError when the system does not take all, and OSError."""
+        """Send all encrypted output. Raises BlockingIOError when the system does not take all, and OSError."""
         while not self._output_dead and (self._sealed or self._outgoing.pending):
             self._sealed = self._sealed or memoryview(self._outgoing.read())
             self._sealed = self._sealed[self._sock.send(self._sealed) :]
 
     @property
     def clogged(self) -> bool:
-        """As with other stream links. A peer can also make OpenSSL answer it: these answers are limited, too."""
+        """As for other stream links. A peer can also make OpenSSL send answers: their bytes are limited, too."""
         return super().clogged or self._outgoing.pending > ANSWER_BYTES
 
     # input
@@ -254,8 +255,8 @@ class TlsLink(TcpLink):
     def _take_records(self, end: int, budget: int, events: list[Event]) -> tuple[int, int]:
         """Take whole records from the first `end` bytes of the wire, at most `budget`.
 
-        Return where they end, and how many more this poll may take. That is 0 when others should have their turn, or
-        when the handshake is over: what comes behind the handshake is left to the next poll.
+        Returns the place where they end, and how many more records this poll may take. That is 0 when others should
+        have their turn, or when the handshake is over: data behind the handshake is left to the next poll.
         """
         at = 0
         while budget and self._lost is None:
@@ -274,7 +275,7 @@ class TlsLink(TcpLink):
         return at, budget
 
     def _record_size(self, at: int, end: int, events: list[Event]) -> int:
-        """The size in bytes of the record that begins at `at`; 0 when it is not whole, or no record of TLS."""
+        """The size in bytes of the record that begins at `at`; 0 if it is incomplete, or no record of TLS."""
         if end - at < 5:
             return 0
         kind, major, length = RECORD.unpack_from(self._wire, at)
@@ -289,8 +290,8 @@ class TlsLink(TcpLink):
         return size if size <= end - at else 0
 
     def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
-        """Take the bytes before `at` out of the socket. Those from `at` up to `end` are not used yet: leave them in the
-        socket, or keep them here."""
+        """Remove the bytes before `at` from the socket. The bytes from `at` up to `end` are not used yet: leave them in
+        the socket (`leave`), or keep them here."""
         used, dropped = (at if leave else end) - self._kept, 0
         try:
             dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
@@ -298,12 +299,12 @@ class TlsLink(TcpLink):
             if from_a_handler(error):
                 raise
         if dropped != used and self._lost is None:
-            self._end(events, "connection broken: what it had sent is gone")
+            self._end(events, "connection broken: its last bytes were lost")
         self._kept = 0 if leave else end - at
         self._wire[: self._kept] = self._wire[at : at + self._kept]
 
     def _take_handshake(self, events: list[Event]) -> None:
-        """Go one step further with the handshake, or let a task do it."""
+        """Do the next step of the handshake, or let a task do it."""
         self._empty += 1
         if self._aside:
             self._step = _Step(self._tls, self._sock)
@@ -318,7 +319,7 @@ class TlsLink(TcpLink):
             self._stepped(None, events)
 
     def _stepped(self, error: Exception | None, events: list[Event]) -> None:
-        """A step of the handshake has come to its end."""
+        """Handle the outcome of a step of the handshake."""
         if error is None:
             self.established, self._empty = True, 0
             self.flush()
@@ -330,7 +331,7 @@ class TlsLink(TcpLink):
             self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
 
     def _take_data(self, events: list[Event]) -> None:
-        """Decrypt one record, straight to where its bytes belong."""
+        """Decrypt a record, straight into the slot or the buffer of its bytes."""
         count = self._decrypt(events)
         self._empty = 0 if count else self._empty + 1
         while count:
@@ -348,7 +349,7 @@ class TlsLink(TcpLink):
                 raise
             if isinstance(error, ssl.SSLWantReadError):
                 return 0
-            alert = "_ALERT_" in str(getattr(error, "reason", ""))  # an alert says that our side broke the rules
+            alert = "_ALERT_" in str(getattr(error, "reason", ""))  # an alert says that this side broke the rules
             what = "connection broken" if alert else "no TLS"
             self._end(events, f"{what}: {error.strerror or error}", not alert, refused=alert)
             return 0
@@ -373,15 +374,15 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
     if wrong:
         sock.close()
         raise TransportError(
-            f"aggregator {address}: no TLS: {wrong.removeprefix('no TLS: ')}; is its certificate for this name, "
-            "signed by security.tls_ca, and has it one at all (security.tls_certificate)?"
+            f"aggregator {address}: no TLS: {wrong.removeprefix('no TLS: ')}; does it have a certificate "
+            "(security.tls_certificate), for this name, and signed by security.tls_ca?"
         )
     return link
 
 
 def _shake_hands(link: TlsLink, deadline: float) -> str:
-    """Return when the handshake is over: an empty text, or why it failed. Raises TimeoutError, and ConnectionResetError
-    when the aggregator hangs up: that says nothing about its certificate."""
+    """Return when the handshake is over: an empty text, or the reason why it failed. Raises TimeoutError, and
+    ConnectionResetError when the aggregator hangs up, which says nothing about its certificate."""
     ready = select.poll()
     while not link.established:
         link.flush()
@@ -391,7 +392,7 @@ def _shake_hands(link: TlsLink, deadline: float) -> str:
         for event in link.poll():  # nothing else comes before the handshake is over
             assert isinstance(event, Lost)
             if not event.violation:
-                hint = "has it TLS (security.tls_certificate there)?"
+                hint = "does it use TLS (security.tls_certificate there)?"
                 raise ConnectionResetError(errno.ECONNRESET, f"{event.reason} in the TLS handshake; {hint}")
             return event.reason
     return ""
@@ -405,7 +406,7 @@ def accept_tls(
 
 
 class _Step:
-    """One step of a handshake, which any thread may do. Nobody signs for a peer that has gone meanwhile."""
+    """One step of a handshake, which any thread may do. It does nothing if the peer has gone meanwhile."""
 
     def __init__(self, tls: ssl.SSLObject, sock: socket.socket) -> None:
         self._tls, self._sock = tls, sock

@@ -1,4 +1,4 @@
-"""Which cases a configuration gives."""
+"""The cases that a configuration gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What carried the bytes of a benchmark is counted, and a benchmark that says something else fails."""
+"""The carriers of a benchmark's bytes are counted, and a benchmark that says something else fails."""
 
 from __future__ import annotations
 

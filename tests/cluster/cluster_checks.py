@@ -1,4 +1,4 @@
-"""What the tests of failures have in common."""
+"""Helpers that the tests of failures share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may join which job, and what those learn who may not."""
+"""Admission to jobs: which workers may join, and what the others are told."""
 
 from __future__ import annotations
 

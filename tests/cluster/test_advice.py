@@ -1,4 +1,4 @@
-"""What a daemon warns of: settings that have no effect, that let nobody in, or that count only after a restart."""
+"""Warnings of a daemon: settings that have no effect, that let nobody in, or that need a restart."""
 
 from __future__ import annotations
 

@@ -142,7 +142,11 @@ def test_a_name_that_nobody_knows_is_one_line_and_status_1(key: str) -> None:
 @pytest.mark.parametrize(
     ("number", "port", "expected"),
     [
-        (errno.EACCES, 80, "ports below 1024 are for root and for who has CAP_NET_BIND_SERVICE; choose a higher one"),
+        (
+            errno.EACCES,
+            80,
+            "ports below 1024 are for root and for programs with CAP_NET_BIND_SERVICE; choose a higher port",
+        ),
         (errno.EACCES, 7400, "Permission denied"),
         (errno.EMFILE, 80, "Too many open files"),
     ],

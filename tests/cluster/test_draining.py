@@ -33,7 +33,7 @@ from omnireduce.protocol.joining.intake import DRAINING
 from omnireduce.runtime.aggregator_client import ask, request
 from omnireduce.support.secret import load_secret
 
-NOT_YOURS = "is for the operator: for root or user "
+NOT_YOURS = "only the operator may "
 
 
 def tell(daemon: Daemon, action: Action, *settings: str, shard: int = 0, **details: str) -> int | str:
@@ -286,7 +286,7 @@ def test_without_a_secret_only_local_processes_of_root_and_of_its_user_may(daemo
         assert NOT_YOURS in str(stranger.control())
         assert stranger.is_closed()
     assert tell(daemon, "end", job="nobody") == 0
-    assert "which jobs are to end?" in str(tell(daemon, "end"))
+    assert "a request to end jobs without a name" in str(tell(daemon, "end"))
     assert is_draining(daemon) == [False] * 3
 
 

@@ -308,7 +308,7 @@ def test_nobody_listens_once_all_have_met() -> None:
     [
         ((), 4, 2, r"only 2 of the 4 workers are on this host: start `omnireduce aggregator .*HOST:7400"),
         ((), 2, None, r"nothing tells this launch of 2 workers from another one: set another"),
-        (("elastic.enabled=true", "cluster.job=x"), 2, 2, r"elastic\.enabled wants one that outlives rank 0"),
+        (("elastic.enabled=true", "cluster.job=x"), 2, 2, r"elastic\.enabled needs an aggregator that outlives rank 0"),
     ],
 )
 def test_where_rank_0_cannot_start_one(
@@ -394,7 +394,7 @@ def test_another_users_process_is_not_believed() -> None:
             pytest.skip("only root can be other users")
         with pytest.raises(TransportError, match=r"process \d+ of user 65534, which is another user, is where the"):
             Communicator(plain(), rank=1, size=2, job=job)
-        with pytest.raises(TransportError, match=rf"process \d+ of user {NOBODY} does so on this host just now"):
+        with pytest.raises(TransportError, match=rf"process \d+ of user {NOBODY} starts one on this host just now"):
             Communicator(plain(), rank=0, size=2, job=job)
 
 

@@ -169,7 +169,7 @@ def test_files_that_cannot_be_used_change_nothing(keys: Keys) -> None:
         keys.write("teams/vision", "short")
         keys.write("teams/text", "what a new team knows")
         reload(daemon, "event=reload_failed")
-        assert "what was read before goes on to hold: " in daemon.log
+        assert "files could not be read again; the old rules stay in force: " in daemon.log
         assert "vision: got a secret of 5 bytes, expected 16 to 4096" in daemon.log
         assert joins(daemon, worker) == ""
         os.kill(daemon.shard_pids[0], signal.SIGKILL)  # the next one does not read them either

@@ -149,7 +149,8 @@ def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixtur
         config = configured(daemon.addresses, "cluster.join_timeout_s=20")
         with Communicator(config, rank=0, size=1, job=unique_job()) as comm:
             assert comm.transport == "tcp"
-        belongs = f"what offers shared memory for {daemon.addresses[0]} belongs to {IMPOSTOR}, this worker to user 0"
+        offer = f"the process that offers shared memory for {daemon.addresses[0]}"
+        belongs = f"{offer} belongs to {IMPOSTOR}, this worker to user 0"
         assert f"going on by tcp: {belongs}" in caplog.text
         with pytest.raises(TransportError, match=belongs):
             Communicator(configured(daemon.addresses, "transport.kind=shm"), rank=0, size=1)

@@ -1,4 +1,4 @@
-"""Who may read the pages of metrics: a token, TLS, certificates of clients, and what is said where all may."""
+"""Access to the pages of metrics: a token, TLS, certificates of clients, and the warning if all may read."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_token_that_cannot_be_used_is_refused(token_file: Path) -> None:
         assert expected in str(caught.value)
         assert content not in str(caught.value)
     token_file.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"metrics\.token_file: .*: mode 0644 lets others than its owner at it"):
+    with pytest.raises(ConfigError, match=r"metrics\.token_file: .*: mode 0644 lets others than its owner use it"):
         make_pages(Metrics(token_file=str(token_file)))
 
 

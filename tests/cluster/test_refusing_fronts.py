@@ -1,4 +1,4 @@
-"""What one rank refuses before its first exchange, in all that stands on a communicator, reaches the other ranks."""
+"""A refusal of one rank before its first exchange, in each layer over a communicator, reaches the other ranks."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(tree: Tree) -> None:
 
     found = run_job(tree.configs(f"cluster.join_timeout_s={100 * WAIT_S}"), 6, run)
     said = {found.pop(4), found.pop(1)}
-    assert said == {"ranks [9]: expected different ones from 0 to 5"}
+    assert said == {"ranks [9]: expected different ranks from 0 to 5"}
     assert all(each.endswith(f"has refused: {said.copy().pop()}") for each in found)
 
 

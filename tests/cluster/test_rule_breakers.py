@@ -210,7 +210,10 @@ FALSE_RESULTS: dict[str, tuple[bytes, str]] = {
     "noise": (b"\xee" * 100, "not a frame of this protocol"),
     "too long": (FRAME.pack(DATA, 0, 2**31), "message of 2147483648 bytes"),
     "an empty message": (FRAME.pack(DATA, 0, 0), "a block message of 0 bytes"),
-    "an index beyond the tensor": (b"", "a result with block 40, expected ascending ones from 0 to 39 of shard 0 of 1"),
+    "an index beyond the tensor": (
+        b"",
+        "a result with block 40, expected ascending blocks from 0 to 39 of shard 0 of 1",
+    ),
     "a credit for nothing": (FRAME.pack(CREDIT, 0, 0), "credit for slot 0, which is not under way"),
     "a refusal": (
         framed(Refused("x")),

@@ -1,4 +1,4 @@
-"""What aggregators say about themselves: right numbers, the right culprit, page by page, and to strangers too."""
+"""Status of aggregators: right numbers, the right culprit, page by page, and to strangers too."""
 
 from __future__ import annotations
 

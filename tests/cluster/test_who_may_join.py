@@ -343,7 +343,7 @@ def test_a_secret_that_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -
     open_to_all.write_text(TEXT)
     open_to_all.chmod(0o644)
     for arguments, environ, expected in [
-        (["--set", f"security.secret_file={open_to_all}"], {}, "mode 0644 lets others than its owner at it"),
+        (["--set", f"security.secret_file={open_to_all}"], {}, "mode 0644 lets others than its owner use it"),
         (["--set", f"security.secret_file={tmp_path}/none"], {}, "cannot be read: No such file"),
         ([], {SECRET_VARIABLE: "short"}, f"{SECRET_VARIABLE}: got a secret of 5 bytes, expected 16 to 4096"),
         (["--set", f"security.secret={TEXT}"], {}, "security.secret: a command line or a configuration is no place"),

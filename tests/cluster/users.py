@@ -1,4 +1,4 @@
-"""How a test becomes another user."""
+"""Run a test as another user."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_state_goes_on_elsewhere(daemon: Daemon) -> None:
 def test_what_cannot_be(daemon: Daemon) -> None:
     with pytest.raises(UsageError, match="rank 0: expected a whole number from 1 on"):
         PowerSgd(0)
-    with pytest.raises(UsageError, match="a state of residuals; expected one with factors"):
+    with pytest.raises(UsageError, match="a state of residuals; expected a state with factors"):
         PowerSgd().load_state_dict(Residual().state_dict())
 
     def run(comm: Communicator) -> None:

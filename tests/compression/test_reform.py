@@ -1,4 +1,4 @@
-"""What memories keep outlives a rank: the others reform, and make the step again that was aborted."""
+"""Memories keep their rests when a rank is lost: the others reform, and repeat the aborted step."""
 
 from __future__ import annotations
 

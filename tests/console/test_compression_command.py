@@ -283,7 +283,7 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
         (("omnireduce.compression:TopK", "ratio=much"), "omnireduce.compression:TopK(ratio='much') cannot be made"),
         (("wrong:Untold", "threshold=1", "compress_ratio=0.5"), "selects is 'most'; expected largest, about"),
         (("wrong:Odd",), "random of shape (1000,): expected a compressed gradient; compress: expected (list of tens"),
-        (("wrong:Unasked",), "what it selects cannot be asked: ZeroDivisionError: division by zero"),
+        (("wrong:Unasked",), "the claim of the compressor cannot be read: ZeroDivisionError: division by zero"),
         (("wrong:Unsent",), "random of shape (1000,): expected a compressed gradient; "),
         (("wrong:Backwards",), "random of shape (1000,): expected a compressed gradient; expected ascending places"),
     ],

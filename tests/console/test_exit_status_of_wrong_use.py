@@ -1,4 +1,4 @@
-"""Whatever is wrong in a command's words, or in a file that they name, is one line and exit status 2, everywhere."""
+"""A mistake in a command's words, or in a file that they name, gives one line and exit status 2, everywhere."""
 
 from __future__ import annotations
 

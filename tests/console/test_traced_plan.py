@@ -1,4 +1,4 @@
-"""What `omnireduce plan --trace` takes from traces: of real jobs, whose blocks are known, and made up ones."""
+"""`omnireduce plan --trace` with traces of real jobs, whose blocks are known, and with made up ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a queue can do, over a real aggregator; with rounds, and in steps that are alike, which have none."""
+"""Operations of a queue over a real aggregator, with rounds, and without them in steps that are alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank refuses by name reaches the ranks that wait for that name; the queue goes on."""
+"""A refusal of one rank by name reaches the ranks that wait for that name; the queue goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of `deploy/` have in common."""
+"""Helpers that the tests of `deploy/` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guests of tools/guests.py would miss is known before they start, and tools/test_rdma.sh ends what it starts.
+"""Guests of tools/guests.py are checked before they start, and tools/test_rdma.sh ends all that it starts.
 
 The guests themselves are tried by `make test-rdma`.
 """

@@ -1,4 +1,4 @@
-"""What a seed stands for: one job, its workload, and one fault."""
+"""The plan of a seed: one job, its workload, and one fault."""
 
 from __future__ import annotations
 

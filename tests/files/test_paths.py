@@ -232,7 +232,7 @@ def test_paths_of_a_launch(home: Path) -> None:
 @pytest.mark.usefixtures("nowhere")
 def test_a_current_folder_that_is_gone_is_said(tmp_path: Path) -> None:
     """What needs it says so; what does not need it works."""
-    gone = "the current folder is gone: change to one that is there, or give absolute paths"
+    gone = "the current folder is gone: change to another folder, or give absolute paths"
     calls: list[Callable[[], object]] = [
         current_folder,
         lambda: whole_path("x"),

@@ -1,4 +1,4 @@
-"""What the ranks of a test's `WORKER` have told, by way."""
+"""Reports of the ranks of a test's `WORKER`, by way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Needle tests train with: the checkout in the folder OMNIREDUCE_NEEDLE, which builds its backend for the
+"""The Needle to test with: the checkout in the folder OMNIREDUCE_NEEDLE, which builds its backend for the
 processor with its own make, or a small stand-in."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks that train tell a test: lines of JSON, and values in a folder."""
+"""Reports from ranks that train to their test: lines of JSON, and values in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is allowed, said once more and in the most obvious way: what the project takes must be exactly this."""
+"""Oracles: the rules for valid inputs again, in the most obvious way. The project must accept exactly these inputs."""
 
 from __future__ import annotations
 

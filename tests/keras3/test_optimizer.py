@@ -1,4 +1,4 @@
-"""What a wrapped optimizer is, in one process without a job; and what cannot be wrapped."""
+"""A wrapped optimizer in one process without a job; and optimizers that cannot be wrapped."""
 
 from __future__ import annotations
 

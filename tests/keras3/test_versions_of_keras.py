@@ -1,4 +1,4 @@
-"""Which versions of Keras and its backends the tests are for."""
+"""The versions of Keras and its backends that the tests are for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker compiles before it joins is all that its collectives need."""
+"""The kernels that a worker compiles before it joins are all that its collectives need."""
 
 from __future__ import annotations
 

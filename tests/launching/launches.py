@@ -1,4 +1,4 @@
-"""What the tests of launches share: `omnireduce run` as a process, and who is left of it."""
+"""Helpers that the tests of launches share: `omnireduce run` as a process, and a check for processes left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks run on which hosts."""
+"""The hosts on which ranks run."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_the_address_of_an_aggregator_is_checked(words: str) -> None:
     lines = f"ready {words}\n{'' if words else 'ready here'}\n".encode()
     with job_on(says(Output(AGGREGATOR, STDOUT, lines))) as job:
         job.start(AGGREGATOR, job.connections[0], START)
-        with pytest.raises(TransportError, match="the aggregator of this job on a does not say where it is"):
+        with pytest.raises(TransportError, match="the aggregator of this job on a does not give valid addresses"):
             job.await_aggregator(1)
 
 

@@ -151,7 +151,9 @@ def test_ranks_of_a_launcher_that_nobody_knows_are_not_told_that_each_is_alone()
     environ = {"PMIX_RANK": "1"}
     done = subprocess.run(wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S)
     assert done.returncode == 2
-    assert done.stderr.startswith("Error: PMIx (PMIX_RANK) speaks of 2 processes or more, but does not say which rank")
+    assert done.stderr.startswith(
+        "Error: PMIx (PMIX_RANK) speaks of 2 processes or more, but does not give this process a rank"
+    )
 
 
 OWN = {

@@ -1,4 +1,4 @@
-"""Which plans are compared, which one is best, and how it is written down."""
+"""Plans: the compared ones, the best one, and its text."""
 
 from __future__ import annotations
 

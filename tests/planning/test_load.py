@@ -1,4 +1,4 @@
-"""What is counted of block patterns, against counting one block after the other."""
+"""Counts of block patterns, against counting one block after the other."""
 
 from __future__ import annotations
 

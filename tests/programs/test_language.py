@@ -1,4 +1,4 @@
-"""What the language says of programs: types, errors at the user's line, and the text of a program."""
+"""The language of programs: types, errors at the user's line, and the text of a program."""
 
 from __future__ import annotations
 

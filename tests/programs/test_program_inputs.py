@@ -1,4 +1,4 @@
-"""What all ranks give a program alike, and what they are told where they do not."""
+"""Inputs of a program that must be equal on all ranks, and the errors if they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rewrite makes of a program, and how it says why it cannot be done."""
+"""Rewrites of programs: the result of each, and its reason if it is not possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the aggregator's machine counts, and whom it holds to be late, in virtual time."""
+"""Counters of the aggregator's machine, and the ranks that it takes for late, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in an elastic job: cases by name, and a random life of a job on its first shard."""
+"""Members of an elastic job: cases by name, and a random life of a job on its first shard."""
 
 from __future__ import annotations
 

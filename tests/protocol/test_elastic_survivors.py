@@ -1,4 +1,4 @@
-"""Who survives of an elastic job, and what that proves: cases by name."""
+"""Survivors of an elastic job, and the proof of it: cases by name."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ def test_blocks_of_another_shard_name_the_peer(down: bool) -> None:
     link.deliver(Received(slot, nbytes))
     cluster.settle()
     assert cluster.culprits() == {"aggregator 127.0.0.1:7401" if down else RANK_1}
-    expected = "block 8, expected ascending ones from 0 to 59 of shard 1 of 2"
+    expected = "block 8, expected ascending blocks from 0 to 59 of shard 1 of 2"
     assert expected in str(cluster.worker_ends[1])
 
 

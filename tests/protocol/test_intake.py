@@ -1,4 +1,4 @@
-"""Which jobs a shard takes while it drains, and when it stops; jobs that somebody has ended."""
+"""Jobs that a draining shard still takes, the end of the shard, and jobs that somebody has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker joins: cases by name, and any events in any order."""
+"""Joining of a worker: cases by name, and any events in any order."""
 
 from __future__ import annotations
 

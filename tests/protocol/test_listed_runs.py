@@ -39,11 +39,15 @@ WRONG: dict[str, tuple[int, Runs, str]] = {
     "a length beyond all": (5, [(0, 2**63 - 1)], "runs do not list its blocks"),
     "beyond all numbers": (5, [(MAX_BLOCKS - 3, 5)], "runs do not list its blocks"),
     "as many as indices": (4, [(0, 2), (2, 2)], "runs that take no less room than its indices"),
-    "of a negative number": (3, [(-7, 3)], "expected ascending ones from 0 to 23"),  # in a result these bits are a mark
-    "of another shard": (3, [(4, 3)], "block 4, expected ascending ones from 0 to 23 of shard 0 of 2"),
-    "overlapping": (7, [(0, 3), (2, 4)], "block 2, expected ascending ones"),
-    "descending": (7, [(8, 3), (0, 4)], "block 0, expected ascending ones"),
-    "beyond the tensor": (4, [(17, 4)], "block 24, expected ascending ones from 0 to 23"),
+    "of a negative number": (
+        3,
+        [(-7, 3)],
+        "expected ascending blocks from 0 to 23",
+    ),  # in a result these bits are a mark
+    "of another shard": (3, [(4, 3)], "block 4, expected ascending blocks from 0 to 23 of shard 0 of 2"),
+    "overlapping": (7, [(0, 3), (2, 4)], "block 2, expected ascending blocks"),
+    "descending": (7, [(8, 3), (0, 4)], "block 0, expected ascending blocks"),
+    "beyond the tensor": (4, [(17, 4)], "block 24, expected ascending blocks from 0 to 23"),
 }
 
 

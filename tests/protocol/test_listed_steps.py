@@ -75,11 +75,11 @@ def test_tiny_rows_travel_with_steps(width: int, shards: int) -> None:
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        (bytes([3, 1, 1, 0, 1]), "expected ascending ones"),
+        (bytes([3, 1, 1, 0, 1]), "expected ascending blocks"),
         (bytes([3, 1, 1, 1, 129]), "steps do not list its blocks"),
         (bytes([3, 1, 1, 1, 1, 1]), "steps do not list its blocks"),
         (bytes([3, 1, 1, 1, *[255] * 6, 127]), "steps do not list its blocks"),
-        (bytes([3, 1, 1, 1, 93]), "expected ascending ones from 0 to 98"),
+        (bytes([3, 1, 1, 1, 93]), "expected ascending blocks from 0 to 98"),
         (bytes([3, 1, 1, 129, 1]), "steps do not list its blocks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who may join which job: cases by name, and a random life of a shard."""
+"""Members of jobs: cases by name, and a random life of a shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long messages are: short ones of a small tensor, longer ones of a large one."""
+"""Lengths of messages: short for a small tensor, longer for a large one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from omnireduce.protocol.joining.checks import malformed
 from omnireduce.protocol.joining.failed_launches import MAX_FAILED_LAUNCHES
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 
-JOB, GROUP, WHY = "job", "job+pair.1", "ranks [7]: expected different ones from 0 to 3"
+JOB, GROUP, WHY = "job", "job+pair.1", "ranks [7]: expected different ranks from 0 to 3"
 RANKS = 4
 
 

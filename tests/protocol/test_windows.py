@@ -65,7 +65,7 @@ def test_all_windows_of_an_honest_message_are_used(indices: list[int], runs: Run
 @pytest.mark.parametrize("indices", [[3, 2], [0, 3, 1], [0, 3, 3], [1, 2, 3, 0], [1, 0, 3], [0, 1, 1, 3]])
 def test_no_collective_completes_before_the_last_index_was_seen(indices: list[int], window: int) -> None:
     written: list[int] = []
-    with pytest.raises(ProtocolError, match="expected ascending ones"):
+    with pytest.raises(ProtocolError, match="expected ascending blocks"):
         written.extend(int(block) for each in merging(indices, window) for block in each._numbers[: each.written])
     assert 3 not in written
 

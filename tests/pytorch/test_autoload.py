@@ -1,4 +1,4 @@
-"""What `import torch` alone brings: the name of the back end. Nothing here imports omnireduce in the ranks."""
+"""`import torch` alone brings the name of the back end. Nothing here imports omnireduce in the ranks."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_communicator_of_the_users_own_gets_tensors_of_tensors(compressor: str
 def test_tensors_that_have_no_numbers_or_not_all() -> None:
     grc = grace_from_params({"compressor": "topk"})
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
-        with pytest.raises(UsageError, match="a gradient is sparse; expected a dense one"):
+        with pytest.raises(UsageError, match="a gradient is sparse; expected a dense gradient"):
             grc.step(torch.eye(3).to_sparse(layout=layout), "w")
     with pytest.raises(UsageError, match="a gradient is on the device meta, which has no numbers"):
         grc.step(torch.ones(2, device="meta"), "w")

@@ -1,5 +1,5 @@
-"""What gloo moves for a group: each element type and layout, from each rank to the right one. No GPU is needed: any
-tensor that is not contiguous is staged, too."""
+"""Movements of gloo for a group: each element type and layout, from each rank to the right one. No GPU is
+needed: any tensor that is not contiguous is staged, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions of torch the tests are for."""
+"""The versions of torch that the tests are for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch does with collectives under way: waits, futures, callbacks, threads, limits and errors."""
+"""Collectives under way in torch: waits, futures, callbacks, threads, limits and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of real RDMA ports."""
+"""Findings of the doctor about real RDMA ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call refuses, and that a refused call leaves the job and the arrays as they were."""
+"""Refused calls: their errors; and the job and the arrays stay as they were."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "block size of float": (lambda c: c.allreduce(X, block_size=8.0), "block_size is 8.0, a float; expected an int"),
     "a block that fits no slot": (
         lambda c: c.allreduce(X, block_size=1 << 20),
-        "a block of 4194304 bytes does not fit a slot, which holds one of up to 1571760 bytes; choose a smaller "
+        "a block of 4194304 bytes does not fit a slot, which holds blocks of up to 1571760 bytes; choose a smaller "
         "block_size (or shorter rows), or raise protocol.slot_bytes",
     ),
     "a long name": (lambda c: c.allreduce(X, name="n" * 201), "a name of 201 characters; expected at most 200"),

@@ -1,6 +1,6 @@
-"""What an exchange costs, counted, not timed: calls of functions, system calls, wide instructions.
+"""The cost of an exchange, counted, not timed: calls of functions, system calls, wide instructions.
 
-The limits are what it was when they were written, and a twentieth: who goes beyond one on purpose raises it and says
+The limits are the costs when they were written, and a twentieth. If a change exceeds one on purpose, raise it and say
 why.
 """
 

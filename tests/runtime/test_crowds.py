@@ -1,4 +1,4 @@
-"""What many connections at once may cost a shard: a look at the oldest, a few answers a turn, and no busy loop."""
+"""The cost of many connections at once is bounded: a look at the oldest, a few answers a turn, and no busy loop."""
 
 from __future__ import annotations
 

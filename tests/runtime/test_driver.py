@@ -1,4 +1,4 @@
-"""Which links a turn of the driver reads."""
+"""The links that a turn of the driver reads."""
 
 from __future__ import annotations
 

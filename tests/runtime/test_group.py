@@ -122,7 +122,7 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(daemon: Daemon, who_
 
 
 REFUSALS: dict[str, tuple[Callable[[Communicator], object], str]] = {
-    "ranks": (lambda comm: comm.create_group([0, 0], name="g"), "expected different ones"),
+    "ranks": (lambda comm: comm.create_group([0, 0], name="g"), "expected different ranks"),
     "no number": (lambda comm: comm.create_group(["one"], name="g"), "rank is 'one'"),
     "state": (lambda comm: comm.create_group(name="g", state_bytes=-1), "protocol.state_bytes"),
     "by itself": (lambda comm: _refuse(comm, OSError("the disk is full")), "OSError: the disk is full"),
@@ -156,10 +156,10 @@ def test_whatever_a_rank_refuses_reaches_the_others(daemon: Daemon, what: str) -
 def test_what_cannot_be(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         for ranks, told in (
-            ([], "expected different ones from 0 to 0"),
-            ([0, 0], "expected different ones from 0 to 0"),
-            ([3], "expected different ones from 0 to 0"),
-            ([-1, 0], "expected different ones from 0 to 0"),
+            ([], "expected different ranks from 0 to 0"),
+            ([0, 0], "expected different ranks from 0 to 0"),
+            ([3], "expected different ranks from 0 to 0"),
+            ([-1, 0], "expected different ranks from 0 to 0"),
         ):
             with pytest.raises(UsageError, match=told):
                 comm.create_group(ranks, name="wrong")

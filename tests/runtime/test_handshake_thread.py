@@ -1,4 +1,4 @@
-"""What takes long is done by a second thread: meanwhile the shard goes on, and nobody looks at that connection."""
+"""Slow handshakes run in a second thread: meanwhile the shard goes on, and nobody looks at that connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a launch meet before they have an aggregator: who is told, and who is not."""
+"""The meeting of the ranks of a launch before they have an aggregator: which ranks are told of it."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_nobody_is_alone_in_silence(
 ) -> None:
     monkeypatch.setattr(environment, "_said", set[str]())
     if is_certain:
-        with pytest.raises(UsageError, match="but does not say which rank of how many this one is"):
+        with pytest.raises(UsageError, match="but does not give this process a rank and a size"):
             own_launch(environ)
     else:
         for _ in range(2):

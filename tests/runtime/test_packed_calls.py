@@ -178,7 +178,9 @@ UNREADABLE: list[object] = [{2**k for k in range(4000)}, 1 << 20_000, np.zeros((
 
 @pytest.mark.parametrize("x", UNREADABLE, ids=lambda x: type(x).__name__)
 def test_what_the_others_would_not_read_is_refused_by_its_sender(x: object) -> None:
-    with pytest.raises(UsageError, match=r"cannot be sent: (\d+ keys of one hash|Expected|more than 65536 keys)"):
+    with pytest.raises(
+        UsageError, match=r"cannot be sent: (\d+ keys with the same hash|Expected|more than 65536 keys)"
+    ):
         to_bytes(x, trust=False)
 
 

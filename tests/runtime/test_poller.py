@@ -1,4 +1,4 @@
-"""What a waiting rank hears of: only the shards that have something to say."""
+"""A waiting rank wakes only for the shards that have something to say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks read that never have to wait: others of their host have come whenever they look."""
+"""Reads of ranks that never have to wait: messages of ranks of their host are there whenever they look."""
 
 from __future__ import annotations
 

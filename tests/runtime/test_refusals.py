@@ -1,4 +1,4 @@
-"""What one rank refuses by itself reaches the others, and no call is taken for another one."""
+"""A refusal of one rank reaches the others, and no call is taken for another one."""
 
 from __future__ import annotations
 

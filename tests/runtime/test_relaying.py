@@ -403,7 +403,7 @@ def test_a_fault_of_ours_costs_one_worker_its_place(monkeypatch: pytest.MonkeyPa
         patch.setattr(bench.relaying, "_told", fail)
         bench.say(third, welcome(3))
     assert len(bench.told(3)) == 1
-    assert "could not be dealt with: MemoryError()" in bench.refusal(3).reason
+    assert "could not be served by the relay: MemoryError()" in bench.refusal(3).reason
     bench.say(first, welcome(1, relayed=1))
     assert len(bench.admitted) == 1
 

@@ -1,4 +1,4 @@
-"""Whose fault it is that a collective takes too long: an aggregator of which anything comes does not hang."""
+"""Blame for a collective that takes too long: an aggregator that sends anything does not hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attacker knows of a daemon, and its connections to it. Every wait has a bound."""
+"""The target as an attacker knows it: a daemon, and connections to it. Every wait has a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured of one kind, what must hold, and the table of all kinds."""
+"""Measurements of one kind of attack, the bounds that must hold, and the table of all kinds."""
 
 from __future__ import annotations
 

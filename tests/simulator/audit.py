@@ -1,4 +1,4 @@
-"""What must hold inside a shard and a worker after every turn, whatever happens around them."""
+"""Checks that must hold inside a shard and a worker after every turn, whatever happens around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a seed stands for. Each seed switches whole kinds of fault on or off, so that rare mixtures come up often."""
+"""The plan of a seed. Each seed switches whole kinds of fault on or off, so that rare mixtures come up often."""
 
 from __future__ import annotations
 

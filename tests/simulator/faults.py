@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and whom its victims may then name."""
+"""Faults of a run, and the culprits that its victims may then name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made of: network, protocol settings, jobs, faults. `draw` makes one from a seed."""
+"""The plan of a run: network, protocol settings, jobs, faults. `draw` makes one from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which error may come of which fault. A reason that stands in no row is a reason that nobody expects."""
+"""The errors that may come of each fault. Nobody expects an error that stands in no row."""
 
 from __future__ import annotations
 

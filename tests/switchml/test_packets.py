@@ -144,7 +144,7 @@ def test_the_dummy_backend_needs_no_other_rank(tmp_path: Path, caplog: pytest.Lo
 
 def test_a_worker_of_the_dummy_backend_is_not_alone_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMIX_RANK", "1")
-    with pytest.raises(UsageError, match="does not say which rank of how many this one is"):
+    with pytest.raises(UsageError, match="does not give this process a rank and a size"):
         Context().start(written(tmp_path, "backend = dummy", *NO_LIMIT))
 
 

@@ -1,4 +1,4 @@
-"""What every link promises, whatever it is made of: see `omnireduce.transport.base`."""
+"""The promises of every link, of any kind: see `omnireduce.transport.base`."""
 
 from __future__ import annotations
 

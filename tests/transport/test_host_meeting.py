@@ -98,7 +98,7 @@ def test_a_rank_cannot_write_the_memory_of_another() -> None:
 def test_memory_that_could_shrink_is_refused() -> None:
     mine, fd = Regions(2, 0, BYTES), os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, BYTES)
-    with pytest.raises(TransportError, match="no sealed memory of 8192 bytes"):
+    with pytest.raises(TransportError, match="something else than sealed memory of 8192 bytes"):
         mine.add([mine.fd, fd])
     os.close(fd)
     mine.close()
@@ -135,7 +135,7 @@ def test_a_bell_that_could_keep_others_waiting_is_refused(what: str) -> None:
             second.turn()
             first.turn()
 
-    with pytest.raises(TransportError, match="local rank 1 sent something else than an eventfd"):
+    with pytest.raises(TransportError, match="local rank 1 sent no eventfd"):
         go_on()
     first.close()
     second.close()

@@ -1,4 +1,4 @@
-"""What only links by TLS do: bounded work for who keeps the rules of TLS, and one clear word for who does not."""
+"""Links by TLS alone: bounded work for peers that keep the rules of TLS, and one clear word for the others."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_handshake_in_which_the_aggregator_hangs_up_may_be_tried_again(reset: 
             connect_tls("127.0.0.1", listener.getsockname()[1], WAIT_S, 10.0, context)
         done.result()
     why = "connection broken: Connection reset by peer" if reset else "connection closed"
-    assert caught.value.strerror == f"{why} in the TLS handshake; has it TLS (security.tls_certificate there)?"
+    assert caught.value.strerror == f"{why} in the TLS handshake; does it use TLS (security.tls_certificate there)?"
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -231,7 +231,7 @@ def test_answers_that_the_peer_asks_for_and_does_not_read_are_bounded(guest: Gue
     while not guest.link.over:
         assert guest.link._outgoing.pending < 2 * ANSWER_BYTES
         events = guest.polled()
-    assert events == [Lost("it sends, but does not read what it is sent", violation=True)]
+    assert events == [Lost("it sends, but does not read", violation=True)]
 
 
 def test_one_poll_takes_few_records_and_what_it_leaves_is_told_of(guest: Guest) -> None:

@@ -1,4 +1,4 @@
-"""What only verbs links do: keep the order of two connections, also when one of them loses something."""
+"""Verbs links alone: they keep the order of two connections, even if one of them loses something."""
 
 from __future__ import annotations
 

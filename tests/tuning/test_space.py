@@ -1,4 +1,5 @@
-"""What is tuned, and the search by itself: with a function in place of a measurement, so that its verdict is exact."""
+"""Tuned settings, and the search by itself: with a function in place of a measurement, so that its verdict is
+exact."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _pass_on(messages: Messages, rank: int, size: int, out: Array, arrived: Arra
 def timed(
     run: Callable[[Array], object], library: Library, make: Callable[[], Array], expected: float | None, rounds: int
 ) -> float:
-    """The median time of `run` in seconds, of so many rounds, and one before them that does not count.
+    """The median time of `run` in seconds, over `rounds` rounds, after one that does not count.
 
     `expected`: what each element of the result must be; None for no check. Raises AssertionError if it is not.
     """

@@ -94,7 +94,7 @@ DTYPES = {"int32": np.dtype(np.int32), "float": np.dtype(np.float32)}
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """How many elements are wrong, and the first of them: their indices, and what was found and expected there."""
+    """The number of wrong elements, and the first of them: index, value and expected value."""
 
     count: int
     first: tuple[tuple[int, float, float], ...]
@@ -109,8 +109,8 @@ class Wrong:
 
 
 class Summands:
-    """The tensors of `dtype` of `size` ranks, random ones with a `seed`. `number` tells several of a rank apart.
-    `alike`: all ranks have the tensors of this rank."""
+    """The tensors of `size` ranks, of `dtype`; random if there is a `seed`. `number` tells several tensors of a rank
+    apart. `alike`: all ranks have the tensors of this rank."""
 
     def __init__(self, dtype: np.dtype[Any], size: int, seed: int | None = None, *, alike: int | None = None) -> None:
         self.dtype, self._size, self._seed = dtype, size, seed
@@ -120,7 +120,7 @@ class Summands:
             self._sums += self._table(rank if alike is None else alike)
 
     def _table(self, rank: int) -> NDArray[np.float64]:
-        """Two rounds of it, so that every window is in one piece."""
+        """The table of a rank, twice in a row, so that every window of it is contiguous."""
         if self._seed is None:
             values = np.arange(LENGTH) % LARGEST + (rank + 1.0)
         else:
@@ -136,8 +136,8 @@ class Summands:
             part[:] = self._own[1][place]
 
     def wrong(self, result: Array, *, number: int = 0, rounds: int = 1, err: float = 0.0) -> Wrong:
-        """Compare with the sum of all ranks. After more than one of the `rounds`, each rank has put in what the one
-        before gave. `err`: per cent of the expected value by which a float may differ, up or down."""
+        """Compare with the sum of all ranks. In each of the `rounds` after the first, each rank has sent the sum of the
+        round before. `err`: per cent of the expected value by which a float may differ, up or down."""
         factor = float(self._size) ** (rounds - 1)
         allowed = 0.0 if self.dtype.kind == "i" else err / 100
         count, first, start = 0, list[tuple[int, float, float]](), 0
@@ -151,7 +151,7 @@ class Summands:
         return Wrong(count, tuple(first))
 
     def most_rounds(self) -> int | None:
-        """After how many rounds in place the type still holds the sums; None for ever."""
+        """The most rounds in place whose sums the type still holds; None: no limit."""
         info: Any = np.iinfo(self.dtype) if self.dtype.kind == "i" else np.finfo(self.dtype)
         if self._size == 1:
             return None
@@ -170,7 +170,7 @@ def _parts(tensor: Array, number: int) -> Iterator[tuple[Array, slice]]:
 
 
 def summands_of(comm: Communicator | DummyCommunicator, dtype: str, seed: int | None) -> Summands:
-    """Those of the ranks of a context. The dummy backend makes sums as if all had what this one has."""
+    """The summands of the ranks of a context. The dummy backend sums as if all ranks had the tensors of this one."""
     alike = comm.rank if isinstance(comm, DummyCommunicator) else None
     return Summands(DTYPES[dtype], comm.size, seed, alike=alike)
 
@@ -265,7 +265,7 @@ class BenchmarkOptions:
 
     @property
     def rounds(self) -> int:
-        """How many jobs of a group, or of the warm-up, take the same tensor at most."""
+        """The most jobs of a group, or of the warm-up, that take the same tensor."""
         longest = max(self.num_warmup_jobs, *(len(group) for group in self.groups()))
         return math.ceil(longest / self.num_tensors)
 
@@ -317,7 +317,7 @@ class Tensors:
         return np.empty(self._asked.tensor_numel, self._summands.dtype)
 
     def refresh(self) -> None:
-        """Before a group: nothing is in them that an earlier group has left."""
+        """Before a group: remove the results of earlier groups from the tensors."""
         for number, (tensor, out) in enumerate(zip(self.inputs, self.outs, strict=True)):
             if out is None:
                 self._summands.fill(self._rank, tensor, number)
@@ -325,7 +325,7 @@ class Tensors:
                 out.fill(-1)
 
     def wrong(self, jobs: int) -> Wrong:
-        """Check what a group of so many jobs has left."""
+        """Check the results of a group of this number of jobs."""
         total = Wrong(0, ())
         for number, (tensor, out) in enumerate(zip(self.inputs, self.outs, strict=True)):
             turns = len(range(number, jobs, self._asked.num_tensors))
@@ -356,8 +356,8 @@ def run_benchmark(settings: Settings, asked: BenchmarkOptions, json_path: str | 
 
 
 def run_groups(context: Context, asked: BenchmarkOptions, say: Say) -> tuple[list[Group], int]:
-    """Warm up, then time every group, and check its tensors if that was asked for. Returns also how many elements were
-    wrong, on all ranks together."""
+    """Warm up, then time every group, and check its tensors if asked to. Also returns the number of wrong elements on
+    all ranks together."""
     comm = context.communicator
     tensors = Tensors(asked, comm)
     say(f"Submitting {asked.num_warmup_jobs} warmup jobs.")
@@ -376,7 +376,7 @@ def run_groups(context: Context, asked: BenchmarkOptions, say: Say) -> tuple[lis
 
 
 def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
-    """All ranks begin together; the time is that of this one."""
+    """Time a group of jobs on this rank. All ranks begin together."""
     context.communicator.barrier(name="group")
     begin = time.perf_counter_ns()
     for number in range(len(jobs)):
@@ -388,7 +388,8 @@ def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
 
 
 def verdict(comm: Communicator | DummyCommunicator, wrong: Wrong, say: Say) -> int:
-    """How many elements all ranks together have found wrong. Rank 0 says whether there are any, and each rank which."""
+    """The number of wrong elements on all ranks together. Rank 0 prints whether there are any, and each rank lists its
+    own."""
     say("Verifying final results")
     everywhere = int(comm.allreduce(np.array([wrong.count]), name="wrong")[0])
     if wrong.count:

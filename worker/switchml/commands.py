@@ -17,7 +17,7 @@ from omnireduce.worker.options import MOST, launch_options, numbers
 if TYPE_CHECKING:
     from omnireduce.switchml import Settings
 
-# The commands import what they run when they run: --help need not wait for it.
+# The commands import their modules when they run, so that --help does not wait for them.
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NUMEL = 1 << 28
@@ -30,7 +30,7 @@ class _Switch(click.Option):
 
 
 class _Command(click.Command):
-    """A switch takes what follows only if that is a value of it: in `--verify model.csv` it is none."""
+    """A command whose switches take the next word only if it is one of `_VALUES`: not in `--verify model.csv`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         switches = {name for param in self.params if isinstance(param, _Switch) for name in param.opts}
@@ -47,8 +47,7 @@ def _switch(name: str, text: str, *, default: bool = False) -> Callable[[_F], _F
 
 
 def _data_options(verify: str) -> Callable[[_F], _F]:
-    """What both commands say of tensors and their check; `verify`: what is checked. The command gets them as they are
-    named."""
+    """The options for tensors and their check, which both commands share. `verify`: the elements that are checked."""
     options = (
         click.option(
             "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
@@ -57,10 +56,10 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
         _switch("--verify", f"Check {verify}, from above and from below."),
         click.option(
             "--err", type=NumberRange(0, 100), default=1.0, show_default=True,
-            help="By how many per cent a float may be wrong.",
+            help="Largest error of a float, in per cent.",
         ),
         _switch("--random", "Sum random values."),
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of these."),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="For --random."),
     )  # fmt: skip
 
     def add(command: _F) -> _F:
@@ -92,7 +91,7 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
     "--num-jobs", type=click.IntRange(1, MOST), default=10, show_default=True, help="All-reduces that are timed."
 )
 @click.option(
-    "--num-warmup-jobs", type=click.IntRange(0, MOST), default=5, show_default=True, help="And some before them."
+    "--num-warmup-jobs", type=click.IntRange(0, MOST), default=5, show_default=True, help="All-reduces before them."
 )
 @_switch("--inplace", "Let the sum replace the tensor.", default=True)
 @click.option(
@@ -100,7 +99,7 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="Wait after so many jobs, and time them together; 0: after all.",
+    help="Wait after this number of jobs, and time them together; 0: after all.",
 )
 @_switch("--dump-stats", "Print what the context has counted.")
 @click.option(
@@ -108,11 +107,11 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
     type=click.IntRange(1, 4096),
     default=1,
     show_default=True,
-    help="Tensors that jobs take in turn: those of different ones overlap.",
+    help="Tensors that jobs take in turn: jobs with different tensors overlap.",
 )
 @click.option("--table", is_flag=True, help="Run once for each of --threads and --sizes, and print one table.")
-@click.option("--threads", default="1,4,8", show_default=True, help="Of the table: transport.threads.")
-@click.option("--sizes", default="10000,1000000,10000000", show_default=True, help="Of the table: elements.")
+@click.option("--threads", default="1,4,8", show_default=True, help="For --table: values of transport.threads.")
+@click.option("--sizes", default="10000,1000000,10000000", show_default=True, help="For --table: numbers of elements.")
 @config_options
 @launch_options
 @json_option
@@ -153,7 +152,9 @@ def allreduce_benchmark(
 @click.argument("model", required=False, metavar="[MODEL.CSV]")
 @_data_options(verify="every element of the sums of the last iteration")
 @click.option("--num-iters", type=click.IntRange(1), default=10, show_default=True, help="Iterations that are timed.")
-@click.option("--num-warmup-iters", type=click.IntRange(0), default=5, show_default=True, help="And some before them.")
+@click.option(
+    "--num-warmup-iters", type=click.IntRange(0), default=5, show_default=True, help="Iterations before them."
+)
 @click.option(
     "--overlap",
     type=click.Choice(["iterations", "backward", "none"]),
@@ -162,7 +163,7 @@ def allreduce_benchmark(
     help="Exchange beside the backward and the next forward pass, beside the backward pass, or after it.",
 )
 @click.option("--record", metavar="MODULE:FUNCTION", help="Time the layers of a model of torch, and write --output.")
-@click.option("--output", metavar="FILE", help="Of --record: the MODEL.CSV that it writes.")
+@click.option("--output", metavar="FILE", help="For --record: the MODEL.CSV to write.")
 @config_options
 @launch_options
 @json_option
@@ -199,7 +200,7 @@ def _record(name: str, output: str, steps: int, warmup: int) -> None:
 
 
 def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
-    """What `switchml.cfg` and omnireduce's own configuration say, and who this rank is."""
+    """The settings of `switchml.cfg` and of omnireduce's configuration, with the rank and size of the command line."""
     from omnireduce.support.loading import look_in_this_folder
     from omnireduce.switchml import load_settings
 

@@ -1,9 +1,9 @@
 """Timing of the layers of a torch model, for `replay`.
 
-A layer is a module with trainable parameters of its own that get a gradient. Its forward pass ends when the module has
-returned, and its backward pass when the last of its gradients is there. Each pass begins where that of the layer before
-has ended, so a module that is no layer counts for the layer after it, or else for the last one. In each step all
-layers together take as long as the model.
+A layer is a module that itself has trainable parameters with a gradient. Its forward pass ends when the module returns,
+its backward pass when its last gradient is ready. Each pass begins when the pass of the layer before ends, so the time
+of a module that is no layer counts for the next layer, or else for the last one. In each step all layers together take
+as long as the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST = 2**40
 
 
 class Layer(NamedTuple):
-    """`numel`: elements of its gradient; the passes take so many nanoseconds."""
+    """A line of the file. `numel`: elements of the gradient. The passes are in nanoseconds."""
 
     layer_index: int
     numel: int
@@ -176,7 +176,7 @@ class _Stopwatch:
         self._at = time.perf_counter_ns()
 
     def turn(self) -> None:
-        """A backward pass begins. What came after the last module is its own."""
+        """A backward pass begins. The time since the last module counts for that module."""
         self._note_rest(self._forward)
 
     def stop(self) -> None:
@@ -205,7 +205,8 @@ class _Stopwatch:
         ]
 
     def _forward_of_layers(self) -> dict[Any, Counter[int]]:
-        """A module without a gradient is no layer: its time is that of the next layer, or else of the last one."""
+        """The forward times of layers. The time of a module without a gradient counts for the next layer, or else for
+        the last one."""
         by_layer, before = defaultdict[Any, Counter[int]](Counter), Counter[int]()
         for module, times in self._forward.items():
             before += times

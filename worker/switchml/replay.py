@@ -21,7 +21,7 @@ from omnireduce.switchml import Context, Distribution, Job, Settings
 from omnireduce.worker.switchml.benchmark import Say, Wrong, named, started, summands_of, verdict
 from omnireduce.worker.switchml.recording import Layer
 
-SLACK_NS = 200_000  # of a timer; a process that waits for a processor loses more, and a GPU would have been idle, too
+SLACK_NS = 200_000  # error of a timer; a process that waits for a processor loses more, as a GPU would be idle too
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class Training:
         return [np.full(layer.numel, -1, np.float32) for layer in self._layers]
 
     def forget(self) -> None:
-        """Sums that are submitted from now on go to memory in which there is none: all iterations have the same. Those
-        that are under way go where they would."""
+        """Give the next jobs new memory for their sums, because the sums of all iterations are equal. Jobs under way
+        keep theirs."""
         self._sums = self._no_sums()
 
     def wrong(self) -> Wrong:
@@ -128,8 +128,8 @@ class Training:
 
 
 def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_path: str | None) -> int:
-    """Train on all ranks; return how many elements of the last sums were wrong, the same number on all of them. Rank 0
-    prints, and writes to `json_path`. Raises ConfigError, UsageError, and what ends a job of the service."""
+    """Train on all ranks; return the number of wrong elements in the last sums, the same on all ranks. Rank 0 prints,
+    and writes to `json_path`. Raises ConfigError, UsageError, and the errors that end a job of the service."""
     with started(settings) as (context, say):
         comm = context.communicator
         with context:
@@ -156,7 +156,7 @@ def _iterate(training: Training, asked: Replay, say: Say) -> list[int]:
     times = []
     for number in range(asked.num_iters):
         if number == asked.num_iters - 1:
-            training.forget()  # what is checked is of this one
+            training.forget()  # the sums of this iteration are checked
         times.append(training.iterate())
         say(f"Iteration #{number}# finished. Duration: #{times[-1]}# ns Rate: #{1e9 / times[-1]:.6g}# iter/s.")
     training.finish()

@@ -132,7 +132,8 @@ def _split_names(names: Sequence[str], name_starts: Array) -> tuple[list[str], A
 
 
 def _survives(tokens: Array, counts: Array, seed: int) -> Array:
-    """Which tokens subsampling keeps: with probability sqrt(SUBSAMPLE / frequency); never -1, which is no word."""
+    """Mark the tokens that subsampling keeps: with probability sqrt(SUBSAMPLE / frequency); never -1, which is no
+    word."""
     keep = np.sqrt(SUBSAMPLE * counts.sum() / counts)
     survives: Array = np.random.default_rng(seed).random(tokens.size) < np.append(keep, 0)[tokens]
     return survives

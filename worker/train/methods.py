@@ -32,7 +32,7 @@ COLOURS = 10  # of lines, before they begin again
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The held-out loss once a worker has sent and received so many bytes, mean over the workers."""
+    """The held-out loss after a number of bytes, sent and received by a worker, mean over the workers."""
 
     bytes: int
     loss: float

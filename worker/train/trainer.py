@@ -2,8 +2,8 @@
 
 One step: the process adds the gradients of its shards, one shard per rank, into a dense float32 array that is zero in
 every row the batches did not touch; an `Exchange` replaces it by the sum over all ranks; Adagrad applies the mean. A
-worker has the shard of its own rank. The one-process run that must end with the same bits has them all, adds them in
-rank order as the aggregators do, and exchanges nothing.
+worker has the shard of its own rank. The one-process run, which must end with the same bits, has all shards. It adds
+their gradients in rank order, as the aggregators do, and exchanges nothing.
 """
 
 from __future__ import annotations

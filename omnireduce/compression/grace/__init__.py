@@ -1,13 +1,13 @@
 """GRACE's names: its abstract classes, compressors, memories and communicators, over this library.
 
-base           Compressor, Memory, Communicator: what a user's own classes derive from
-native         what the compressors here have in common
-selecting      those that send some elements        packing      those that send all, in few bits, by codecs
-quantizing     those that send few values           lowrank      PowerSGD
-memories       what is kept of the rest             params       all of them by name
+base           Compressor, Memory, Communicator: the base classes for users
+native         the base of the compressors here
+selecting      compressors that send some elements  packing      compressors that send all, in few bits, by codecs
+quantizing     compressors that send few values     lowrank      PowerSGD
+memories       keep the rest                        params       all classes by name
 communicators, pieces, service                      how ranks exchange what was compressed
 forms          arrays and tensors                   trial        tries a compressor on many gradients
-loading        classes of the user's own            claims       what a compressor says of what it sends
+loading        classes that users wrote             claims       the claims of a compressor about what it sends
 """
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory

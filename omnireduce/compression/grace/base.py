@@ -1,8 +1,8 @@
 """The three parts of GRACE, with its names: a class that was written for GRACE derives from these unchanged.
 
-A step of a communicator is: the memory compensates, the compressor compresses, the ranks exchange what it has made, and
-only then the memory is updated. GRACE updates before the exchange. Here a step whose exchange has failed can be made
-again: nothing has changed.
+A step of a communicator: the memory compensates, the compressor compresses, the ranks exchange the compressed tensors,
+and only then the memory is updated. GRACE updates before the exchange. Here a step whose exchange has failed can be
+repeated, because nothing has changed.
 
 After Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine Learning", ICDCS 2021.
 """
@@ -22,7 +22,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.arguments import whole
-from omnireduce.runtime.rank.communicator import Communicator as Member  # what GRACE calls so is another thing
+from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE's Communicator is another class
 from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.support.logs import tagged
 
@@ -44,7 +44,7 @@ class Claim(NamedTuple):
 
     @property
     def unchecked(self) -> list[str]:
-        """The properties that it does not check."""
+        """The properties that `broken` does not check."""
         return [what for what, is_checked in self._checks.items() if not is_checked]
 
     @property
@@ -85,7 +85,7 @@ class Claim(NamedTuple):
 
 
 def _smaller_ones(is_sent: Array, magnitudes: Array, x: Array) -> Iterator[str]:
-    """A message if an element is sent that is smaller than one that is left out."""
+    """A message if a sent element is smaller than one left out."""
     sent, left = np.flatnonzero(is_sent), np.flatnonzero(~is_sent)
     if sent.size and left.size:
         smallest, largest = sent[np.argmin(magnitudes[sent])], left[np.argmax(magnitudes[left])]
@@ -119,15 +119,15 @@ log = logging.getLogger("omnireduce")
 
 
 class Compressor(ABC):
-    """Makes of a gradient a list of tensors that travel, and of these a gradient of the same shape and type.
+    """Turns a gradient into a list of tensors to send, and such a list into a gradient of the same shape and type.
 
-    `average`: what was aggregated is divided by the number of ranks. `tensors_size_are_same` is GRACE's, and is not
-    needed here: sizes may always differ between ranks. `communicators`: the names of those that it goes with; of a
-    class of the user's own whose tensors may be summed as they are, "allreduce" is one of them.
+    `average`: divide the aggregated gradient by the number of ranks. `tensors_size_are_same` exists in GRACE and is not
+    needed here: sizes may always differ between ranks. `communicators`: the names of the communicators that work with
+    this compressor; add "allreduce" in a class whose tensors may be summed without decompression.
 
-    `selects`: which elements it sends, for who tests it. "largest" magnitudes; "about" so many of them as it says;
-    "some" others, as they are; "none": what comes back are other numbers. None: the largest, where it says how many by
-    an attribute `compress_ratio`, `ratio` or `threshold`.
+    `selects`: the claim that tests check, about the elements sent. "largest": those with the largest magnitudes.
+    "about": the same, but their number is approximate. "some": any elements, unchanged. "none": the values change.
+    None: "largest" if an attribute `compress_ratio`, `ratio` or `threshold` gives their number, else "none".
     """
 
     average = True
@@ -140,35 +140,35 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, tensor: Any, name: str) -> tuple[Tensors, Any]:
-        """The tensors that travel, and whatever `decompress` needs beside them. `tensor` stays as it is."""
+        """The tensors to send, and whatever else `decompress` needs. `tensor` is not changed."""
 
     @abstractmethod
     def decompress(self, tensors: Tensors, ctx: Any) -> Any:
-        """The gradient that `tensors` stand for, of any rank; `ctx` is that of this rank."""
+        """The gradient that the `tensors` of any rank stand for. `ctx` comes from `compress` on this rank."""
 
     def aggregate(self, tensors: Sequence[Any]) -> Any:
         """The decompressed gradients of all ranks as one: their sum."""
         return sum(tensors)
 
     def agreed(self, name: str) -> str:
-        """What all ranks must have alike to make the same of each other's tensors of this gradient, in words: the
-        class, and whether there is an average. Ranks that differ get an error that has both."""
+        """The settings that must be equal on all ranks so that they decompress this gradient alike, in words: here the
+        class and `average`. Ranks that differ get an error that quotes both texts."""
         return f"{type(self).__module__}.{type(self).__qualname__}(average={self.average})"
 
     def take_back(self, name: str) -> None:  # noqa: B027  most keep nothing
-        """What `compress` made last of this gradient was not sent: undo what it has changed here."""
+        """Undo the changes that the last `compress` of this gradient made here: its tensors were not sent."""
 
     def forget(self, names: Iterable[str]) -> None:  # noqa: B027  most keep nothing
         """Keep nothing of these gradients any more."""
 
 
 def owner_of(kind: type, method: str) -> type:
-    """The class that has defined a method of `kind`."""
+    """The class that defines this method of `kind`: `kind` or one of its bases."""
     return next(base for base in kind.__mro__ if method in vars(base))
 
 
 def is_ours(kind: type) -> bool:
-    """Whether a class is of this package: one that derives from it may do something else."""
+    """Whether a class is defined in this package. A class derived from it elsewhere may behave differently."""
     return kind.__module__.startswith(f"{__package__}.")
 
 
@@ -177,7 +177,7 @@ class Memory(ABC):
 
     @abstractmethod
     def compensate(self, tensor: Any, name: str) -> Any:
-        """What is to be compressed now: the gradient, and what was kept."""
+        """The tensor to compress now: the gradient plus the rest kept from earlier steps."""
 
     def update(  # noqa: B027  some keep nothing
         self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any
@@ -197,8 +197,8 @@ class Communicator:
     """Combines the gradients of all ranks: `step`. A class of your own derives from this one and defines how ranks
     exchange: `send_receive`, or both `async_send` and `wait_receive`.
 
-    `world_size`: None, or that of `comm`. `comm`: the communicator of the job; None: that of `omnireduce.init()`.
-    Raises UsageError for what is none, or does not go together.
+    `world_size`: None, or the size of `comm`. `comm`: the communicator of the job; None: the one that
+    `omnireduce.init()` made. Raises UsageError for arguments of the wrong class or that do not work together.
     """
 
     name = ""
@@ -224,7 +224,7 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are. Raises UsageError when it is set to another number; None is no number."""
+        """The number of ranks. Raises UsageError when it is set to another number; setting None is allowed."""
         return self.comm.size
 
     @world_size.setter
@@ -233,9 +233,9 @@ class Communicator:
             raise UsageError(f"world_size {number}: the communicator has {self.comm.size} ranks")
 
     def step(self, tensor: Any, name: str) -> Any:
-        """What the gradients of all ranks are together, like `tensor`, which stays as it is.
+        """The combined gradients of all ranks, in the form of `tensor`, which is not changed.
 
-        `name` tells gradients apart, and is the same on all ranks. Raises what the collectives of `comm` raise; then
+        `name` tells gradients apart, and is the same on all ranks. Raises the errors of the collectives of `comm`; then
         the memory is as before.
         """
         self.say_called()
@@ -255,12 +255,12 @@ class Communicator:
         return name
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
-        """Exchange `tensors`, decompress those of each rank, and aggregate."""
+        """Exchange `tensors`, decompress the tensors of each rank, and aggregate the gradients."""
         return self.wait_receive(self.async_send(tensors, name), ctx)
 
     def async_send(self, tensors: Tensors, name: str) -> Any:
-        """The first half of `send_receive`, as GRACE has it for Horovod: begin to exchange `tensors`. What it returns
-        goes to `wait_receive`."""
+        """The first half of `send_receive`, as in GRACE for Horovod: begin to exchange `tensors`. Returns handles for
+        `wait_receive`."""
         raise NotImplementedError
 
     def wait_receive(self, handles: Any, ctx: Any) -> Any:
@@ -268,8 +268,8 @@ class Communicator:
         raise NotImplementedError
 
     def forget(self, names: Iterable[str]) -> None:
-        """Keep nothing of these gradients any more, in memory and compressor: none of them comes again. All ranks do
-        so alike."""
+        """Delete the state of these gradients in memory and compressor: they do not come again. All ranks call this
+        with the same names."""
         gone = list(names)
         self.memory.forget(gone)
         self.compressor.forget(gone)
@@ -293,7 +293,7 @@ class Communicator:
 
     @property
     def hook(self) -> Callable[..., Any]:
-        """The second one. Raises UsageError unless `omnireduce.torch` was imported, which has it."""
+        """The second argument of `register_comm_hook`. Raises UsageError unless `omnireduce.torch` was imported."""
         hook = Communicator.hook_of_torch
         if hook is None:
             raise UsageError("the hook for DistributedDataParallel is part of omnireduce.torch: import it first")

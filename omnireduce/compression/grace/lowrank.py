@@ -13,16 +13,16 @@ from omnireduce.kernels.factors import orthonormalise, product
 
 
 class PowerSGDCompressor(BuiltIn):
-    """Matrices as two factors of rank `compress_rank`; what factors would not make smaller is sent as it is.
+    """Matrices as two factors of rank `compress_rank`. A gradient that factors would not make smaller is sent whole.
 
-    `compress` alone makes one step from the first factor, without what other ranks have.
+    `compress` alone makes one step from the first factor, without the factors of other ranks.
     """
 
     communicators = ("allreduce", "aggregator")
 
     def __init__(self, compress_rank: int = 1, seed: int = 0) -> None:
         super().__init__()
-        PowerSgd(compress_rank, seed=seed)  # raises what is wrong with it
+        PowerSgd(compress_rank, seed=seed)  # raises for invalid arguments
         self.compress_rank, self.seed = compress_rank, seed
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:

@@ -1,5 +1,5 @@
-"""Memories with GRACE's names, over those of this library. `state_dict` says what one keeps: it differs between
-ranks."""
+"""Memories with GRACE's names, made of the memories of this library. `state_dict` gives the content of a memory, which
+differs between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omnireduce.errors import UsageError
 
 
 class Keeping(Memory):
-    """`kept`: the memory of this library that does the work."""
+    """A memory that lets `kept`, a memory of this library, do the work."""
 
     def __init__(self, kept: memories.Memory) -> None:
         self.kept = kept
@@ -33,7 +33,7 @@ class Keeping(Memory):
         return self.kept.state_dict()
 
     def load_state_dict(self, saved: memories.State) -> None:
-        """Go on with what `state_dict` gave. Raises UsageError for that of another sort of memory."""
+        """Go on with a copy from `state_dict`. Raises UsageError if it is from another kind of memory."""
         self.kept.load_state_dict(saved)
 
 
@@ -50,14 +50,14 @@ class NoneMemory(Keeping):
 
 
 class ResidualMemory(Keeping):
-    """`beta` times what was left, and `gamma` times the gradient: see `Residual`."""
+    """`beta` times the rest, plus `gamma` times the gradient: see `Residual`."""
 
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
         super().__init__(memories.Residual(beta, gamma))
 
 
 class EFSignSGDMemory(ResidualMemory):
-    """What was left, and `lr` times the gradient. `EFSignSGDCompressor` divides the sum by `lr` again."""
+    """The rest, plus `lr` times the gradient. `EFSignSGDCompressor` divides the sum by `lr` again."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(1.0, lr)
@@ -67,7 +67,7 @@ class DgcMemory(Keeping):
     """A momentum of each element until it is sent: see `DgcMomentum`.
 
     `gradient_clipping`: the norm to which a larger gradient is scaled down, or False. GRACE's True takes the norm of
-    the gradients of all ranks, which costs an exchange of its own.
+    the gradients of all ranks, which would cost one more exchange.
     """
 
     def __init__(self, momentum: float = 0.9, gradient_clipping: float | bool = False) -> None:
@@ -79,4 +79,5 @@ class DgcMemory(Keeping):
 
 
 class PowerSGDMemory(ResidualMemory):
-    """What the factors leave out. The factors of the last step stay with the communicator, on each rank the same."""
+    """The rest that the factors leave out. The communicator keeps the factors of the last step, the same on all
+    ranks."""

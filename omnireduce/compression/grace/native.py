@@ -1,5 +1,5 @@
-"""Base of this package's compressors: they work on float32, count steps, and name the parts of the service that do
-the same."""
+"""Base of this package's compressors: they work on float32, count steps, and name the selector and the codec by which
+the service does the same."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def is_tensor(x: object) -> bool:
 
 
 class GradientTemplate:
-    """What a gradient is beside its numbers, so that others can take its form.
+    """Kind, shape and dtype of a gradient, so that other arrays can take its form.
 
-    `values`: its numbers, float32 (elements,), which may be its own memory: not to be written. `shape`, `size`: its
-    own. Raises UsageError for what is no array or dense tensor of floats.
+    `values`: its numbers, float32 (elements,), possibly in its own memory: do not write to them. `shape`, `size`: those
+    of the gradient. Raises UsageError for anything but an array or a dense tensor of floats.
     """
 
     def __init__(self, x: Any) -> None:
@@ -42,7 +42,7 @@ class GradientTemplate:
             raise UsageError("a gradient is on the device meta, which has no numbers; expected one of another device")
         if dtype not in FLOATS or not is_dense:
             what = "sparse" if dtype in FLOATS else f"of {dtype}"
-            raise UsageError(f"a gradient is {what}; expected a dense one of {', '.join(FLOATS)}")
+            raise UsageError(f"a gradient is {what}; expected a dense gradient of {', '.join(FLOATS)}")
         self.shape = tuple(x.shape)
         self._like: Any = x.detach().new_empty(0) if is_tensor(x) else np.empty(0, x.dtype)
         plain = x.detach().cpu().float().numpy() if is_tensor(x) else x
@@ -53,22 +53,23 @@ class GradientTemplate:
         """`values`, float32 (elements,), in this form. A float32 array shares their memory."""
         shaped = values.reshape(self.shape)
         if not is_tensor(self._like):
-            with np.errstate(over="ignore"):  # infinity says it
+            with np.errstate(over="ignore"):  # an overflow becomes infinity
                 return shaped.astype(self._like.dtype, copy=False)
         room = self._like.cpu().float().new_empty(self.shape)
         room.numpy()[...] = shaped
         return room.to(self._like)
 
     def kind_of(self, arrays: Sequence[Array]) -> list[Any]:
-        """`arrays` of any dtype as what the gradient is: arrays, or tensors on the processor with the same memory."""
+        """`arrays` of any dtype in the kind of the gradient: arrays, or tensors on the processor with the same
+        memory."""
         if not is_tensor(self._like):
             return list(arrays)
         return [sys.modules["torch"].from_numpy(array) for array in arrays]  # there is a tensor, so there is torch
 
 
 def payload_of(x: Any) -> Any:
-    """What travels of one compressed tensor: an array, or a plain number as it is. Raises UsageError for a tensor of a
-    type that NumPy does not have."""
+    """A compressed tensor in the form that travels: an array, or a plain number as it is. Raises UsageError for a
+    tensor of a type that NumPy does not have."""
     if not is_tensor(x):
         return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x
     try:
@@ -78,7 +79,7 @@ def payload_of(x: Any) -> Any:
 
 
 def payload_like(found: Any, own: Any) -> Any:
-    """The reverse, for what a rank has received in the place of its `own`."""
+    """The reverse: a received payload in the kind of `own`, this rank's tensor at the same place."""
     if not is_tensor(own):
         return found
     room = own.detach().cpu().new_empty(found.shape)
@@ -97,7 +98,7 @@ class Context(NamedTuple):
 class BuiltIn(Compressor):
     """A compressor of this package.
 
-    `selector` and `codec` say how the service does the same: which part of a gradient it moves, and in which form. If
+    `selector` and `codec` say how the service does the same: the part of a gradient that it moves, and its form. If
     both are None, the service cannot do it. `seed`, and the rank in `job`, are for random numbers.
     """
 
@@ -139,8 +140,8 @@ class BuiltIn(Compressor):
         return self.parameters() + (f" at step {self._steps[name]}" if is_common else "")
 
     def parameters(self) -> str:
-        """The class and the values that it was made with. For a class of the user's own, only its name: ranks may
-        differ in its other attributes."""
+        """The class and its arguments, as a text. For a class of the user, only its name: ranks may differ in its
+        other attributes."""
         if not is_ours(type(self)):
             return super().agreed("")
         values = {**(vars(self.selector) if self.selector else {}), **vars(self)}

@@ -1,7 +1,7 @@
 """Compressors that send all elements, each in few bits.
 
-What they send is packed by the codecs of the service: a tensor is one block. On the service the same codec packs block
-by block, so scales are those of blocks.
+The codecs of the service pack the elements, and a tensor is a single block. On the service the same codec packs block
+by block, so each block has its own scale.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class InPieces(Compressor):
 
 EVERYWHERE = ("allreduce", "allgather", "broadcast", "aggregator")
 IN_PIECES = ("allgather", "broadcast", "alltoall", "aggregator")
-WORD = 8  # elements: blocks are multiples of it
+WORD = 8  # elements: the size of a block is a multiple of it
 
 
 class NoneCompressor(BuiltIn):
@@ -129,7 +129,7 @@ class FP16Compressor(BuiltIn):
 
 
 class Packing(BuiltIn):
-    """What a codec makes of a tensor."""
+    """A compressor that encodes a tensor by a codec."""
 
     codec: str
 
@@ -167,8 +167,8 @@ class NaturalCompressor(Packing):
 class TernGradCompressor(Packing):
     """-1, 0 or 1 times the largest magnitude, rounded at random; before, elements are clipped.
 
-    The limit is 2.5 times the root mean square. GRACE takes the deviation from the mean, which is zero where all
-    elements are equal, so that nothing would be sent. `seed`: see `Aggregator`.
+    The limit is 2.5 times the root mean square. GRACE takes the deviation from the mean. That is zero if all elements
+    are equal, so that nothing would be sent. `seed`: see `Aggregator`.
     """
 
     communicators, codec, LIMIT = IN_PIECES, "ternary", 2.5
@@ -183,10 +183,10 @@ class TernGradCompressor(Packing):
 
 
 class Signs(Packing):
-    """Signs, and what the two stand for: `means`, over all elements.
+    """Signs, with a value for each of the two: `means`, over all elements.
 
-    The codec leaves zeros at the end out of its means: it does not know the size of what it encodes, and these may fill
-    a block up. On the service it does so in each block.
+    The codec leaves zeros at the end out of its means, because they may only fill the block up. On the service it does
+    so in each block.
     """
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
@@ -198,7 +198,7 @@ class Signs(Packing):
 
     @abstractmethod
     def means(self, x: Array) -> tuple[float, float]:
-        """What stands for the elements of `x`, float64 (elements,), below zero, and for the others."""
+        """The values for the elements of `x`, float64 (elements,), below zero, and for the others."""
 
 
 class OneBitCompressor(Signs):
@@ -216,8 +216,8 @@ class OneBitCompressor(Signs):
 
 
 class EFSignSGDCompressor(Signs):
-    """Signs times the mean magnitude. With its memory it is sent `lr` times the gradient; the sum is divided by it.
-    With `Aggregator` see `Signs`."""
+    """Signs times the mean magnitude. Its memory multiplies the gradient by `lr`; the sum is divided by `lr`. With
+    `Aggregator` see `Signs`."""
 
     codec = "scaled_sign"
 
@@ -236,7 +236,7 @@ class EFSignSGDCompressor(Signs):
 
 
 class SignSGDCompressor(Packing):
-    """Signs; the result is what most ranks say, and 1 where they are even."""
+    """Signs; the result is the sign of most ranks, or 1 if there are as many of each."""
 
     codec = "sign"
 
@@ -249,7 +249,7 @@ class SignSGDCompressor(Packing):
 
 
 class SignumCompressor(SignSGDCompressor):
-    """Signs of a momentum: `momentum` times the last one, and 1 - `momentum` times the gradient."""
+    """Signs of a momentum: `momentum` times the last momentum, plus 1 - `momentum` times the gradient."""
 
     def __init__(self, momentum: float = 0.9) -> None:
         super().__init__()

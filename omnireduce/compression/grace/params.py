@@ -51,7 +51,7 @@ COMPRESSORS: Mapping[str, type[Compressor]] = {
     "topk": selecting.TopKCompressor,
     "u8bit": quantizing.U8bitCompressor,
 }
-ON_A_GPU = {"natural_cuda": "natural", "qsgd_cuda": "qsgd"}  # the same methods; these run on the processor
+ON_A_GPU = {"natural_cuda": "natural", "qsgd_cuda": "qsgd"}  # the same methods; here they run on the processor
 MEMORIES: Mapping[str, type[Memory]] = {
     "none": memories.NoneMemory,
     "dgc": memories.DgcMemory,
@@ -67,19 +67,20 @@ COMMUNICATORS: Mapping[str, type[Collective]] = {
     "broadcast": Broadcast,
 }
 OTHERS = ("compressor", "memory", "communicator", "world_size")
-ABOUT_GPUS = {"kernel"}  # what GRACE knows beside the parameters of these classes
+ABOUT_GPUS = {"kernel"}  # parameters of GRACE that these classes do not have
 log = logging.getLogger("omnireduce")
 
 
 def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) -> Communicator:
-    """The communicator that `params` describe, on `comm`; None: that of `omnireduce.init()`.
+    """The communicator that `params` describe, on `comm`; None: the communicator of `omnireduce.init()`.
 
-    `compressor`, `memory` and `communicator` are names: "none", "none" and "aggregator" if they are not there. A class
-    of your own is "module:Class". `world_size` may be there, and is checked. The rest goes to the compressor and the
-    memory, by GRACE's names: `compress_ratio`, `threshold`, `momentum`, `lr` and so on, each to all that have it. What
-    only others have is ignored, and rank 0 logs one warning: so a script may change a name alone.
+    `compressor`, `memory` and `communicator` are names; the defaults are "none", "none" and "aggregator".
+    "module:Class" is a class of your own. `world_size` is optional, and is checked. The other parameters go to the
+    compressor and the memory, by GRACE's names: `compress_ratio`, `threshold`, `momentum`, `lr` and so on, to each that
+    has them. Parameters that only other classes have are ignored, and rank 0 logs one warning: so a script may change
+    only a name.
 
-    Raises UsageError for a name, a parameter or a value that cannot be, and for what does not go together.
+    Raises UsageError for an invalid name, parameter or value, and for classes that do not go together.
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"params is {a_type(params)}; expected a dict such as {{'compressor': 'topk'}}")
@@ -96,19 +97,19 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
         _check_others(others, what, takes, is_first=comm.rank == 0)
     made = [kind(**{key: given[key] for key in given.keys() & _parameters(kind)}) for kind in (compressor, memory)]
     beside = {"world_size": params.get("world_size", comm.size), "comm": comm}
-    takes = _parameters(communicator)  # one of your own may lack some
+    takes = _parameters(communicator)  # a class of the user may lack some
     instance: Communicator = communicator(*made, **{key: beside[key] for key in beside.keys() & takes})
     return instance
 
 
 def _parameters(kind: type) -> set[str]:
-    """What the class takes."""
+    """The names of the parameters of a class."""
     return set(inspect.signature(kind).parameters)
 
 
 def _check_others(others: Sequence[str], what: str, takes: set[str], *, is_first: bool) -> None:
-    """Of parameters that `what` does not take: raise UsageError for one that no other compressor or memory has, else
-    say, if this rank is the first, that they are ignored."""
+    """Check parameters that `what` does not take. Raises UsageError for a parameter that no compressor or memory has.
+    Otherwise the first rank logs that they are ignored."""
     known = ABOUT_GPUS.union(*map(_parameters, (*COMPRESSORS.values(), *MEMORIES.values())))
     text = f"{what} takes {', '.join(sorted(takes)) or 'nothing'}"
     for key in others:

@@ -1,4 +1,4 @@
-"""Compressors that replace elements by few values, and have no codec: the service moves what they stand for."""
+"""Compressors that replace elements by few values, and have no codec: the service moves the decompressed gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omnireduce.runtime.rank.arguments import whole
 
 
 class AdaqCompressor(BuiltIn):
-    """The largest elements of each sign, a share `compress_ratio` of those with this sign, as their mean.
+    """The largest elements of each sign, a share `compress_ratio` of all with this sign, as their mean.
 
     NaN counts as positive. After Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural
     Networks", MLHPC 2016.
@@ -47,7 +47,7 @@ class AdaqCompressor(BuiltIn):
 
 
 class SketchCompressor(BuiltIn):
-    """A number of its quantile for each element, a byte, and the means of the `quantiles`.
+    """The number of a quantile for each element, a byte, and the means of the `quantiles`.
 
     After Jiang et al., "SketchML: Accelerating Distributed Machine Learning with Data Sketches", SIGMOD 2018.
     """
@@ -79,7 +79,7 @@ class SketchCompressor(BuiltIn):
 
 
 def _dynamic_magnitudes() -> Array:
-    """128 numbers from 0 to 1: each power of ten below has half as many as the one above."""
+    """128 numbers from 0 to 1: each power of ten has half as many as the next larger one."""
     magnitudes = [0.0]
     for power in range(7):
         edges = np.linspace(0.1, 1, 2 ** (6 - power) + 1)
@@ -88,7 +88,7 @@ def _dynamic_magnitudes() -> Array:
 
 
 class U8bitCompressor(BuiltIn):
-    """A sign and one of 128 magnitudes, finer for small ones, times the largest: a byte for each element.
+    """A sign and one of 128 magnitudes, finer for small elements, times the largest: a byte for each element.
 
     A gradient that is not finite becomes NaN. After Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
     ICLR 2016.
@@ -117,14 +117,14 @@ class U8bitCompressor(BuiltIn):
 
 
 class InceptionnCompressor(BuiltIn):
-    """Each element to `error_bound`, in as few bytes as that needs: none, one, two or four.
+    """Each element within `error_bound`, in as few bytes as needed: none, one, two or four.
 
-    GRACE's default is 2e-10, with which few gradients get shorter; the authors take 2^-10. Here numbers are multiples
-    of twice the bound. After Li et al., "A Network-Centric Hardware/Algorithm Co-Design to Accelerate Distributed
+    GRACE's default is 2e-10, which makes few gradients shorter; the authors take 2^-10. Here numbers are multiples of
+    twice the bound. After Li et al., "A Network-Centric Hardware/Algorithm Co-Design to Accelerate Distributed
     Training of Deep Neural Networks", MICRO 2018.
     """
 
-    BITS = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.uint8)  # of how many bytes an element takes: 0, 1, 2, 4
+    BITS = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.uint8)  # codes for the bytes of an element: 0, 1, 2, 4
 
     def __init__(self, error_bound: float = 2e-10) -> None:
         super().__init__(tensors_size_are_same=False)

@@ -23,7 +23,8 @@ def places_of(gaps: Array) -> Array:
 
 
 class Selecting(BuiltIn):
-    """Sends what its selector selects, `sent[0]` the values and `sent[1]` the gaps between their places."""
+    """Sends the elements that its selector selects: `sent[0]` are their values, `sent[1]` the gaps between their
+    places."""
 
     selector: selectors.Selector
 
@@ -58,7 +59,7 @@ class DgcCompressor(Selecting):
 
 
 class ThresholdCompressor(Selecting):
-    """The elements whose magnitude is above `threshold`: any number, also none."""
+    """The elements whose magnitude is above `threshold`: any number, even none."""
 
     def __init__(self, threshold: float = 0.01) -> None:
         super().__init__(selectors.Threshold(threshold))

@@ -28,8 +28,8 @@ class Aggregator(Collective):
     """The aggregators sum what the compressor selects, block by block in the form of its codec. The codec's random
     numbers follow from `protocol.codec_seed`: a `seed` of the compressor is refused.
 
-    Of a compressor or memory of the user's own, what the compressor has made is decompressed here and summed; blocks of
-    zeros do not travel.
+    For a compressor or memory of the user, the compressed gradient is decompressed here and summed; blocks of zeros do
+    not travel.
     """
 
     name = "aggregator"
@@ -95,7 +95,7 @@ def _op(compressor: Compressor) -> Sum:
 
 
 def _why_no_factors(compressor: PowerSGDCompressor) -> str:
-    """Why the service does not make factors for this one."""
+    """The text that says why the service does not make factors for this compressor."""
     name = type(compressor).__name__
     if is_ours(type(compressor)):
         return f"{name} goes with the memories of omnireduce: take PowerSGDMemory"
@@ -106,7 +106,7 @@ def _why_no_factors(compressor: PowerSGDCompressor) -> str:
 
 
 def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:
-    """What does the work of both; None where that must be done step by step."""
+    """The part of the library that does the work of both; None if compressor and memory must do it step by step."""
     if not (isinstance(compressor, BuiltIn) and is_ours(type(compressor))):
         return None
     if not (isinstance(memory, Keeping) and is_ours(type(memory))):
@@ -124,7 +124,8 @@ def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd |
 
 
 class Prepared(memories.Memory):
-    """A memory of what its compressor has prepared, and tells the compressor what was sent."""
+    """A memory behind a compressor: it keeps gradients that the compressor has prepared, and tells it when they were
+    sent."""
 
     def __init__(self, compressor: BuiltIn, kept: memories.Memory) -> None:
         super().__init__()

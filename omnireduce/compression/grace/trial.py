@@ -1,4 +1,4 @@
-"""Tries a compressor on many gradients, and says in words what is wrong with it."""
+"""Trial of a compressor on many gradients, with a text for each failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALWAYS = (
 
 
 class Gradient(NamedTuple):
-    """One to try. `is_full`: all elements are finite and not zero, so that something must be sent."""
+    """A gradient to try. `is_full`: all elements are finite and not zero, so that something must be sent."""
 
     title: str
     values: Array
@@ -36,8 +36,8 @@ class Gradient(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What came of it: how many gradients were tried, what failed, why some kinds of arrays were not taken, and what
-    was checked, and what was not."""
+    """Outcome of a trial: the number of gradients, the failures, kinds of arrays that were not taken with the reason,
+    and the properties that were checked, and not checked."""
 
     tried: int
     failures: list[str]
@@ -47,7 +47,8 @@ class Trial(NamedTuple):
 
 
 def gradients(threshold: float | None = None) -> Iterator[Gradient]:
-    """The ones to try; a random one comes first. Of some few elements are above the `threshold`, if there is one."""
+    """The gradients to try; a random gradient comes first. Some have few elements above the `threshold`, if there is
+    one."""
     rng = np.random.default_rng(1)
     for shape in ((1000,), (64, 33), (3, 4, 5, 7), (1, 1)):
         yield Gradient(f"random of shape {shape}", rng.standard_normal(shape).astype(np.float32), True)
@@ -72,11 +73,11 @@ def gradients(threshold: float | None = None) -> Iterator[Gradient]:
 
 
 def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping[str, Callable[[], Any]]) -> Trial:
-    """Try what `make` returns, anew for each gradient.
+    """Try the compressor that `make` returns, anew for each gradient.
 
-    `kinds`: how to make a gradient of each kind of array from one of NumPy. `generators`: what gives the state of each
-    generator of random numbers that must stay as it is. Raises UsageError where it takes no kind of array at all, or
-    `selects` is none of its words.
+    `kinds`: functions that make a gradient of each kind of array from a NumPy array. `generators`: functions that give
+    the state of each generator of random numbers that must not change. Raises UsageError if it takes no kind of array
+    at all, or if `selects` has another value than allowed.
     """
     known = {"random": random.getstate, "numpy": lambda: tuple(np.random.get_state()), **generators}
     before = {name: state() for name, state in known.items()}
@@ -99,17 +100,17 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
 
 
 def _claim(make: Make) -> Claim:
-    """What the compressor says. Raises UsageError where it cannot be asked."""
+    """The claim of the compressor. Raises UsageError if it cannot be read."""
     try:
         return claim_of(make())
     except (KeyboardInterrupt, UsageError):
         raise
-    except BaseException as error:  # it is a user's own, and may raise anything, also SystemExit
-        raise UsageError(f"what it selects cannot be asked: {in_a_line(error)}") from error
+    except BaseException as error:  # a class of the user may raise anything, even SystemExit
+        raise UsageError(f"the claim of the compressor cannot be read: {in_a_line(error)}") from error
 
 
 def _error(make: Make, x: Any) -> str:
-    """Why the compressor fails for `x`; empty if it does not."""
+    """The error of the compressor for `x`, as a text; empty if it does not fail."""
     try:
         _there_and_back(make(), x)
     except UsageError as error:
@@ -122,8 +123,8 @@ def _error(make: Make, x: Any) -> str:
 
 
 def _there_and_back(compressor: Compressor, x: Any) -> tuple[bytes, Any]:
-    """What was sent of `x`, as it travels, and what came back. Raises UsageError for what is no pair of tensors and
-    context, and for what cannot travel."""
+    """The bytes that were sent for `x`, and the decompressed gradient. Raises UsageError if `compress` returns no pair
+    of tensors and context, or tensors that cannot travel."""
     made = compressor.compress(x, NAME)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple)):
         raise UsageError(f"compress: expected (list of tensors, ctx), got {type(made).__name__}")
@@ -132,7 +133,7 @@ def _there_and_back(compressor: Compressor, x: Any) -> tuple[bytes, Any]:
 
 
 def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> Iterator[str]:
-    """What is wrong with what becomes of one gradient: what was expected, and what came."""
+    """Yield a text for each failure with one gradient: what was expected, and what came."""
     x = convert(gradient.values.copy())
     try:
         sent, back = _there_and_back(make(), x)
@@ -140,7 +141,7 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> It
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if gradient.values.size:  # of no elements not all can be asked
+        if gradient.values.size:  # compressors may fail for a gradient without elements
             yield f"expected a compressed gradient, got {in_a_line(error)}"
         return
     if not _same(GradientTemplate(x).values, gradient.values.reshape(-1)):
@@ -159,7 +160,7 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> It
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether both are the same, bit by bit, and all that is in them."""
+    """Whether both are the same, bit by bit, with all their parts."""
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, np.ndarray):
@@ -173,7 +174,7 @@ def _said(x: Any) -> str:
 
 
 class OfSelector(Selecting):
-    """A compressor of what a selector selects."""
+    """A compressor for a selector."""
 
     def __init__(self, selector: Selector) -> None:
         super().__init__(selector)

@@ -1,16 +1,16 @@
-"""Block messages, and the checks on decoding them.
+"""Block messages, with the checks of decoding.
 
 A block message fills the start of a slot, so that every transport moves one contiguous run of bytes:
 
     header (64 bytes) | blocks (count × block bytes) | padding to 8 | list | extra
 
-The list holds the indices of the blocks, or a shorter form of them. One form is their runs: the first index of each
-run, and its number of blocks, which follow on each other in the stripes of one shard. The other is their steps: the
-distance of each index from the one before it, see `kernels.steps`; these are bytes, not int64. In a result an index may
-have a mark in its bits above MAX_BLOCKS: 1 + the number of the only rank that contributed. That rank has the block
-already. The result for this rank may leave such blocks out, but not their indices. Everything is little-endian. `extra`
-is the encoded Descriptor in the first message of a collective and empty in the others. The end of a collective is a
-frontier equal to its number of blocks.
+The list holds the indices of the blocks, or a shorter form of them. The first such form is their runs: the first index
+of each run, and its number of blocks, which follow each other in the stripes of one shard. The second form is their
+steps: the distance of each index from the index before, see `kernels.steps`; these are bytes, not int64. In a result an
+index may have a mark in its bits above MAX_BLOCKS: 1 + the number of the only rank that contributed. This rank has the
+block already. The result for this rank may leave such blocks out, but not their indices. Everything is little-endian.
+`extra` is the encoded Descriptor in the first message of a collective. A collective ends with a message whose frontier
+is its number of blocks; in a result it may carry totals of a program as `extra`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from omnireduce.errors import ProtocolError
 
 HEADER_BYTES = 64
 EXTRA_BYTES = 1024  # room kept in every slot for `extra`
-MAX_ELEMENTS = 1 << 62  # of one tensor: fewer than that
+MAX_ELEMENTS = 1 << 62  # a tensor has fewer elements than this
 MAX_BLOCKS = 1 << 48  # the bits of an index above a block number belong to marks
 
-INDEX_BYTES, RUN_BYTES = 8, 16  # of one in a list
+INDEX_BYTES, RUN_BYTES = 8, 16  # size of an index and of a run in a list
 
-_HEADER = struct.Struct("<QqIIIIII24x")  # what is not used is 0
+_HEADER = struct.Struct("<QqIIIIII24x")  # unused bytes are 0
 NO_RUNS, NO_STEPS = np.empty((0, 2), np.int64), np.empty(0, np.uint8)
 
 
@@ -42,18 +42,18 @@ class Header(NamedTuple):
     block_count: int
     block_bytes: int
     extra_bytes: int
-    left_out: int = 0  # of the blocks that `block_count` counts
-    runs: int = 0  # in the list; 0: it has indices or steps
-    steps: int = 0  # bytes of a list of steps
+    left_out: int = 0  # blocks that are listed and counted in `block_count`, but left out
+    runs: int = 0  # runs in the list; 0: it has indices or steps
+    steps: int = 0  # bytes of a list of steps; 0: it has indices or runs
 
     @property
     def listed(self) -> str:
-        """What its list has."""
+        """The form of its list, as a word."""
         return "steps" if self.steps else "runs" if self.runs else "indices"
 
     @property
     def list_start(self) -> int:
-        """Where in the message its list begins."""
+        """The place in the message where its list begins, in bytes."""
         return (HEADER_BYTES + (self.block_count - self.left_out) * self.block_bytes + 7) // 8 * 8
 
     @property
@@ -96,8 +96,8 @@ def seal(
 ) -> int:
     """Complete a message whose blocks, except those left out, are already in `slot`; return its length in bytes.
 
-    `runs`, int64 (runs, 2), `steps`, uint8 (bytes,): if there are any, they say the same as `indices` and are listed
-    instead.
+    `runs`, int64 (runs, 2), or `steps`, uint8 (bytes,), stand for the same indices, and are listed instead, if they are
+    not empty.
     """
     count, run_count = indices.size, len(runs)
     listed = (steps if steps.size else runs.reshape(-1) if run_count else indices).view(np.uint8)
@@ -134,12 +134,12 @@ def read_header(slot: Array, nbytes: int) -> Header:
 
 
 def message_list(slot: Array, header: Header) -> Array:
-    """The message's list, int64 (indices,) or (2 × runs,), still in memory that the peer may be able to write."""
+    """The message's list, int64 (indices,) or (2 × runs,). It lies in memory that the peer may still write."""
     return slot[header.list_start : header.list_stop].view(np.int64)
 
 
 def message_steps(slot: Array, header: Header) -> Array:
-    """The list of a message that has steps, uint8 (bytes,), in the same memory."""
+    """The list of a message with steps, uint8 (bytes,). It lies in memory that the peer may still write."""
     return slot[header.list_start : header.list_stop]
 
 

@@ -1,4 +1,4 @@
-"""Control messages, and the checks on decoding them. They are msgpack, tagged by type."""
+"""Control messages, with the checks of decoding. They are msgpack, tagged by type."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from omnireduce.errors import ProtocolError
 
 PROTOCOL_VERSION = 22
 TOKEN_BYTES = 16
-NONCE_BYTES = PROOF_BYTES = 32  # of HMAC-SHA256
-MOST_NEIGHBOURS = 256  # ranks of one host: each maps the memory of all
-RELAY_CHARACTERS = 255  # of the address of a relay
-MOST_RELAYS = 8  # through which a worker may come: more are most likely a circle
+NONCE_BYTES = PROOF_BYTES = 32  # a proof is HMAC-SHA256
+MOST_NEIGHBOURS = 256  # the most ranks of a host that share memory: each maps the memory of all
+RELAY_CHARACTERS = 255  # the longest address of a relay
+MOST_RELAYS = 8  # the most relays that a worker may come through: more are most likely a circle
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
-_I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what a hello says is bounded before it is looked at
+_I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # for numbers of a hello, before they are checked
 _Formation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Total = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -38,7 +38,7 @@ _Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MOST_RELAYS)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 TEXT_CHARACTERS, REFUSED_CHARACTERS = 4096, 600
-# one peer's text goes to all others: it must fit their messages
+# a text of one peer goes to all others: it must fit their messages
 _Urgent = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _State = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS)]
@@ -50,7 +50,7 @@ class Cause(msgspec.Struct, frozen=True):
 
     `timeout` tells a time-out from a fault. `orderly`: an aggregator stopped between two collectives; a worker may
     still wait for other shards' results of the last collective. `mismatch`: ranks have begun different collectives, or
-    some have refused the one that others have begun.
+    some have refused a collective that others have begun.
     """
 
     culprit: _Text
@@ -76,8 +76,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, the first message if there is a secret: prove that you know the secret of my team, and I
-    shall prove that I do."""
+    """Worker to aggregator, the first message if there is a secret: it begins the handshake for the secret of a
+    team."""
 
     version: int
     nonce: _Nonce
@@ -85,19 +85,19 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: you prove it first."""
+    """Aggregator to worker: prove the secret first, with this nonce."""
 
     nonce: _Nonce
 
 
 class Proof(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, and back: I know the secret."""
+    """Worker to aggregator, and aggregator to worker: the proof that the sender knows the secret."""
 
     proof: _Proof
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator, first, or after the proofs: who I am, which job I want to join, how my slots look."""
+    """Worker to aggregator, first or after the proofs: the worker, the job that it wants to join, and its slots."""
 
     version: int
     job: str
@@ -109,32 +109,32 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     slot_bytes: _I32
     host: str
     pid: _I32
-    stripe_blocks: _I32  # how blocks are dealt to shards: ranks that differ would never meet
+    stripe_blocks: _I32  # the size of a stripe, which must be the same on all ranks
     timeout_s: float = 60.0  # the worker's limit for one collective; before that it must learn whom it waits for
-    verbs: Endpoint | None = None  # where this worker can be reached by RDMA, if it wants to
-    whole_bytes: _I32 = 0  # tensors of up to so many bytes may go to the first shard as a whole
-    tcp_message_bytes: _Message = 1 << 18  # the longest message that suits this worker if it stays with TCP
-    min_ranks: _I32 = 0  # with how many workers an elastic job may start; 0: with `world_size` only
-    last_call_s: float = 0.0  # how long an elastic job waits for more of them
-    urgent_bytes: _Urgent = 0  # tensors of up to so many bytes have a channel of their own, which is another job
-    state_bytes: _State = 0  # what block programs may keep on this shard
-    launch: str = ""  # what tells launches apart: ranks of different ones never meet; empty: nothing is known
-    formation: _Formation = 0  # in an elastic job, beyond its first shard: the number that the first one gave
-    survived: _Formation = 0  # the formation that this worker was in before; 0: it comes new
-    ticket: _Ticket = b""  # what the first shard gave to the members of that formation
-    team: str = ""  # what a worker says here does not count: the aggregator puts the team that was proved
-    memory: _Key = ""  # the same for workers that can share memory with each other; empty: this one shares none
-    relays: _Relays = ()  # the addresses of the relays that have passed this on, the last one first
-    relay: _RelayKey = b""  # what tells the last one from others: it sends one sum for all who come through it
-    compiling: bool = False  # a worker will say this hello on another connection, once its kernels are compiled
-    parent_rank: _I32 = -1  # of a rank of a group: its rank in the job that the group belongs to; -1: this is no group
-    refuses: _Why = ""  # why this rank does not come to a group: those who wait for it, or come later, are refused
+    verbs: Endpoint | None = None  # this worker's endpoint for RDMA, if it wants to use it
+    whole_bytes: _I32 = 0  # tensors up to this size may go to the first shard as a whole
+    tcp_message_bytes: _Message = 1 << 18  # the longest message for this worker over TCP
+    min_ranks: _I32 = 0  # an elastic job may start with this many workers; 0: the job is not elastic
+    last_call_s: float = 0.0  # the time that an elastic job waits for more workers
+    urgent_bytes: _Urgent = 0  # tensors up to this size have a separate channel, which is another job
+    state_bytes: _State = 0  # bytes that block programs may keep on this shard
+    launch: str = ""  # the id of the launch: ranks of different launches never meet; empty: not known
+    formation: _Formation = 0  # in an elastic job, on all shards except the first: the number that the first shard gave
+    survived: _Formation = 0  # the formation that this worker was in before; 0: it is new
+    ticket: _Ticket = b""  # the ticket that the first shard gave to the members of formation `survived`
+    team: str = ""  # ignored from a worker: the aggregator sets it to the team that was proved
+    memory: _Key = ""  # the same text for workers that can share memory with each other; empty: it shares none
+    relays: _Relays = ()  # the addresses of the relays that have passed this on, the last relay first
+    relay: _RelayKey = b""  # the key of the last relay: it sends one sum for all ranks that come through it
+    compiling: bool = False  # the worker will say this hello on another connection, once its kernels are compiled
+    parent_rank: _I32 = -1  # for a rank of a group: its rank in the job that the group belongs to; -1: no group
+    refuses: _Why = ""  # why this rank does not come to a group: ranks that wait for it, or come later, are refused
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to waiting workers: these ranks are still missing. `note`: which was refused last, and why.
-    `compiling`: those of them whose kernels are known to compile. While there are some, this is sent once a second, and
-    nobody's time to join goes by."""
+    """Aggregator to waiting workers: these ranks are still missing. `note`: the rank that was refused last, and the
+    reason. `compiling`: missing ranks whose kernels are known to compile. While there are some, this is sent once a
+    second, and the time to join stands still."""
 
     missing: Annotated[list[int], msgspec.Meta(max_length=LISTED)]
     total_missing: int
@@ -156,12 +156,12 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
     `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
-    the worker's place in an elastic job. `whole_bytes`: the smallest one that a rank sent. `meeting`: where the ranks
-    of this worker's host meet. These are `neighbours`, ascending, on host number `host` of `hosts`. Without neighbours
-    each rank of the job sends its own blocks. `place`: in memory that local ranks share with an aggregator, this
-    worker's slots begin at slot `place` × slots. `relayed`: how many ranks of this generation have come through the
-    same relay as this one; 0 without a relay. `shards`: how many shards the aggregator has, this one among them; 0 if
-    it does not say so.
+    the worker's place in an elastic job. `whole_bytes`: the smallest that a rank sent. `meeting`: the token of the
+    place where the ranks of this worker's host meet. These ranks are `neighbours`, ascending, on host number `host` of
+    `hosts`. Without neighbours each rank of the job sends its own blocks. `place`: in memory that local ranks share
+    with an aggregator, this worker's slots begin at slot `place` × slots. `relayed`: the number of ranks of this
+    generation that have come through the same relay; 0 without a relay. `shards`: the number of shards of the
+    aggregator; 0 if it is not known.
     """
 
     generation: _Positive
@@ -179,36 +179,38 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: you cannot join, and why; `temporary`: not now, but perhaps later."""
+    """Aggregator to worker: you cannot join, because of `reason`; `temporary`: perhaps you can later."""
 
     reason: _Text
     temporary: bool = False
 
 
-ITSELF = "the aggregator"  # what one calls itself: it does not know by which address a worker reached it
+ITSELF = "the aggregator"  # an aggregator's name for itself: it does not know the address that a worker uses for it
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to workers: no result of the collective `what` has left for `seconds`, because of `who`."""
+    """Aggregator to workers: no result of a collective, which `what` describes, has left for `seconds`, because of
+    `who`."""
 
     what: _Text
     who: _Text
     seconds: _Seconds
 
     def heard_from(self, address: str) -> Waiting:
-        """The same; an aggregator that names itself gets its `address`."""
+        """The same message with the `address` of the aggregator, if it names itself."""
         if not self.who.startswith(ITSELF):
             return self
         who = self.who.replace(ITSELF, f"aggregator {address}", 1)
-        return msgspec.structs.replace(self, who=who[:TEXT_CHARACTERS])  # it may go on in a Leave
+        return msgspec.structs.replace(self, who=who[:TEXT_CHARACTERS])  # the text may go into a Leave
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Worker to the first aggregator, in a job whose ranks exchange tensors in memory: their statistics so far.
 
-    The numbers are those of `Traffic`, for the collectives of the job; but `own_blocks` and the bytes are this rank's,
-    and `union_blocks` its part's. `late_s`: for how long the others waited in all for each rank of `late`. The
-    collective under way, `what`, has waited for `waited_s` for `total` ranks, some of them in `behind`.
+    The numbers have the meaning of `Traffic`, for the collectives of the job. But `own_blocks` and the bytes count for
+    this rank only, and `union_blocks` for its part. `late_s`: the total time that the others waited for each rank in
+    `late`. The collective under way, which `what` describes, has waited `waited_s` for `total` ranks; `behind` lists
+    some.
     """
 
     collectives: _Total = 0
@@ -226,12 +228,12 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def elsewhere(self) -> Report:
-        """The same for the shards after the first: they must not count the bytes again."""
+        """The report for the shards after the first shard: they must not count the bytes again."""
         return msgspec.structs.replace(self, sent_bytes=0, received_bytes=0)
 
 
 class Newcomers(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to workers: so many others wait to join this job when it is formed anew."""
+    """Aggregator to workers: `count` other workers wait to join this job when it is formed anew."""
 
     count: _U32
 
@@ -243,13 +245,13 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Worker to aggregator: I go, cleanly or (with a cause) because something failed."""
+    """Worker to aggregator: the worker leaves, cleanly or (with a cause) because something failed."""
 
     cause: Cause | None = None
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """Aggregator to worker: your Leave has been dealt with."""
+    """Aggregator to worker: your Leave was handled."""
 
 
 class _Opening(msgspec.Struct):
@@ -296,14 +298,14 @@ def decode_control(body: bytes) -> ControlMessage:
 
 
 def other_version(theirs: int) -> str:
-    """The text for a peer that speaks another version of the protocol; empty for one that does not."""
+    """The text for a peer with another version of the protocol; empty if the version is the same."""
     if theirs == PROTOCOL_VERSION:
         return ""
     return f"protocol version {theirs}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
 
 
 def _what_is_wrong(body: bytes, error: Exception) -> str:
-    """Why a control message does not decode. The first message of another version may well look different."""
+    """The reason why a control message does not decode. The first message of another version may look different."""
     try:
         trouble = other_version(_opening_decoder.decode(body).version)
     except UNDECODABLE:

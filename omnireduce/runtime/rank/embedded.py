@@ -1,8 +1,8 @@
-"""The aggregator that rank 0 starts for its job where none is configured, and how all ranks of the job reach it.
+"""The aggregator that rank 0 starts for its job if none is configured. All ranks of the job learn its address here.
 
 It is a child process of rank 0 (`aggregator/embedded.py`), started as a new program, because this process may have
-threads and devices that must not be forked. It is not told to end when its parent does (PR_SET_PDEATHSIG): the signal
-comes when the thread ends that has started it.
+threads and devices that must not be forked. PR_SET_PDEATHSIG is not used to end it with its parent, because that signal
+comes already when the thread ends that has started it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from omnireduce.support.secret import Secret
 from omnireduce.transport.local import holder_of, peer_of
 
 CARD = struct.Struct("<II")  # rank, world size
-RETRY_S = 0.02  # between two attempts to connect: rank 0 may not listen yet
-START_S = 4.0  # for an aggregator to start; if it takes longer, that is said
-LISTED = 8  # ranks in a message
+RETRY_S = 0.02  # pause between two attempts to connect: rank 0 may not listen yet
+START_S = 4.0  # an aggregator that takes longer to start is reported
+LISTED = 8  # the most ranks in a message
 HOW = (
     "start `omnireduce aggregator --listen :7400` with a secret on a host that all workers can reach, and tell "
     "all workers: OMNIREDUCE_CLUSTER_AGGREGATORS=HOST:7400, or cluster.aggregators"
@@ -62,7 +62,7 @@ Say = Callable[[str], None]
 
 
 def place_of(launch: str, job: str, proc: Path = Path("/proc")) -> str:
-    """The name of the socket. Network namespaces have their own names. A launcher's id may be made of process ids, so
+    """The name of the socket. Each network namespace has its own names. A launcher's id may be made of process ids, so
     the PID namespace is part of the name."""
     namespace = ""
     with suppress(OSError):
@@ -72,8 +72,9 @@ def place_of(launch: str, job: str, proc: Path = Path("/proc")) -> str:
 
 
 class Deadline:
-    """The end of a wait of `limit_s` seconds; news puts it off. `complain` is called after 1, 2, 4, ... seconds of it,
-    with the time in words; not before START_S while `is_starting`: the awaited process is here, and starts."""
+    """The end of a wait of `limit_s` seconds; news puts it off. `complain` is called with the time in words after 1, 2,
+    4, ... seconds of the wait. While `is_starting`, the awaited process is here and starts: then it is not called
+    before START_S."""
 
     def __init__(self, limit_s: float, complain: Callable[[str], None]) -> None:
         self._limit_s, self._complain = limit_s, complain
@@ -81,12 +82,12 @@ class Deadline:
         self.put_off()
 
     def put_off(self) -> None:
-        """Something goes on."""
+        """There is news: the wait begins anew."""
         now = time.monotonic()
         self._at, self._reminders = now + self._limit_s, Reminders(now)
 
     def left_s(self, most_s: float = FIRST_S) -> float | None:
-        """How many seconds to wait for the next event, at most `most_s`; None: the time is over."""
+        """The seconds to wait for the next event, at most `most_s`; None: the time is over."""
         now = time.monotonic()
         waited_s = self._reminders.due(now)
         if waited_s and not (self.is_starting and waited_s < START_S):
@@ -95,12 +96,13 @@ class Deadline:
 
 
 class Invitations:
-    """Rank 0's end. Raises OSError when it cannot listen, as when somebody else has the name."""
+    """Rank 0's side: it tells the other ranks the address. Raises OSError when it cannot listen, for example because
+    another process has the name."""
 
     def __init__(self, place: str, size: int) -> None:
         self._size, self._told = size, set[int]()
         self._news: News | None = None
-        self._guests: dict[socket.socket, int | None] = {}  # with their ranks, once they have sent a card
+        self._guests: dict[socket.socket, int | None] = {}  # connections, with their ranks once they have sent a card
         self._selector = selectors.EpollSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -117,8 +119,8 @@ class Invitations:
         return self._selector.fileno()
 
     def turn(self) -> None:
-        """Do what can be done now. Raises RefusedError when a rank comes that was given another world size, or comes
-        twice; TransportError when there is no descriptor left for one."""
+        """Accept and hear guests, without waiting. Raises RefusedError when a rank has another world size, or comes
+        twice; TransportError when no descriptor is left for a connection."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
@@ -126,7 +128,7 @@ class Invitations:
                 self._hear(key.fileobj)
 
     def tell(self, news: News) -> None:
-        """Tell all who are here, and those who come later."""
+        """Tell the news to all guests, and to guests that come later."""
         self._news = news
         for guest, rank in list(self._guests.items()):
             if rank is not None:
@@ -138,7 +140,7 @@ class Invitations:
         return [rank for rank in range(1, self._size) if rank not in self._told]
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for guest in self._guests:
             guest.close()
         self._guests.clear()
@@ -162,7 +164,7 @@ class Invitations:
         self._selector.register(guest, selectors.EVENT_READ)
 
     def _hear(self, guest: socket.socket) -> None:
-        """Take a card. A guest that says anything else, or more, or hangs up, is no rank, or knows already."""
+        """Take a card. A guest that sends anything else, or more, or hangs up, is no rank, or knows the address."""
         try:
             data = guest.recv(CARD.size + 1)
         except ConnectionError as error:
@@ -185,7 +187,7 @@ class Invitations:
             self._tell(guest, rank)
 
     def _is_here(self, rank: int, guest: socket.socket) -> bool:
-        """Whether another guest than this one is that rank, and has not hung up meanwhile."""
+        """Whether another guest has this rank, and has not hung up meanwhile."""
         others = [other for other, its in self._guests.items() if its == rank and other is not guest]
         return not all(map(_is_over, others))
 
@@ -215,7 +217,7 @@ def _is_over(guest: socket.socket) -> bool:
 
 
 def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: Say) -> Ready:
-    """Any other rank's end: wait for rank 0, and for what it knows.
+    """Any other rank's side: wait for rank 0 and for the address.
 
     Raises TransportError when rank 0 does not come within `limit_s`, is gone, or has no aggregator to offer.
     """
@@ -226,7 +228,7 @@ def be_invited(place: str, job: str, rank: int, size: int, limit_s: float, say: 
         f"started here, with the same job? For workers on several hosts {HOW}"
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, selectors.DefaultSelector() as selector:
-        sock.setblocking(False)  # a rank 0 that has stopped may leave no room for one more
+        sock.setblocking(False)  # if rank 0 has stopped, there may be no room for one more connection
         while not _connected(sock, place):
             patience_s = deadline.left_s(RETRY_S)
             if patience_s is None:
@@ -265,7 +267,7 @@ def _connected(sock: socket.socket, place: str) -> bool:
 
 
 def _read(sock: socket.socket, zero: str) -> Ready | Compiling:
-    """The next news of `zero`. Raises TransportError for bad news, and when the connection is over."""
+    """The next message of `zero`, rank 0. Raises TransportError for bad news, and when the connection is over."""
     data = sock.recv(MOST_BYTES)
     if not data:
         raise TransportError(f"{zero}, is gone")
@@ -284,7 +286,7 @@ Progress = Callable[[int, int], None]
 
 
 def embed(config: Config, launch: Launch, job: str, *, is_named: bool) -> Embedded:
-    """The aggregator of a job for which none is configured. Raises what `identify` raises, and TransportError where it
+    """The aggregator of a job for which none is configured. Raises the errors of `identify`, and TransportError if it
     cannot be started."""
     return Embedded(config, launch, identify(config, launch, is_named=is_named), job)
 
@@ -293,22 +295,22 @@ def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
     """The identity of this launch among others on this host. Empty if the name of its job is enough: `is_named`.
 
     Raises ConfigError if rank 0 cannot start an aggregator for all: for workers on several hosts, for an elastic job,
-    or if nothing tells that the workers belong together.
+    or if nothing shows which workers belong together.
     """
     nothing = "no aggregator is configured (cluster.aggregators)"
     if launch.local_size is not None and launch.local_size < launch.size:
         here = f"only {launch.local_size} of the {launch.size} workers are on this host"
         raise ConfigError(f"{nothing}, and {here}: {HOW}; docs/operations.md")
     if config.elastic.enabled:
-        raise ConfigError(f"{nothing}, and elastic.enabled wants one that outlives rank 0: {HOW}")
+        raise ConfigError(f"{nothing}, and elastic.enabled needs an aggregator that outlives rank 0: {HOW}")
     check_told_apart(config, launch.rank, launch.size, is_named=is_named)
     return identity_of(config, launch.rank, launch.size)
 
 
 class Embedded:
-    """One job's own aggregator, as one of its ranks sees it. Rank 0 starts it at once.
+    """The aggregator of a single job, as one of its ranks sees it. Rank 0 starts it at once.
 
-    `secret`: what it wants proved, once it is known. Raises TransportError when it cannot be started.
+    `secret`: the secret of the aggregator, once it is known. Raises TransportError when it cannot be started.
     """
 
     def __init__(self, config: Config, launch: Launch, identity: str, job: str) -> None:
@@ -332,13 +334,13 @@ class Embedded:
             self.close()
             if error.errno == errno.EADDRINUSE:
                 holder = holder_of(self._place, socket.SOCK_SEQPACKET) or "another process"
-                why = f"{holder} does so on this host just now; do two launches have this job? Give each another"
-                raise TransportError(f"{cannot}: {why} cluster.job") from error
+                why = f"{holder} starts one on this host just now; do two launches have this job?"
+                raise TransportError(f"{cannot}: {why} Give each launch another cluster.job") from error
             raise TransportError(f"{cannot}: {shortage(error)}") from error
 
     def meet(self, progress: Progress) -> Config:
-        """Wait until the aggregator is ready and, on rank 0, all other ranks know where. `progress` hears how many of
-        its kernels are compiled. Returns the configuration with which a rank reaches it.
+        """Wait until the aggregator is ready and, on rank 0, until all other ranks know its address. `progress` hears
+        how many of its kernels are compiled. Returns the configuration with which a rank reaches it.
 
         Raises TransportError, or RefusedError when ranks are missing after `cluster.join_timeout_s` or differ.
         """
@@ -347,7 +349,7 @@ class Embedded:
             ready = be_invited(self._place, self._job, launch.rank, launch.size, limit_s, self._say)
         else:
             ready = self._invite(progress)
-        self.secret = Secret(ready.secret)  # in place of what the user has configured for other aggregators
+        self.secret = Secret(ready.secret)  # in place of the secret that is configured for other aggregators
         cluster = replace(self._config.cluster, aggregators=(ready.address,))
         return replace(self._config, cluster=cluster, security=Security())
 
@@ -360,7 +362,7 @@ class Embedded:
             self._child.close()
 
     def abandon(self) -> None:
-        """In a forked child: it is none of its business. The place where ranks meet is free again without it."""
+        """In a forked child: close the sockets, and leave the aggregator to the parent."""
         if self._invitations is not None:
             self._invitations.close()
         if self._child is not None:
@@ -432,7 +434,7 @@ class Embedded:
         return f"rank {ranks} of job '{self._job}'"
 
 
-_all: weakref.WeakSet[Embedded] = weakref.WeakSet()  # also those whose ranks meet, of which no communicator is open
+_all: weakref.WeakSet[Embedded] = weakref.WeakSet()  # for forked children; ranks may still meet, without a communicator
 
 
 def _abandon_all() -> None:
@@ -451,7 +453,7 @@ class Child:
         own = [config.protocol.codec] if config.protocol.has_own else []
         codecs = dict.fromkeys([*config.aggregator.codecs, *own])
         self._memory = OutOfMemory()
-        # Where this rank finds the modules of its codecs, the aggregator must find them, too.
+        # The aggregator must find the modules of codecs in the same folders as this rank.
         where = {"PYTHONPATH": os.pathsep.join(search_path())} if codecs else {}
         try:
             with theirs:
@@ -465,8 +467,8 @@ class Child:
             raise
 
     def _order(self, config: Config) -> None:
-        """Send the process its configuration, and a descriptor that tells it when this process ends. Without one, the
-        end of the connection must do, though a fork of this process may keep the connection open."""
+        """Send the process its configuration, and a descriptor that shows when this process ends. Without pidfd_open,
+        the end of the connection has to show it, though a fork of this process may keep the connection open."""
         daemon = replace(config.aggregator, listen=str(Address(loopback(), 0)), shards=1)
         log = config.log if config.log.level == "error" else replace(config.log, level="warning")
         order = Config(transport=config.transport, verbs=config.verbs, aggregator=daemon, trace=config.trace, log=log)
@@ -481,11 +483,11 @@ class Child:
                 os.close(lifeline)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there are news."""
+        """A descriptor that is readable when there is news."""
         return self._socket.fileno()
 
     def news(self) -> Compiling | Ready:
-        """The latest news; call this when there are some. Raises TransportError when there will be no aggregator."""
+        """The latest news; call this when there is news. Raises TransportError when there will be no aggregator."""
         news: News | None = None
         with suppress(ConnectionError, BlockingIOError):
             while not isinstance(news, Ready | EmbeddingFailed) and (
@@ -508,8 +510,8 @@ class Child:
         return f"{how}: {why}" if why else how
 
     def close(self) -> None:
-        """Tell it that this rank needs it no more. It ends when the other ranks have left, too: wait a moment for that,
-        so that normally nothing is left."""
+        """Tell the aggregator that this rank does not need it any more. It ends when the other ranks have left, too.
+        Waits a moment for that, so that normally no process is left."""
         if self._process.returncode is not None:
             self._socket.close()
             return
@@ -517,15 +519,15 @@ class Child:
             self._socket.shutdown(socket.SHUT_WR)  # this counts for the copies in forked processes, too
             self._socket.settimeout(MOMENT_S)
             while self._socket.recv(MOST_BYTES):
-                pass  # old news
+                pass  # skip old messages
         self._socket.close()
         try:
             self._process.wait(MOMENT_S)
         except subprocess.TimeoutExpired:
-            with suppress(RuntimeError):  # no thread can be had, as at the end of the process
+            with suppress(RuntimeError):  # no thread can be started, as at the end of the process
                 threading.Thread(target=self._process.wait, name="omnireduce-wait", daemon=True).start()
 
     def abandon(self) -> None:
-        """In a forked child."""
+        """In a forked child: close the connection without a word."""
         self._socket.close()
         self._process.returncode = 0  # it is a child of another process

@@ -1,8 +1,8 @@
-"""The engine of a communicator: which thread drives the machine, and how the others wait.
+"""Engine of a communicator: one thread at a time drives the machine, and the others wait.
 
 A thread that waits for a collective drives the machine itself: nothing is handed over between threads on that path.
-One that starts collectives takes a turn now and then, because it may never have to wait.
-Only while asynchronous collectives are under way and nobody waits, a background thread drives. One driver at a time.
+A thread that starts collectives takes a turn now and then, because it may never have to wait. A background thread
+drives only while asynchronous collectives are under way and no thread waits.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Own = TypeVar("Own", bound="Interruptible")
 
 
 class ThreadState(threading.local):
-    """The state of one thread: how many calls are under way, nested, and what to do after them."""
+    """The state of one thread: the number of nested calls under way, and functions to call after them."""
 
     depth = 0
     asked: tuple[Callable[[], None], ...] = ()
 
 
 class Interruptible:
-    """The base of a class with such calls."""
+    """Base of a class whose calls signal handlers may interrupt."""
 
     _here: ThreadState
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in a call. Code that is not part of the call can ask this only in a signal handler,
-        which has interrupted the call."""
+        """Whether this thread is in a call. For code outside the call that means: it runs in a signal handler that has
+        interrupted the call."""
         return self._here.depth > 0
 
     def afterwards(self, function: Callable[[], None], *, first: bool = False) -> None:
@@ -59,7 +59,7 @@ class Interruptible:
         self._here.asked = (function, *self._here.asked) if first else (*self._here.asked, function)
 
     def _refuse_nested(self) -> None:
-        """Raise UsageError in a call on top of another one."""
+        """Raise UsageError in a call inside another call."""
         if self._here.depth > 1:
             raise UsageError(
                 "a collective from a signal handler (or another callback) that interrupts a collective of the same "
@@ -68,7 +68,7 @@ class Interruptible:
 
 
 def entering(method: Callable[Concatenate[Own, P], T]) -> Callable[Concatenate[Own, P], T]:
-    """Count `method` as a call; after the outermost one do what was asked for meanwhile."""
+    """Count `method` as a call; after the outermost call, call the functions that `afterwards` was given meanwhile."""
 
     @functools.wraps(method)
     def entered(self: Own, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,7 +91,7 @@ class Open(Protocol):
     """A communicator that has not left its job."""
 
     def _abandon(self) -> None:
-        """Close all in a forked child, and tell nobody."""
+        """In a forked child: close everything, and send nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,14 +100,14 @@ class Open(Protocol):
 
 
 class _Process:
-    """The open communicators of this process, and what ended it."""
+    """The open communicators of this process, and the exception that ends it."""
 
     def __init__(self) -> None:
         self.open: weakref.WeakSet[Open] = weakref.WeakSet()
         self._ended_by: BaseException | None = None
-        self._hook = self._remember  # one object, to be recognised by
-        self._show: Callable[..., object] | None = None  # what ours has replaced; None: it has replaced nothing
-        self._lock = threading.RLock()  # a signal handler may close on top of a thread that does
+        self._hook = self._remember  # kept as one object: `is` has to recognise it
+        self._show: Callable[..., object] | None = None  # the hook that this one has replaced; None: it is not in place
+        self._lock = threading.RLock()  # a signal handler may interrupt its owner
 
     def opened(self, communicator: Open) -> None:
         with self._lock:
@@ -121,7 +121,7 @@ class _Process:
             self._restore()
 
     def _restore(self) -> None:
-        """Once nothing is open, forget the exception. Take our function away, if it is still there."""
+        """If no communicator is open, forget the exception, and restore the old hook, unless it was replaced again."""
         if self.open:
             return
         self._ended_by = None
@@ -135,7 +135,8 @@ class _Process:
         show(kind, error, trace)
 
     def abandon_in_child(self) -> None:
-        """A forked child must neither speak for its parent nor keep the parent's connections open after its death."""
+        """In a forked child: close the parent's connections without a word. The child must not keep them open after the
+        parent's death."""
         self._lock = threading.RLock()  # perhaps another thread of the parent held it
         for communicator in list(self.open):
             communicator._abandon()
@@ -143,7 +144,7 @@ class _Process:
         self._restore()
 
     def leave_all(self) -> None:
-        """At the end of the process leave all jobs. If an exception ended it, the other ranks read which one."""
+        """At the end of the process: leave all jobs. If an exception ended the process, tell it to the other ranks."""
         error = self._ended_by
         for communicator in list(self.open):
             communicator.__exit__(None if error is None else type(error), error, None)
@@ -162,15 +163,15 @@ os.register_at_fork(after_in_child=_process.abandon_in_child)
 atexit.register(_process.leave_all)
 
 
-SMALL_BYTES = 1 << 20  # largest tensor that is worth polling for: its exchange is mostly waiting, for a short time
-FORKED = "was forked from the one that joined; connect in it anew"
-READS = 20  # within the time limit: what has come of a message is noticed so often
-READ_EVERY_S = 0.01  # so often a rank reads what aggregators say, though it never has to wait for others
-GOODBYE_S = 2.0  # how long a shutdown waits for the aggregators' answers, and an abort for its last words to leave
+SMALL_BYTES = 1 << 20  # the largest tensor that is worth polling for: its exchange is mostly short waits
+FORKED = "was forked from the process that joined; connect anew in it"
+READS = 20  # how often within the time limit all links are read, for parts of messages
+READ_EVERY_S = 0.01  # how often a rank reads its links, even if it never has to wait
+GOODBYE_S = 2.0  # the longest wait of a shutdown for the aggregators' answers, and of an abort for its last words
 
 
 class Engine(Interruptible):
-    """Drives the worker machine over `links` (one per shard); its warnings go to `log`. `eventfds`: one of each
+    """Drives the worker machine over `links` (one per shard); its warnings go to `log`. `eventfds`: an eventfd for each
     rank that shares this host's memory; the engine closes them."""
 
     def __init__(
@@ -190,32 +191,32 @@ class Engine(Interruptible):
         self.names = Names()
         self._start_afresh()
         self._left = False  # this process has shut the communicator down
-        self.is_closed = False  # and that is complete
-        self.on_closed: Callable[[], None] = lambda: None  # called once, then; a signal handler may have asked for it
-        self.observer: Observing | None = None  # where a profile or a timeline is wanted
+        self.is_closed = False  # the shutdown is complete
+        self.on_closed: Callable[[], None] = lambda: None  # called once when closed, perhaps for a signal handler
+        self.observer: Observing | None = None  # if a profile or a timeline is wanted
         self.refused: tuple[Started[Any], str] | None = None  # the last call that this rank has refused, and why
-        self.other: Callable[[], Engine | None] | None = None  # that of the same communicator's other channel
-        self._ended_there: Cause | None = None  # why that has ended
+        self.other: Callable[[], Engine | None] | None = None  # the engine of the communicator's other channel
+        self._ended_there: Cause | None = None  # why the other channel has ended
 
     def _start_afresh(self) -> None:
         """No thread drives, waits or holds the lock."""
-        # Locked by `with self._lock`, never by `with self._changed`: Ctrl-C cannot come between a lock and its `with`
-        # when both are written in C, but it can inside the methods of a condition, and then nobody would ever unlock.
+        # Locked by `with self._lock`, never by `with self._changed`. A lock and its `with` are written in C, so Ctrl-C
+        # cannot come between them. It can come inside the methods of a condition, which would stay locked for ever.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._driving, self._waiters = False, 0
         self._background: threading.Thread | None = None
         self._here = ThreadState()
-        self._asked_to_leave = False  # set by a call on top of another one
-        # The exception that interrupted a call: that call is half done, so the job has to end. It is noted by an
-        # assignment, because no other signal handler can come before it. The lock is kept until the job has ended.
+        self._asked_to_leave = False  # set by a shutdown in a signal handler that interrupts a call
+        # The exception that interrupted a call. The call is half done, so the job has to end. It is noted by an
+        # assignment, because no other signal handler can come before that. The lock is kept until the job has ended.
         self._cut_by = ""
         self._leaving = 0  # the thread that shuts down
 
     @entering
     def exclusively(self, function: Callable[[], T]) -> T:
-        """Call `function` while nobody drives, because it uses the machine's state; return its result. Raises what
-        `submit` raises for nested calls."""
+        """Call `function`, which uses the machine's state, while no thread drives; return its result. Raises UsageError
+        in a nested call."""
         self._refuse_nested()
         with self._lock:
             return function()
@@ -246,7 +247,7 @@ class Engine(Interruptible):
                     self._handles[number] = handle
                 spins_long = self._machine.host is not None or sum(call.operand.nbytes for call in calls) <= SMALL_BYTES
                 self._spin_s = self._longest_spin_s / (1 if spins_long else 10)
-                self._driver.push()  # whoever takes turns keeps the deadline
+                self._driver.push()  # the driving thread keeps the deadline
                 if self._driving:  # the driver may be blocked without waiting for our output to drain
                     self._poller.wake()
                 elif now >= self._read_at:
@@ -259,7 +260,7 @@ class Engine(Interruptible):
         return handles
 
     def _in_use(self, other: Engine) -> Collection[Started[Any]]:
-        """The collectives under way, also those of the other channel. Raises the error of that channel's end."""
+        """The collectives under way in both channels. Raises the error of the other channel's end."""
         if other._machine.ended is not None:
             raise other.end_error()
         return [*self._handles.values(), *list(other._handles.values())]
@@ -301,7 +302,7 @@ class Engine(Interruptible):
     def _await_change(self, timeout_s: float | None = None) -> None:
         try:
             self._changed.wait(timeout_s)
-        except BaseException:  # Ctrl-C inside the condition, perhaps before it had the lock again
+        except BaseException:  # Ctrl-C inside the condition: it may not hold the lock again
             if not self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock.acquire()
             raise
@@ -313,7 +314,7 @@ class Engine(Interruptible):
         return handle.finished
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's connections without a word, and refuse further use."""
+        """In a forked child: close the parent's connections without a word, and refuse further use."""
         self._start_afresh()  # the lock may be held by a thread that this process does not have
         if self.is_closed:
             return
@@ -330,7 +331,7 @@ class Engine(Interruptible):
 
     @entering
     def listen(self) -> bool:
-        """Read what has come, while nobody waits; return whether the job is over."""
+        """Read the links, while no thread drives; return whether the job is over."""
         with self._lock:
             if self._machine.ended is None and not self._driving:
                 self._driver.turn()
@@ -338,7 +339,7 @@ class Engine(Interruptible):
 
     @entering
     def drive_in_background(self) -> None:
-        """Let a thread drive whenever collectives are under way and nobody waits for them."""
+        """Let a thread drive whenever collectives are under way and no thread waits for them."""
         with self._lock:
             if self._background is None and self._machine.ended is None:
                 self._background = threading.Thread(target=self._run_background, name="omnireduce", daemon=True)
@@ -365,14 +366,14 @@ class Engine(Interruptible):
                 self._leave(fault_of_codec(error))
                 raise
 
-    # driving; all with the lock held, which is released while blocked
+    # driving: the lock is held, and released while blocked
 
     def _drive(self, done: Callable[[], bool], deadline: float | None) -> None:
         self._driving = True
         try:
             self._driver.turn()
             while not done() and self._machine.ended is None and not self._wants_to_leave:
-                self._driver.flush()  # not after the last turn: those credits can leave with the next first message
+                self._driver.flush()  # not after the last turn: its credits can leave with the next first message
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
@@ -409,7 +410,7 @@ class Engine(Interruptible):
             self._changed.notify_all()
 
     def end_error(self, *, under_way: bool = False) -> OmniReduceError:
-        """The exception that says why the job is over, to one whose collective was `under_way` then."""
+        """The exception that says why the job is over. `under_way`: it is for a collective that was under way then."""
         end = self._machine.ended
         if self._left or end is None or end.cause is None:
             when = " while this collective was under way" if under_way else ""
@@ -426,7 +427,7 @@ class Engine(Interruptible):
             self._close_links()
 
     def _tell_other(self, cause: Cause) -> None:
-        """Let whoever is in the other channel end it. Nobody has both locks at once."""
+        """Let a thread in the other channel end it. No thread may hold both locks at once."""
         other = None if self.other is None else self.other()
         if other is not None:
             other._ended_there = cause
@@ -436,12 +437,12 @@ class Engine(Interruptible):
         for handle in self._handles.values():
             if not handle.finished:
                 handle.finish(failed=True)
-            handle.tell()  # again, if an interrupt has kept it from those who wait
+            handle.tell()  # once more, if an interrupt has kept it from the waiting coroutines
         self._handles.clear()
 
     @entering
     def abort(self, reason: str) -> None:
-        """End the job on every rank; `reason` says what happened to this one."""
+        """End the job on every rank; `reason` says what happened to this rank."""
         with self._lock:
             self._leave(reason)
 
@@ -450,7 +451,7 @@ class Engine(Interruptible):
         return self._asked_to_leave or bool(self._cut_by) or self._ended_there is not None
 
     def _leave(self, reason: str | Cause = "") -> None:
-        """End the job, unless it is over; without a `reason`, because this process wants so."""
+        """End the job, unless it is over. Without a `reason`, this process leaves in order."""
         try:
             if self._cut_by and not reason:
                 reason = f"interrupted by {self._cut_by}"
@@ -466,8 +467,8 @@ class Engine(Interruptible):
     def shutdown(self) -> bool:
         """Leave the job cleanly: the aggregators confirm, so that this rank may join again at once.
 
-        On top of a call of this thread, as in a signal handler, it only asks that call to do so. Returns whether all is
-        closed.
+        In a signal handler that interrupts a call of this thread, it only asks that call to leave. Returns whether
+        everything is closed.
         """
         if self.inside:
             with self._lock:
@@ -493,10 +494,10 @@ class Engine(Interruptible):
                     self._await_change()
                 self._await_goodbyes()
                 self._close_links()
-                self._changed.notify_all()  # an interrupt may have kept the end from those who wait
+                self._changed.notify_all()  # an interrupt may have kept the end from waiting threads
             background = self._background
             if background is not None and background is not threading.current_thread() and background.is_alive():
-                background.join()  # not one whose start was interrupted
+                background.join()  # not a thread whose start was interrupted
             self._let_go()
             self.on_closed()
         finally:

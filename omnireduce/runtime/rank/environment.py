@@ -1,9 +1,10 @@
 """Detection of this process's rank and world size, from environment variables of its launcher.
 
-Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around one, and the inner
-launcher is the one to believe. Slurm counts only inside a step: a batch script has the variables of the whole
-allocation, though it runs once. `omnireduce run` takes the variables of all other launchers out of its ranks'
-environment, and then says torchrun's, for torch: so one that is there beside it was started in a rank.
+Launchers nest, so their order matters: `mpirun` and `torchrun` run inside a Slurm step, never around it. The innermost
+launcher counts. Slurm counts only inside a step: a batch script has the variables of the whole allocation, though it
+runs once. `omnireduce run` removes the variables of all other launchers from the environment of its ranks, and then
+sets torchrun's for torch. So if another launcher's variables are there beside its own, this launcher was started in a
+rank.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from omnireduce.support.launchers import (
 )
 from omnireduce.support.logs import tagged
 
-LONGEST = 128  # characters of a job's name and of a launch's id
+LONGEST = 128  # the most characters of a job's name, and of a launch's id
 PROC = Path("/proc")
 log = logging.getLogger("omnireduce")
-_said = set[str]()  # which launchers were told of
+_said = set[str]()  # signs of other processes that were logged
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One process of a launch: `0 <= rank < size`; `local_rank` counts the launch's processes on this host.
 
-    `job` is the launcher's own id of the launch, None where it has none. `launcher` is who said so: "arguments", one of
-    the table in `launchers`, such as "Open MPI", or "none" for a process on its own.
-    `local_size` is how many processes of the launch this host has. Of all processes that have the same local rank, one
-    on each of `cross_size` hosts, this one is number `cross_rank`. All these are None where nobody said them.
+    `job` is the launcher's id of the launch, or None. `launcher` is the source of these numbers: "arguments", a name of
+    the table in `launchers`, such as "Open MPI", or "none" for a process on its own. `local_size` is the number of
+    processes of the launch on this host. `cross_size` hosts have a process with this local rank; this process is number
+    `cross_rank` of them. All these are None if they are not known.
     """
 
     rank: int
@@ -64,11 +65,11 @@ class Launch:
 def detect_launch(
     environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None
 ) -> Launch:
-    """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1. Where the launcher
-    says what the arguments say, its local numbers count, too.
+    """This process's rank and size: from the arguments, else from its launcher, else rank 0 of 1. If the launcher
+    agrees with the arguments, its local numbers count, too.
 
-    Raises UsageError if only one of `rank` and `size` is given, or unless both are integers and 0 <= rank < size; also
-    if a launcher's variables have one of these faults.
+    Raises UsageError if only one of `rank` and `size` is given, or unless both are integers and 0 <= rank < size. The
+    same holds for the variables of a launcher.
     """
     if rank is not None or size is not None:
         if rank is None or size is None:
@@ -88,14 +89,14 @@ def detect_launch(
 def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None) -> Launch:
     """`detect_launch`, for a process that is going to train.
 
-    Where it would train alone, though variables speak of several ranks, this raises UsageError. Where these only may
-    be ranks, as in a batch script that runs once, this says so, once.
+    Raises UsageError if it would train alone, though variables say that there are several ranks. If they only may be
+    ranks, as in a batch script that runs once, this logs a warning, once.
     """
     launch = detect_launch(environ, rank=rank, size=size)
     alone = None if launch.launcher != "none" else alone_though(environ)
     if alone is not None:
         if alone.is_certain:
-            raise UsageError(f"{alone.said}, but does not say which rank of how many this one is: {alone.instead}")
+            raise UsageError(f"{alone.said}, but does not give this process a rank and a size: {alone.instead}")
         if alone.said not in _said:
             _said.add(alone.said)
             what = f"this process is rank 0 of 1 though {alone.said}: if it should be one of them, {alone.instead}"
@@ -104,8 +105,8 @@ def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = No
 
 
 class Alone(NamedTuple):
-    """The signs in the environment that a process without a launcher is one of several, and what to do `instead`.
-    `is_certain`: it should be one of several ranks."""
+    """The sign in the environment that a process without a launcher is one of several, and what to do `instead`.
+    `is_certain`: it should certainly be one of several ranks."""
 
     said: str
     instead: str
@@ -136,14 +137,14 @@ def job_name(config: Config, launcher_job: str | None) -> str:
 
 
 def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> str:
-    """An id that only the processes of this launch share; empty where nothing is known.
+    """An id that only the processes of this launch share; empty if nothing is known.
 
-    The innermost launcher counts, if it says the same rank and size. Otherwise these were given by hand, and the
-    launcher started something else. Its id of the launch is taken. MPICH's mpirun may give no id; then the address
+    The innermost launcher counts, if it gives the same rank and size. Otherwise these were given by hand, and the
+    launcher started something else. The id of the launcher is taken. MPICH's mpirun may give no id. Then the address
     counts at which it waits for its proxies, one of which is an ancestor of this process. With torchrun, and for rank
     and size given by hand, it is the address where PyTorch's ranks meet (MASTER_ADDR, MASTER_PORT). With torchrun its
-    id stands before that, but this may be the same for all launches. Every host has a loopback address of its own, so
-    something that tells hosts apart stands behind such a one.
+    id stands before the address, but all launches may have the same id. A loopback address is the same on all hosts,
+    so the identity of the host follows it.
     """
     inside = _innermost(environ)
     if inside is not None and not _says(inside, environ, rank, size):
@@ -162,8 +163,8 @@ def identity_of(config: Config, rank: int, size: int) -> str:
 
 
 def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) -> None:
-    """Raise ConfigError where ranks of another launch could be taken for those of this one: both have the same job,
-    which nobody has named, and nothing tells them apart. cluster.launch = "" says that this cannot be."""
+    """Raise ConfigError if ranks of another launch could be mistaken for ranks of this launch: the job has no name, and
+    nothing tells the launches apart. cluster.launch = "" says that this cannot happen."""
     if size > 1 and not is_named and config.cluster.launch == "auto" and not identity_of(config, rank, size):
         raise ConfigError(
             f"nothing tells this launch of {size} workers from another one: set another "
@@ -173,7 +174,7 @@ def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) ->
 
 
 def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
-    """The id of the launch: the launcher's own. If MPICH's mpirun gives none: the address where it waits for its
+    """The id of the launch: the launcher's id. If MPICH's mpirun gives none: the address where it waits for its
     proxies. Else the id of another launcher that agrees on this process's rank and size."""
     job_id = _job(variables, environ)
     if job_id is None and variables.launcher == "MPICH":
@@ -186,21 +187,21 @@ def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
 
 
 def _same(said: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> list[Variables]:
-    """The other launchers that agree with `said` on rank and size. One carries out what another one wants."""
+    """The other launchers that agree with `said` on rank and size: a launcher may start its ranks by another one."""
     inside = [launcher for launcher in LAUNCHERS if launcher is not said and _is_inside(launcher, environ)]
     return [launcher for launcher in inside if _says(launcher, environ, rank, size)]
 
 
 def _met_at(address: str) -> str:
-    """HOST:PORT where the ranks of a launch meet, in words that no launch of another host shares."""
+    """HOST:PORT where the ranks of a launch meet. For an address that every host has, the identity of this host follows
+    it."""
     host = address.rpartition(":")[0].strip("[]")
     return f"{address}@{this_host()}" if is_loopback(host) or is_wildcard(host) else address
 
 
 def this_host(proc: Path = PROC) -> str:
-    """A name that only the processes of this host, or of this container, share: the id that the kernel drew when it
-    started (else the name of the host), and the inode of the network namespace, as each has a loopback address of its
-    own."""
+    """A name that only the processes of this host, or of this container, share: the boot id of the kernel (else the
+    name of the host), and the inode of the network namespace, because each has its own loopback address."""
     try:
         parts = [(proc / "sys/kernel/random/boot_id").read_text().strip()]
     except OSError:
@@ -211,7 +212,7 @@ def this_host(proc: Path = PROC) -> str:
 
 
 def _says(variables: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> bool:
-    """Whether the launcher started this process as that rank."""
+    """Whether the launcher gives this process this rank and size."""
     sizes = [environ[name] for name in variables.size if name in environ]
     return environ.get(variables.rank) == str(rank) and sizes[:1] == [str(size)]
 
@@ -228,11 +229,11 @@ def _short(text: str) -> str:
 
 
 def _innermost(environ: Mapping[str, str]) -> Variables | None:
-    """The launcher that started this process. If Slurm agrees with variables of torchrun, but there is no torchrun,
-    they only repeat what Slurm says."""
+    """The launcher that started this process. Variables of torchrun without torchrun, beside Slurm, only repeat the
+    numbers of Slurm: then it is Slurm."""
     inside = [launcher for launcher in LAUNCHERS if _is_inside(launcher, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if inside[:1] == [OWN]:  # it says torchrun's variables, too, but for the id that torchrun gives
+    if inside[:1] == [OWN]:  # it sets torchrun's variables, too, except torchrun's id
         return inside[1] if "TORCHELASTIC_RUN_ID" in environ and len(inside) > 1 else OWN
     if [launcher.launcher for launcher in inside] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
         return inside[1] if _says(inside[1], environ, rank, size) else inside[0]
@@ -240,7 +241,7 @@ def _innermost(environ: Mapping[str, str]) -> Variables | None:
 
 
 def _is_inside(variables: Variables, environ: Mapping[str, str]) -> bool:
-    """Whether this process was started by that launcher."""
+    """Whether this process was started by this launcher, perhaps through others."""
     is_guarded = all(name in environ for name in variables.guards)
     return is_guarded and any(name in environ for name in (variables.rank, *variables.size))
 
@@ -271,13 +272,13 @@ def _launch(variables: Variables, environ: Mapping[str, str]) -> Launch:
 
 
 def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
-    """The name of the variable that counts."""
+    """The name of the variable with the size."""
     return next((name for name in variables.size if name in environ), variables.size[-1])
 
 
 def _places(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
-    """The numbers of a `Launch` on its host and across hosts. What the launcher leaves out, another one may say that
-    says the same of this process."""
+    """The numbers of a `Launch` on its host and across hosts. If the launcher leaves some out, another launcher that
+    agrees with it may give them."""
     places: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
     for launcher in (variables, *_same(variables, environ, rank, size)):
         for name in places:
@@ -297,7 +298,7 @@ def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
 
 
 def _tasks_of_node(text: str, node: int) -> int:
-    """How many tasks of a Slurm step its node number `node` has."""
+    """The number of tasks of a Slurm step on its node number `node`. Raises UsageError."""
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
         if match is None:
@@ -309,7 +310,7 @@ def _tasks_of_node(text: str, node: int) -> int:
 
 
 def number_in(name: str, environ: Mapping[str, str]) -> int:
-    """The number that a launcher says in this variable. Raises UsageError."""
+    """The number in this variable of a launcher. Raises UsageError."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise UsageError(f"{name}: got {text[:80]!r}, expected an int that is not negative")
@@ -326,7 +327,8 @@ def _job(variables: Variables, environ: Mapping[str, str]) -> str | None:
 
 
 def _process_manager() -> str | None:
-    """HOST:PORT where MPICH's mpirun waits for its proxies on all hosts. No other launch has that at the same time."""
+    """HOST:PORT where MPICH's mpirun waits for its proxies on all hosts. No other launch has the same at the same
+    time."""
     pid = os.getpid()
     while pid > 1:
         try:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def _nothing() -> None:
-    """There is nothing left to do."""
+    """Do nothing."""
 
 
 class Waiter(Protocol):
@@ -37,13 +37,14 @@ class Observing(Protocol):
 
 
 class Over(Protocol):
-    """Hears that a collective is over."""
+    """A function that is called when a collective is over."""
 
     def __call__(self, *, failed: bool) -> None: ...
 
 
 class Handle(Generic[T], ABC):
-    """Collectives under way. `wait` returns their result; the arrays belong to the collectives until they are done."""
+    """Handle of collectives under way. `wait` returns their result; the arrays belong to the collectives until they are
+    done."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -51,11 +52,11 @@ class Handle(Generic[T], ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> T:
-        """Return the result. Any thread may wait, also several.
+        """Return the result. Any thread may wait, even several at once.
 
         Raises AbortedError or its subclass CollectiveTimeoutError when the job failed, ClosedError when this process
         shut the communicator down, and TimeoutError after `timeout_s` seconds (None: no such limit; `cluster.timeout_s`
-        always applies); the collective is then still under way and may be waited for again.
+        always applies). After TimeoutError the collective is still under way, and may be waited for again.
         """
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -64,13 +65,13 @@ class Handle(Generic[T], ABC):
         loop = asyncio.get_running_loop()
         for part in self._parts:
             yield from part.over(loop).__await__()
-        # `wait` no longer waits now, but it may read an object or copy a part, which may take long
+        # The collective is over, but `wait` may still read an object or copy a part, which may take long.
         return (yield from loop.run_in_executor(None, self.wait).__await__())
 
     @property
     @abstractmethod
     def _parts(self) -> Sequence[Started[Any]]:
-        """The collectives that this is made of."""
+        """The single collectives of this handle."""
 
 
 class Together(Handle[T]):
@@ -100,7 +101,7 @@ class Started(Handle[T]):
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
         self._engine, self._result, self.name = engine, call.result, call.descriptor.name
         self._put_back = call.put_back
-        self._waiting: set[Callable[[], None]] = set()  # each wakes one coroutine
+        self._waiting: set[Callable[[], None]] = set()  # each function wakes a coroutine
         self._reads, self._writes = call.reads, call.writes
         self.thread = threading.current_thread()
         self._failed = False
@@ -135,7 +136,7 @@ class Started(Handle[T]):
             wake()
 
     def abandon(self) -> None:
-        """For the engine: in a forked child, nobody waits."""
+        """For the engine: in a forked child, no coroutine waits."""
         self._waiting.clear()
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -158,11 +159,11 @@ class Started(Handle[T]):
         self.tell()
 
     def refuse(self, new: Started[Any]) -> None:
-        """Raise UsageError if `new` may not be under way together with this one."""
+        """Raise UsageError if `new` may not be under way together with this collective."""
         if new.name and new.name == self.name and new.thread is not self.thread:
             raise UsageError(
                 f"a collective named '{self.name}' of thread '{self.thread.name}' is under way; thread "
-                f"'{new.thread.name}' must wait for it or use another name: the ranks tell them apart by nothing else"
+                f"'{new.thread.name}' must wait for it or use another name: only names tell threads apart on all ranks"
             )
         pairs = [(a, b) for a in new._writes for b in self._reads + self._writes]
         pairs += [(a, b) for a in new._reads for b in self._writes]
@@ -171,7 +172,7 @@ class Started(Handle[T]):
 
 
 def check_free(new: Sequence[Started[Any]], under_way: Collection[Started[Any]], names: Names) -> None:
-    """Raise UsageError if one of `new` uses what another collective uses, or a name of another thread."""
+    """Raise UsageError if a collective in `new` uses arrays of another collective, or a name of another thread."""
     for handle in new:
         for other in under_way:
             other.refuse(handle)
@@ -180,9 +181,9 @@ def check_free(new: Sequence[Started[Any]], under_way: Collection[Started[Any]],
 
 
 def check_fits(block_bytes: int, largest: int) -> None:
-    """Raise UsageError for a block that does not fit a slot, which holds one of up to `largest` bytes."""
+    """Raise UsageError for a block that does not fit a slot, which holds blocks of up to `largest` bytes."""
     if block_bytes > largest:
         raise UsageError(
-            f"a block of {block_bytes} bytes does not fit a slot, which holds one of up to {largest} bytes; choose a "
-            "smaller block_size (or shorter rows), or raise protocol.slot_bytes"
+            f"a block of {block_bytes} bytes does not fit a slot, which holds blocks of up to {largest} bytes; choose "
+            "a smaller block_size (or shorter rows), or raise protocol.slot_bytes"
         )

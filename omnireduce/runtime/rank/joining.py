@@ -1,4 +1,4 @@
-"""Driver of the join protocol: it connects a worker to its aggregators over real links, until all ranks are there."""
+"""Driver of the join protocol: it connects a worker to its aggregators over links, until all ranks are there."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ NETWORK = "/proc/self/ns/net"  # an abstract Unix socket is seen only within it
 
 
 def memory_key() -> str:
-    """The same text for all processes that can share memory and meet to do so: those of one user, on one host, in one
-    network namespace. Empty if that is not known."""
+    """A text that is the same for all processes that can share memory and meet for it: processes of one user, on one
+    host, in one network namespace. Empty if these are not known."""
     with suppress(OSError), open(BOOT_ID, "rb") as file:
         clock = os.stat(CLOCK).st_ino if os.path.exists(CLOCK) else 0
         told = b"%s %d %d %d" % (file.read(64).strip(), os.stat(NETWORK).st_ino, clock, os.geteuid())
@@ -88,14 +88,14 @@ def memory_key() -> str:
     return ""
 
 
-CONNECT_S = 3.0  # for one attempt to connect: meanwhile nothing else is heard
-AGAIN_S = 1.0  # between two attempts
-LOOK_S = 0.1  # between two looks whether the kernels are ready
+CONNECT_S = 3.0  # the longest attempt to connect: meanwhile no messages are read
+AGAIN_S = 1.0  # pause between two attempts
+LOOK_S = 0.1  # pause between two looks whether the kernels are ready
 
 
 def progress_of(rank: int, log: BoundLog) -> Progress:
-    """The function that reports, on rank 0, how many kernels are compiled. It warns, because a program that sets up no
-    logs shows nothing less severe."""
+    """The function that reports, on rank 0, how many kernels are compiled. It logs warnings, because a program without
+    a set-up of logs shows nothing below this level."""
 
     def say(ready: int, total: int) -> None:
         if rank == 0:
@@ -107,9 +107,9 @@ def progress_of(rank: int, log: BoundLog) -> Progress:
 def make_kernels_ready(
     config: Config, progress: Progress, meet: Callable[[], None], tell: Callable[[threading.Event], None]
 ) -> None:
-    """Compile, or load, what this rank needs, and `meet` the other ranks of its host. Where there is something to
-    compile, both go on at the same time, and then `tell` tells the aggregators, until the event is set. Raises what
-    `meet` raises."""
+    """Compile, or load, the kernels of this rank, and `meet` the other ranks of its host. If kernels have to be
+    compiled, both happen at the same time, and then `tell` tells the aggregators, until the event is set. Raises the
+    errors of `meet`."""
     kernels = worker_kernels(in_memory=config.transport.host_exchange != "off")
     if are_kept(kernels):
         make_ready([kernels], progress)
@@ -124,7 +124,7 @@ def make_kernels_ready(
             has_met.set_exception(error)
             return
         has_met.set_result(None)
-        with suppress(OmniReduceError):  # whoever joins will say what is wrong
+        with suppress(OmniReduceError):  # the join itself will raise it
             tell(over)
 
     def progress_or_end(ready: int, total: int) -> None:
@@ -141,16 +141,16 @@ def make_kernels_ready(
 
 
 def say_trouble(log: BoundLog, *, is_first: bool) -> None:
-    """Log once what was wrong with the files of kernels, on the rank that is first on its host."""
+    """Log once why kernels could not be kept in files, on the first rank of a host."""
     if (trouble := take_trouble()) and is_first:
         log.warning("%s", trouble, extra=tagged("kernels_not_kept"))
 
 
 def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, over: threading.Event) -> None:
-    """Let the aggregators know, until it is `over`, that the worker of `hello` compiles. `secret`: in place of the
-    configured one. Aggregators that cannot be reached may start later. Raises ConfigError."""
+    """Let the aggregators know that the worker of `hello` compiles, until `over` is set. `secret` (None: the configured
+    secret) proves who it is. Aggregators that cannot be reached may start later. Raises ConfigError."""
     secret = load_secret(config.security) if secret is None else secret
-    first = 1 if hello.min_ranks else None  # the first aggregator of an elastic job gives the ranks, also to the others
+    first = 1 if hello.min_ranks else None  # in an elastic job, only the first aggregator knows the ranks so far
     wanted = {shard: 0.0 for shard, _ in enumerate(config.cluster.aggregators[:first])}  # when to try
     links = dict[int, StreamLink]()
     with ExitStack() as stack:
@@ -170,7 +170,7 @@ def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, over: 
 
 
 def _is_heard(link: StreamLink) -> bool:
-    """Whether the aggregator still knows of this worker."""
+    """Whether the connection lasts: the aggregator still knows of this worker."""
     try:
         for event in link.poll():
             read_message(link, event)
@@ -180,7 +180,7 @@ def _is_heard(link: StreamLink) -> bool:
 
 
 class Assembled(NamedTuple):
-    """What a rank works with."""
+    """The links, machine and engine of a rank."""
 
     links: list[Link]
     machine: WorkerMachine
@@ -190,8 +190,8 @@ class Assembled(NamedTuple):
 def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
     """Make the engine of a rank that has joined.
 
-    Raises TransportError when there are no descriptors or no memory for it. The other ranks are then told, and
-    everything is given back.
+    Raises TransportError when there are no descriptors or no memory for it. Then it tells the other ranks, and gives
+    everything back.
     """
     joined = arrival.joined
     me = worker_name(joined.rank, socket.gethostname(), os.getpid())
@@ -205,7 +205,7 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
     except BaseException as error:
         _give_up(arrival, Cause(me, left_because(error)))
         raise
-    # Not within `except`: the error would keep the memory that is to be given back.
+    # Not inside `except`: the error would keep the memory alive.
     _give_up(arrival, Cause(me, f"could not begin: {wrong}"))
     raise TransportError(f"rank {joined.rank} of job '{job}' could not begin: {wrong}")
 
@@ -217,11 +217,11 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
         parts = traced(with_folder(config.trace), job, joined.rank, joined.size, parts.links)
     links = parts.links
     host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
-    used = links if host is None or joined.local_ranks.hosts > 1 else []  # those that blocks go by
+    used = links if host is None or joined.local_ranks.hosts > 1 else []  # the links that carry blocks
     for link in used:
         touch(link.send_slots)
         touch(link.receive_slots)
-    wanted = 1 if is_traced else config.transport.threads  # a trace shows one line of work
+    wanted = 1 if is_traced else config.transport.threads  # a trace shows the work of one thread
     threads = threads_for(wanted, used, len(joined.local_ranks.ranks))
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
@@ -253,7 +253,7 @@ def _sizing(protocol: settings.Protocol, link: Link) -> MessageSizing:
 
 
 def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, LocalRanks]:
-    """What a host exchange is made of."""
+    """The arguments of a host exchange."""
     local_ranks, protocol = joined.local_ranks, config.protocol
     pids = zip(local_ranks.ranks, group.pids, strict=True)
     names = [worker_name(number, socket.gethostname(), pid) for number, pid in pids]
@@ -262,7 +262,7 @@ def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int,
 
 
 def _give_up(arrival: Arrival, cause: Cause) -> None:
-    """Tell all shards, then close the links and let go of all memory."""
+    """Tell all shards, then close the links and release all memory."""
     links = arrival.links
     if arrival.group is not None:
         arrival.group.close()
@@ -275,7 +275,7 @@ def _give_up(arrival: Arrival, cause: Cause) -> None:
         link.attach(NO_SLOTS, NO_SLOTS)
 
 
-LISTEN_S = 0.1  # how long a shutdown meanwhile may go unnoticed: no signal handler can end a wait without an exception
+LISTEN_S = 0.1  # the longest wait between two checks for a shutdown: a signal handler cannot end a wait by itself
 
 
 def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hello:
@@ -303,8 +303,8 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
 
 
 class Arrival(NamedTuple):
-    """A worker that has joined: one attached link per shard, in order, its place in the job, how many workers wait for
-    the next generation, and what it shares with the other ranks of its host, if there are some."""
+    """A worker that has joined: an attached link for each shard, in order, its place in the job, the number of workers
+    that wait for the next generation, and the memory that it shares with the other ranks of its host, if any."""
 
     links: list[Link]
     joined: Joined
@@ -313,12 +313,12 @@ class Arrival(NamedTuple):
 
 
 def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]) -> Arrival:
-    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. `gave_up` is called now
-    and then; when it returns True, this stops.
+    """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. It calls `gave_up` now
+    and then, and stops when that returns True.
 
     Raises ConfigError when the secret or a certificate cannot be used, TransportError when an aggregator cannot be
     reached or does not prove itself, RefusedError when it does not admit this worker or when ranks are missing at the
-    end of that time, AbortedError when another rank failed meanwhile, ClosedError when the caller gave up.
+    end of the time, AbortedError when another rank failed meanwhile, ClosedError when the caller gave up.
     """
     try:
         pending = _PendingRank(config, hello, secret)
@@ -328,7 +328,7 @@ def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[
 
 
 class First(Protocol):
-    """The engine of a membership, as a second membership beside it needs it."""
+    """The part of a channel's engine that a join beside it needs."""
 
     def listen(self) -> bool: ...
     def end_error(self) -> OmniReduceError: ...
@@ -337,7 +337,8 @@ class First(Protocol):
 def join_beside(
     first: First | None, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]
 ) -> Arrival:
-    """`join`, while `first` lasts (None: there is none). Raises also what has ended it."""
+    """`join`, for as long as `first` lasts (None: no condition). Raises the errors of `join`, and the error of its
+    end."""
     try:
         return join(config, hello, secret, lambda: gave_up() or (first is not None and first.listen()))
     except ClosedError:
@@ -347,7 +348,7 @@ def join_beside(
 
 
 def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> Iterator[JoinEffect]:
-    """Give the machine what came from an aggregator."""
+    """Give the machine an event of the link to an aggregator."""
     if isinstance(event, Lost):
         return machine.lost(shard, event.reason, now, for_good=event.violation or event.refused)
     if not isinstance(event, Control):
@@ -397,7 +398,7 @@ class _PendingRank:
         for key, _ in self._selector.select(patience_s):
             link, shard = key.fileobj, key.data
             if not isinstance(link, Link):
-                continue  # the meeting, which has its turn below
+                continue  # the meeting of local ranks has its turn below
             for event in link.poll() if link in self._links else ():
                 if link in self._links:  # an earlier event may have ended this attempt
                     self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
@@ -410,7 +411,7 @@ class _PendingRank:
         try:
             has_met = self._meeting.turn()
         except RankGoneError:
-            self._end_meeting()  # an aggregator is about to tell who it was, and why
+            self._end_meeting()  # an aggregator will say which rank failed, and why
             return
         except (TransportError, OSError) as error:
             self._could_not_share(error)
@@ -420,7 +421,7 @@ class _PendingRank:
             self._perform(self._machine.met(time.monotonic()))
 
     def _arrived(self) -> bool:
-        """Once the worker has joined, give every link its slots; return whether that is done."""
+        """If the worker has joined, give every link its slots; return whether all links have theirs."""
         if self._joined is None:
             return False
         try:
@@ -440,7 +441,7 @@ class _PendingRank:
         self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
 
     def _could_not_share(self, error: TransportError | OSError) -> None:
-        """End this attempt: no memory is shared. Raises the error if a signal handler has raised it."""
+        """End this attempt because memory could not be shared. Raises the error if a signal handler has raised it."""
         if isinstance(error, OSError) and from_a_handler(error):
             raise error
         self._fail(str(error) if isinstance(error, TransportError) else shortage(error))
@@ -460,7 +461,7 @@ class _PendingRank:
         perform(effects, self._do)
 
     def _do(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
-        """Carry out an effect; return the machine's effects in answer to its outcome."""
+        """Carry out an effect; return the further effects of the machine."""
         try:
             return self._carry_out(deed)
         except TransportError as error:
@@ -500,7 +501,7 @@ class _PendingRank:
         return self._machine.connected(wanted.shard, nonce, time.monotonic(), why_lost(link))
 
     def _tell(self, effect: Tell) -> None:
-        """Send a message. A Hello also says how this worker can be reached by RDMA."""
+        """Send a message. A Hello also gets this worker's endpoint for RDMA."""
         link, message = self._links[effect.peer], effect.message
         if isinstance(message, Hello):
             offered = offer_rdma(link, self._config, partial(_say_no_verbs, self._log, link))

@@ -1,10 +1,9 @@
 """Python objects as bytes, and back.
 
-Objects of peers are read as plain data: msgpack, where no part refers to another one. So an object takes less than a
-hundred times the bytes that it is read from. The types of msgpack itself are used for single values only. Lists, dicts,
-dates, arrays and the like are extensions, and the number of an extension says as which type it is read. A pickle could
-express all this, but it may make its reader call anything. So pickles are read only by callers that trust all who take
-part.
+Objects of peers are read as plain data, in msgpack, in which no part refers to another part. So an object takes less
+than a hundred times the memory of its bytes. The types of msgpack itself are used for single values only. Lists, dicts,
+dates, arrays and others are extensions, and the number of an extension gives the type. A pickle could express all this,
+but it can make its reader call anything. So only callers that trust all participants read pickles.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import UsageError, a_type
 
 SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
-ADVICE = "pass trust=True on every rank if all that take part may run code in this process"
+ADVICE = "pass trust=True on every rank if all participants may run code in this process"
 DEEPEST = 64
-MOST_OF_ONE_HASH = 64  # keys of a table: the time for such keys grows with the square of their number
-MOST_KEYS = 1 << 16  # keys of all tables, neither str nor bytes: a peer can choose their hashes so that each is slow
-LONGEST_INT = 63  # bits, beside the sign
+MOST_OF_ONE_HASH = 64  # keys of a table with the same hash: their time grows with the square of their number
+MOST_KEYS = 1 << 16  # keys of all tables, neither str nor bytes: a peer can choose slow hashes for them
+LONGEST_INT = 63  # bits, without the sign
 AS_THEY_ARE = (bool, float, str)
 Leaf = None | bool | int | float | str | Ext
 ITEMS = list[Leaf]
 _Name = Annotated[str, Meta(max_length=40)]
-_Number = Annotated[str, Meta(max_length=4096)]  # to compare two takes time that grows with the square of their length
+_Number = Annotated[str, Meta(max_length=4096)]  # its conversion takes time that grows with the square of the length
 _Date = Annotated[str, Meta(max_length=64)]
 _Fold = Annotated[int, Meta(ge=0, le=1)]
 _DTYPE = r"^([<>|][biufcSUVMm][0-9]+(\[[0-9a-zA-Z]+\])?|(b?complex|b?float|u?int)[0-9][0-9a-z_]*)\Z"
@@ -47,10 +46,10 @@ _Array = tuple[
 
 
 class ObjectCodec(NamedTuple):
-    """How objects of one type travel.
+    """Codec for objects of one type.
 
-    `said` turns an object into what is sent, `read` is the type that this is decoded as, and `made` makes the object
-    again. `keys` gives the keys of a table, from what the table is made of.
+    `said` turns an object into simpler data for the message, `read` is the type that this data is decoded as, and
+    `made` makes the object of it. `keys` gives the keys of a table, from the data of the table.
     """
 
     said: Callable[[Any], Any]
@@ -60,12 +59,13 @@ class ObjectCodec(NamedTuple):
 
 
 class OfFront:
-    """Objects of a type that a front knows, as tensors of torch: the name of the type, and what `Form.said` gives."""
+    """Objects of a type that a front knows, such as tensors of torch: the name of the type, and the data of its
+    codec."""
 
 
 def add_form(kind: type[Any], name: str, form: ObjectCodec) -> None:
-    """Let objects of this type travel. `name` says which type it is, on all ranks alike; a rank that does not know it
-    refuses such objects."""
+    """Let objects of this type travel. `name` is the name of the type, the same on all ranks. A rank that does not know
+    it refuses such objects."""
     _NAMES[kind], _NAMED[name] = name, (Decoder(form.read), form)
 
 
@@ -102,7 +102,7 @@ def _array_said(x: Any) -> list[object]:
 
 def _dtype_said(dtype: np.dtype[Any]) -> str:
     try:
-        return dtype.str if np.dtype(dtype.str) == dtype else dtype.name  # "<V2" is too little for bfloat16
+        return dtype.str if np.dtype(dtype.str) == dtype else dtype.name  # the str of bfloat16, "<V2", is ambiguous
     except TypeError:
         return dtype.name
 
@@ -143,7 +143,7 @@ def _array_made(x: tuple[str, list[int], bytes]) -> Any:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-FORMS: dict[type[Any], ObjectCodec] = {  # the number of a form is its place: new ones come last
+FORMS: dict[type[Any], ObjectCodec] = {  # the position is the number of the extension: add new types at the end
     int: ObjectCodec(hex, _Number, lambda x: int(x, 16)),
     bytes: ObjectCodec(bytes, bytes, bytes),
     list: ObjectCodec(iter, ITEMS, list),
@@ -166,24 +166,24 @@ FORMS: dict[type[Any], ObjectCodec] = {  # the number of a form is its place: ne
     collections.Counter: _table(collections.Counter),
     OfFront: ObjectCodec(list, tuple[_Name, bytes], _of_front),
 }
-_NAMES = dict[type[Any], str]()  # of the types of fronts
-_NAMED = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # those types by name
+_NAMES = dict[type[Any], str]()  # the names of the types of fronts
+_NAMED = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # the codecs of these types by name
 _NUMBER = {kind: number for number, kind in enumerate(FORMS)}
 _READERS = [(Decoder(form.read), form) for form in FORMS.values()]
 _WHOLE = Decoder(Leaf)
 
 
 def to_bytes(x: object, trust: bool) -> bytes:
-    """The bytes of `x`. Raises UsageError for what cannot be sent, and for what the others would not read."""
+    """The bytes of `x`. Raises UsageError for an object that cannot be sent, or that other ranks could not read."""
     try:
         if trust:
             return pickle.dumps(x, pickle.HIGHEST_PROTOCOL)
         data = encode(_lowered(x))
-        _Reader().read(data)  # what this rank cannot read, the others cannot
+        _Reader().read(data)  # if this rank cannot read it, the others cannot either
         return data
     except UsageError:
         raise
-    except Exception as error:  # any: an object says itself how it is pickled
+    except Exception as error:  # an object defines how it is pickled, so the error may be of any type
         raise UsageError(f"the {type(x).__name__} cannot be sent: {error}") from error
 
 
@@ -191,13 +191,13 @@ def from_bytes(data: bytes, trust: bool, sender: str) -> object:
     """The object that `sender` made these bytes of. Raises UsageError for bytes that are no object."""
     try:
         return pickle.loads(data) if trust else _Reader().read(data)
-    except Exception as error:  # any: constructors raise what they like, pickles even more
+    except Exception as error:  # constructors and pickles may raise errors of any type
         what = f"the object of {sender} cannot be read: {shown(str(error)[:SHOWN])}"
         raise UsageError(what) from (error if trust else None)  # the error may hold all that the peer sent
 
 
 def _lowered(x: Any, depth: int = 0) -> object:
-    """What msgpack is to encode for `x`."""
+    """The data that msgpack encodes for `x`. Raises UsageError if `x` is no plain data."""
     kind = type(x)
     if x is None or kind in AS_THEY_ARE or (kind is int and x.bit_length() <= LONGEST_INT):
         return x
@@ -217,13 +217,13 @@ def _lowered(x: Any, depth: int = 0) -> object:
 
 
 class _Reader:
-    """Makes one object of what `_lowered` has made of it."""
+    """Makes an object of the data that `_lowered` gave."""
 
     def __init__(self) -> None:
         self._keys_left = MOST_KEYS
 
     def read(self, data: bytes) -> object:
-        """The object of these bytes. Raises ValueError, and what the makers of its parts raise."""
+        """The object of these bytes. Raises ValueError, and the errors of the constructors of its parts."""
         return self._made(_WHOLE.decode(data), 0)
 
     def _made(self, x: Leaf, depth: int) -> object:
@@ -237,7 +237,7 @@ class _Reader:
             raise ValueError(f"nested more than {DEEPEST} deep")
         decoder, form = _READERS[x.code]
         said = decoder.decode(x.data)
-        del x  # its bytes were copied: else there would be one copy for each level
+        del x  # its bytes were copied: else each level would keep a copy
         if form.read is ITEMS:
             said.reverse()
             said = [self._made(said.pop(), depth + 1) for _ in range(len(said))]
@@ -245,12 +245,14 @@ class _Reader:
         return form.made(said)
 
     def _check(self, keys: Sequence[Any]) -> None:
-        """Raise ValueError when a table of these keys could take too long."""
-        self._keys_left -= sum(type(key) not in (str, bytes) for key in keys)  # Python salts the hashes of those two
+        """Raise ValueError if a table of these keys could take too long."""
+        self._keys_left -= sum(
+            type(key) not in (str, bytes) for key in keys
+        )  # Python salts the hashes of str and bytes
         if self._keys_left < 0:
             raise ValueError(f"more than {MOST_KEYS} keys of dicts and sets that are neither str nor bytes")
         if len(keys) > MOST_OF_ONE_HASH:
             hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
             alike = np.unique(hashes, return_counts=True)[1].max()
             if alike > MOST_OF_ONE_HASH:
-                raise ValueError(f"{alike} keys of one hash; expected at most {MOST_OF_ONE_HASH}")
+                raise ValueError(f"{alike} keys with the same hash; expected at most {MOST_OF_ONE_HASH}")

@@ -28,7 +28,7 @@ BYTE = np.empty(0, np.uint8)
 
 
 def ragged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
-    """The bytes of everybody's `x`, of which the first dimension may differ."""
+    """A call that gives the bytes of all ranks' `x`. Their first dimensions may differ."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
     flat_view(x, "x", writable=False)
@@ -39,7 +39,7 @@ def ragged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[list[NDAr
 
 
 def object_of_root(place: CallContext, x: object, root: int, name: str, trust: bool) -> Call[Any]:
-    """The root's `x` on the root, and an equal object elsewhere."""
+    """A call that gives the root's `x` on the root, and an equal object elsewhere."""
     root, language = check_root(root, place.size), _language(trust)
     called = _describe(place, "broadcast_object", name, language, (), root=root)
     packets = _packets(place, called, lambda: _bytes_of(x, trust) if place.rank == root else None, [root], BYTE)
@@ -47,7 +47,7 @@ def object_of_root(place: CallContext, x: object, root: int, name: str, trust: b
 
 
 def all_objects(place: CallContext, x: object, name: str, trust: bool) -> Call[list[Any]]:
-    """An object equal to the `x` of each rank."""
+    """A call that gives a list with an object equal to the `x` of each rank."""
     called = _describe(place, "allgather_object", name, _language(trust), ())
     packets = _packets(place, called, lambda: _bytes_of(x, trust), range(place.size), BYTE)
     return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
@@ -73,8 +73,8 @@ def _describe(
 def _packets(
     place: CallContext, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
 ) -> Packets:
-    """This rank's part of the call, which `own` makes. Raises what `own` raises, and UsageError for too many bytes;
-    then a refusal can travel in place of the part."""
+    """The operand with this rank's part, which `own` makes. Raises the errors of `own`, and UsageError for too many
+    bytes; then a refusal can travel in place of the part."""
 
     def made(rows: Array) -> Packets:
         layout, most = place.layout(called), called.packets

@@ -13,25 +13,25 @@ from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.support.os_errors import from_a_handler
 from omnireduce.transport.base import Link
 
-UNKNOWN = -1  # what a link is watched for, while that changes
-PEEKED = [(-2, 0)]  # there is news that no descriptor told
-Ready = list[tuple[int, int]]  # descriptors, and what for
+UNKNOWN = -1  # the mask of a link while it changes
+PEEKED = [(-2, 0)]  # news without a descriptor
+Ready = list[tuple[int, int]]  # descriptors, with their events
 
 
 class Poller:
-    """Polls `links`, one per shard, and `host`, whose ranks wake each other by `eventfds`, one each. It closes
-    them. Raises OSError."""
+    """Polls `links`, one per shard, and `host`, whose ranks wake each other by `eventfds`, one for each rank. It closes
+    the eventfds. Raises OSError."""
 
     def __init__(self, links: Sequence[Link], host: HostExchange | None, eventfds: Sequence[int]) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking = threading.RLock()  # of many entries: a signal handler may close on top of a thread that wakes
+        self._waking = threading.RLock()  # reentrant: a signal handler may close while its thread wakes another
         self._links, self._host, self._eventfds = links, host, list(eventfds)
         self._own_eventfd = -1 if host is None else self._eventfds[host.me]
         self._masks, self._descriptors = [0] * len(links), [-1] * len(links)
         self._poll = select.poll()
-        self._shards: dict[int, int] = {}  # by descriptor, those that are watched
+        self._shards: dict[int, int] = {}  # watched shards, by descriptor
         self._news: list[int] = []
-        # links of which a descriptor does not tell all
+        # links with news that their descriptor does not show
         self._peeking = [shard for shard, link in enumerate(links) if type(link).peek is not Link.peek]
         for descriptor in (self._wake, self._own_eventfd):
             if descriptor >= 0:
@@ -47,7 +47,7 @@ class Poller:
         """Wake another rank of this host."""
         try:
             os.eventfd_write(self._eventfds[rank], 1)
-        except BlockingIOError as error:  # somebody has filled it: then it wakes anyway
+        except BlockingIOError as error:  # the eventfd is full: the rank wakes anyway
             if from_a_handler(error):
                 raise
 
@@ -66,7 +66,7 @@ class Poller:
         wanted = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
         if wanted == self._masks[shard]:
             return
-        self._masks[shard] = UNKNOWN  # Ctrl-C may come between the poll object and this list
+        self._masks[shard] = UNKNOWN  # Ctrl-C may come between the change of the poll object and of this list
         if wanted:
             self._descriptors[shard] = link.fileno()
             self._shards[self._descriptors[shard]] = shard
@@ -88,11 +88,12 @@ class Poller:
         self._masks[shard] = 0
 
     def wait(self, spin_until: float, patience_ms: float | None, lock: threading.RLock) -> None:
-        """Return when there is news, or after `patience_ms`. Spin first. Whoever has `lock` may use or close links."""
+        """Return when there is news, or after `patience_ms`. Spin first, until `spin_until`. A thread that holds `lock`
+        may use or close links."""
         self._note(self._spin(spin_until, lock) or self._sleep(patience_ms))
 
     def check(self) -> None:
-        """Look whether there is news."""
+        """Look for news once, without waiting."""
         self._note(self._poll.poll(0))
 
     def _note(self, ready: Ready) -> None:
@@ -104,7 +105,7 @@ class Poller:
                 self._drain(descriptor)
 
     def news(self) -> list[int]:
-        """The shards whose links had something to say at the last look."""
+        """The shards whose links had news at the last look."""
         unseen = [shard for shard in self._peeking if self._links[shard].peek()]
         return [*{*self._news, *unseen}] if unseen else self._news
 
@@ -129,7 +130,7 @@ class Poller:
         return []
 
     def _sleep(self, patience_ms: float | None) -> Ready:
-        """Sleep on the descriptors. Another rank of this host wakes this one when it has moved."""
+        """Sleep on the descriptors. Another rank of this host wakes this rank when it has moved."""
         if self._host is None:
             return self._poll.poll(patience_ms)
         if not self._host.fall_asleep():
@@ -140,13 +141,13 @@ class Poller:
             self._host.wake_up()
 
     def abandon(self) -> None:
-        """Close, in a forked child: perhaps another thread of the parent held the lock."""
+        """In a forked child: close. Another thread of the parent may have held the lock."""
         self._waking = threading.RLock()
         self.close()
 
     def close(self) -> None:
-        """Close what this side looks at, but no link."""
-        with self._waking:  # first let go, then close: an interrupt may come after each line
+        """Close all descriptors of the poller. The links stay open."""
+        with self._waking:  # forget each descriptor before closing it: an interrupt may come after each line
             descriptors = [descriptor for descriptor in (self._wake, *self._eventfds) if descriptor >= 0]
             self._wake, self._own_eventfd, self._eventfds, self._host = -1, -1, [], None
         for descriptor in descriptors:

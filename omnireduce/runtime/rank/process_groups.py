@@ -14,16 +14,16 @@ from omnireduce.support.config import Config, check_config
 from omnireduce.support.config.schema import Elastic
 from omnireduce.support.secret import Secret, load_secret
 
-HEARD_S = 10.0  # how long a rank that refuses waits until the aggregator has heard it
+HEARD_S = 10.0  # the longest wait of a rank that refuses until the aggregator has heard it
 
 
 def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
     """Raises UsageError unless `ranks` are different ranks of a job of `size`, with `own` among them, and `name` is not
     taken."""
     if name in taken:
-        raise UsageError(f"there is a group {name!r} already: give another name, or shut that one down")
+        raise UsageError(f"there is a group {name!r} already: give another name, or shut that group down")
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
-        raise UsageError(f"ranks {list(ranks)}: expected different ones from 0 to {size - 1}")
+        raise UsageError(f"ranks {list(ranks)}: expected different ranks from 0 to {size - 1}")
     if own not in ranks:
         raise UsageError(f"ranks {list(ranks)}: this is rank {own}, which is not among them")
 
@@ -34,7 +34,7 @@ def job_of_group(job: str, name: str, generation: int) -> str:
 
 
 def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
-    """The configuration with which the ranks of a group join: the launch is that of the job. Programs may keep
+    """The configuration with which the ranks of a group join. `launch`: the launch of the job. Programs may keep
     `state_bytes` on each shard. Raises ConfigError."""
     return check_config(
         replace(
@@ -47,10 +47,11 @@ def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
 
 
 def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None) -> None:
-    """Tell the ranks that wait for this one in the group of `hello` why it does not come.
+    """Tell the ranks that wait for this rank in the group of `hello` why it does not come.
 
-    All of them come to the first aggregator first, and it tells them. Returns when it has heard: the next hello of this
-    rank must not overtake this one. Raises nothing if it cannot be reached: then the job is about to end.
+    All of them come to the first aggregator first, and it tells them. Returns when the aggregator has heard: the next
+    hello of this rank must not overtake this hello. Raises nothing if the aggregator cannot be reached: then the job is
+    about to end.
     """
     hello = replace(
         hello, refuses=why, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",

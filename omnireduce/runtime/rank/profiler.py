@@ -22,10 +22,10 @@ from omnireduce.support.files.output import check_writable, make_folder, write_f
 from omnireduce.support.files.paths import whole_path
 from omnireduce.support.logs import BoundLog
 
-REFRESH_S = 5.0  # so often, at most, rank 0 writes the timeline anew while the job runs
-SHARE = 20  # and for at most so small a part of the time
+REFRESH_S = 5.0  # the least time between two writes of the timeline by rank 0 while the job runs
+SHARE = 20  # they take at most a twentieth of the time
 PROFILE = "omnireduce_profile"
-_jobs: dict[str, str] = {}  # of each folder for profiles the first job of this process: its file has the short name
+_jobs: dict[str, str] = {}  # by folder for profiles, the first job of this process: its file has the short name
 
 
 class Profiler:
@@ -46,8 +46,8 @@ class Profiler:
         self._follows = False
 
     def follow(self, leader: Profiler) -> None:
-        """From now on `leader` makes profile and timeline of both. Its communicator has made this one, for some of its
-        ranks, and ends no earlier."""
+        """Let `leader` make profile and timeline of both from now on. Its communicator has made the communicator of
+        this profiler as a group, and does not end earlier."""
         self._follows = True
         leader._followers.add(self)
         self._profile = leader._profile if self._profile is not None else None
@@ -75,7 +75,7 @@ class Profiler:
             raise UsageError(f"the timeline {self._output} is being recorded; call stop_timeline first")
         if not self._channels:
             raise UsageError("this rank is in no job now; a timeline begins once it has joined one")
-        path = whole_path(path)  # a script may change its folder meanwhile
+        path = whole_path(path)  # the program may change the current folder meanwhile
         check_writable(path)
         try:
             self._start(path, mark_cycles)
@@ -86,7 +86,7 @@ class Profiler:
                 follower.start(path, mark_cycles)
 
     def stop(self) -> None:
-        """End it. Does nothing where there is none."""
+        """End the timeline. Does nothing if there is none."""
         for follower in list(self._followers):
             follower.stop()
         timeline, self.timeline = self.timeline, OFF
@@ -112,13 +112,13 @@ class Profiler:
             return
         self.stop()
         for channel in self._channels:
-            channel.engine.observer = None  # it refers to the channel
+            channel.engine.observer = None  # the observer refers to the channel
         self._channels, self._observers = (), []
         if self._profile is not None and not self._follows:
             self._write_profile(self._profile)
 
     def abandon(self) -> None:
-        """In a forked child: these pictures are the parent's."""
+        """In a forked child: profile and timeline belong to the parent."""
         timeline, self.timeline = self.timeline, OFF
         if isinstance(timeline, Timeline):
             timeline.abandon()
@@ -134,7 +134,7 @@ class Profiler:
         self._output, self._folder = path, folder
         self._observe()
         for channel, observer in zip(self._channels, self._observers, strict=True):
-            if not trace_folder(self._settings):  # else the rank records from its beginning
+            if not trace_folder(self._settings):  # otherwise the rank records from its beginning
                 of_channel = Origin(job=channel.job, kind="rank", number=self._rank, ranks=self._size, shards=shards)
                 own = Trace(folder=str(folder), events=self._settings.events)
                 self._recorders.append(Recorder(own, of_channel))
@@ -142,7 +142,7 @@ class Profiler:
             observer.timeline = timeline
         self.timeline = timeline
         if self._rank == 0 and not self._follows:
-            for stale in path.parent.glob(f".{path.name}.*.partial"):  # of processes that were killed
+            for stale in path.parent.glob(f".{path.name}.*.partial"):  # files of processes that were killed
                 with contextlib.suppress(OSError):
                     stale.unlink()
             self._merge()
@@ -165,8 +165,8 @@ class Profiler:
             self._refresher = None
 
     def _merge(self) -> None:
-        """Raises nothing: a failure is logged."""
-        job = self._job if self._settings.folder else None  # others may write there
+        """Write the timeline of all ranks. Raises nothing: a failure is logged."""
+        job = self._job if self._settings.folder else None  # other jobs may write to a configured folder
         try:
             merge(self._folder, self._output, job)
         except (UsageError, OSError) as error:
@@ -192,7 +192,7 @@ def _moved(channel: Channel) -> Callable[[], Moved]:
 
 
 class _Refresher:
-    """Calls `refresh` now and then in a thread of its own, until it is stopped."""
+    """A thread that calls `refresh` now and then, until it is stopped."""
 
     def __init__(self, refresh: Callable[[], None]) -> None:
         self._refresh, self._over = refresh, threading.Event()

@@ -1,13 +1,14 @@
-"""Refusals: a rank refuses a call by itself, before any data of it has travelled, and tells the other ranks.
+"""Refusals: a rank refuses a call, before any data of the call has travelled, and tells the other ranks.
 
-The other ranks may wait for this one already, or would take its next call for this one. So a refusal takes the place of
-the call. If all ranks refuse, each has its own error, and the job goes on. If some do not, these have begun to send:
-the job ends on all ranks, with the refused call in the error, as if calls had differed.
+The other ranks may wait for this rank already, or would mistake its next call for the refused call. So a refusal takes
+the place of the call. If all ranks refuse, each has its own error, and the job goes on. If some do not refuse, these
+have begun to send. Then the job ends on all ranks, with the refused call in the error, as if the calls had differed.
 
-A collective of parts of any size carries the reason in place of a part (see `packets`). Then all ranks get a
+A collective with parts of any size carries the reason in place of a part (see `packets`). Then all ranks get a
 UsageError, and the job goes on.
 
-A rank does not wait for its own refusal here: it has an error to look at. A thread makes sure that the others hear it.
+A rank does not wait for its own refusal, because its user needs the error at once. A thread makes sure that the other
+ranks hear it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine
 
 E = TypeVar("E", bound=Exception)
-SETTLE_S = 2.0  # how long a rank that leaves waits for the others to hear what it has refused
+SETTLE_S = 2.0  # the longest wait of a rank that leaves for the others to hear its refusal
 
 
 class Refusing(Protocol):
-    """An object whose `refuse` other ranks hear: a communicator, or a queue for one of its names."""
+    """An object whose `refuse` reaches other ranks: a communicator, or a queue for one of its names."""
 
     def refuse(self, error: Exception) -> None: ...
 
 
 @contextmanager
 def told_to_others(others: Refusing) -> Iterator[None]:
-    """Within this context, tell the other ranks of an error, because they are about to begin the same call."""
+    """A context that tells the other ranks of an error, because they are about to begin the same call."""
     try:
         yield
     except Exception as error:
@@ -48,7 +49,7 @@ def told_to_others(others: Refusing) -> Iterator[None]:
 
 
 def told(error: E, name: str = "") -> E:
-    """Note on the error that the others know of it (only those that wait for `name`, if given); return it."""
+    """Note on the error that the other ranks know of it; return it. `name`: only ranks that wait for this name do."""
     error.__dict__.setdefault("told", set()).add(name)
     return error
 
@@ -59,17 +60,18 @@ def names_told(error: Exception) -> set[str]:
 
 
 def is_told(error: Exception, name: str = "") -> bool:
-    """Whether the other ranks know of the error; for a `name`, those that wait for it."""
+    """Whether the other ranks know of the error; with a `name`, the ranks that wait for this name."""
     return not {"", name}.isdisjoint(names_told(error))
 
 
 def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:
-    """Note on `error`, which refuses a call, how to send it: `make` makes a call of the reason."""
+    """Note on `error`, which refuses a call, that the call can carry the refusal: `make` makes this call from the
+    reason."""
     error.__dict__["instead"] = make
 
 
 def reason_of(error: Exception) -> str:
-    """Why a call was refused, in one line that can be sent."""
+    """The reason of a refusal, in one line that can be sent."""
     text = " ".join(str(error).split())
     if not isinstance(error, OmniReduceError) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -86,8 +88,8 @@ def refusal(place: CallContext, why: str) -> Call[None]:
 
 
 def tell(member: RankChannels, error: Exception) -> None:
-    """Tell the other ranks that this one refuses the next collective because of `error`. Does nothing if they know of
-    it, or if the job is over."""
+    """Tell the other ranks that this rank refuses the next collective because of `error`. Does nothing if they know of
+    the error, or if the job is over."""
     if is_told(error):
         return
     told(error)
@@ -100,7 +102,7 @@ def tell(member: RankChannels, error: Exception) -> None:
             _start(ordinary.engine, instead(why), why)
             return
     _start(ordinary.engine, refusal(ordinary.place, why), why)
-    if urgent.engine is not ordinary.engine:  # perhaps the others call it there
+    if urgent.engine is not ordinary.engine:  # the others may call it in the urgent channel
         _start(urgent.engine, refusal(urgent.place, why), why)
 
 
@@ -109,7 +111,7 @@ def _start(engine: Engine, call: Call[Any], why: str) -> None:
     if engine.inside:
         engine.afterwards(lambda: _start(engine, call, why))
         return
-    with suppress(OmniReduceError, RuntimeError):  # the job is over; or no thread begins, and who comes next does it
+    with suppress(OmniReduceError, RuntimeError):  # the job is over; or no thread starts, and the next call drives it
         [handle] = engine.submit(call)
         before, engine.refused = engine.refused, (handle, why)
         if before is None or before[0].done():
@@ -123,7 +125,7 @@ def _await(engine: Engine) -> None:
 
 
 def settle(engine: Engine) -> None:
-    """Before a rank leaves, let the others reach the calls that it has refused."""
+    """Before a rank leaves, wait until the others have reached the calls that it has refused."""
     if engine.refused is None or engine.inside:
         return
     handle, why = engine.refused

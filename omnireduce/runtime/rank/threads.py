@@ -1,7 +1,7 @@
 """The threads of a rank: they work for different shards at the same time.
 
-A signal handler may raise between any two lines here. So nothing waits in a lock that Python code takes, as those of
-`concurrent.futures` do: an interrupt would leave it locked. Queues and iterators are C code.
+A signal handler may raise between any two lines here. So no lock is taken by Python code, as in `concurrent.futures`:
+an interrupt would leave it locked. Queues and iterators are C code.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from omnireduce.runtime.rank.environment import detect_launch
 from omnireduce.support.processors import quota, usable
 from omnireduce.transport.base import Event, Link, Received
 
-MOST_BY_ITSELF = 6  # threads: an eighth of their work is the interpreter's, which serves one at a time
+MOST_BY_ITSELF = 6  # threads: an eighth of their work runs in the interpreter, one thread at a time
 
 
 def threads_for(wanted: int, links: Sequence[Link], ranks: int) -> Threads | None:
-    """The threads of a rank with these links, `wanted` or fewer; None if one is enough. If `wanted` is 0, the number
-    follows from the processors: each shard on this host gets one, its ranks share the others, and half of a share is
-    for the user's own work. `ranks`: how many ranks share memory here; the launcher may know of more. Raises
-    BlockingIOError when the system has no room for the wanted threads."""
+    """The threads of a rank with these links, `wanted` or fewer; None if a single thread is enough. If `wanted` is 0,
+    the number follows from the processors: each shard on this host gets one, the ranks of the host share the others,
+    and half of a rank's share is for the user's own work. `ranks`: the number of ranks that share memory here; the
+    launcher may know of more. Raises BlockingIOError when the system has no room for the wanted threads."""
     count = min(wanted or _by_processors(links, ranks), len(links))
     if count < 2:
         return None
@@ -53,23 +53,23 @@ def _by_processors(links: Sequence[Link], ranks: int) -> int:
 def _launched_here() -> int:
     try:
         return detect_launch().local_size or 1
-    except UsageError:  # who says rank and size in the call need not care for what the launcher says
+    except UsageError:  # rank and size may be arguments, so the variables of a launcher need not be right
         return 1
 
 
 class Threads(ThreadPool):
     """`count` threads; one is the caller of `run`. Raises RuntimeError when the system has no room for them."""
 
-    worth_bytes = 8 << 20  # below that, to hand work over takes longer than it saves
+    worth_bytes = 8 << 20  # for smaller tensors, handing work over takes longer than it saves
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._runs: SimpleQueue[_Run | None] = SimpleQueue()
         self._others: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._runs, count - 1)  # also for a rank that nobody shuts down
-        self._end.atexit = False  # who works at the exit still needs them
+        self._end = weakref.finalize(self, _end, self._runs, count - 1)  # for a rank that is not shut down
+        self._end.atexit = False  # work during the exit of the process still needs the threads
         try:
-            for _ in range(count - 1):  # not later: in a collective it would be too late to learn that there is no room
+            for _ in range(count - 1):  # started now: inside a collective a lack of room would be noticed too late
                 self._others.append(threading.Thread(target=_help, args=(self._runs,), name="omnireduce", daemon=True))
                 self._others[-1].start()
         except BaseException:
@@ -104,20 +104,20 @@ def _end(runs: SimpleQueue[_Run | None], others: int) -> None:
 def _help(runs: SimpleQueue[_Run | None]) -> None:
     while (run := runs.get()) is not None:
         run.help()
-        run = None  # it holds arrays of the user
+        run = None  # it refers to arrays of the user
 
 
 class _Run:
-    """Some calls. Whoever takes part makes the next one, until none is left."""
+    """Some calls. Each thread that takes part makes the next call, until none is left."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self._size, self._left = len(calls), iter(enumerate(calls))
         self._done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        self._came: list[None] = []  # an entry for each other thread that has come to help, and for each that has gone
+        self._came: list[None] = []  # an entry for each other thread that has begun to help; in `_went`, that has ended
         self._went: list[None] = []
 
     def help(self) -> None:
-        """Take part in a thread that no signal handler interrupts."""
+        """Take part, in a thread that no signal handler interrupts."""
         self._came.append(None)
         self.make_calls()
         self._went.append(None)
@@ -133,23 +133,24 @@ class _Run:
         """Wait for all calls; the results, in the order of the calls. Raises the first error among them."""
         outcomes = sorted((self._done.get() for _ in range(self._size)), key=lambda outcome: outcome[0])
         errors = [error for _, _, error in outcomes if error is not None]
-        errors.sort(key=lambda error: isinstance(error, Exception))  # Ctrl-C says more than what it may have caused
+        errors.sort(key=lambda error: isinstance(error, Exception))  # Ctrl-C first: it may have caused the other errors
         if errors:
             try:
                 raise errors[0]
             finally:
-                outcomes, errors = [], []  # the error refers to this frame: else only the cycle collector frees both
+                outcomes, errors = [], []  # the error refers to this frame: otherwise they would be a reference cycle
         return [result for _, result, _ in outcomes]
 
     def settle(self) -> None:
-        """Return when nobody helps any more: they use what the caller may let go. What has not begun never does."""
+        """Drop the calls that have not begun, and return when no other thread helps any more. Until then they use
+        arrays that the caller may release."""
         deque(self._left, maxlen=0)
         while len(self._went) < len(self._came):
-            time.sleep(0)  # without the interpreter's lock; after an interrupt for as long as a call takes
+            time.sleep(0)  # gives up the interpreter's lock; after an interrupt this lasts as long as a call
 
 
 class ParallelDriver(Driver):
-    """Drives a worker's machine, and reads from several shards at the same time where that works in parallel."""
+    """Drives a worker's machine, and reads from several shards at the same time if the machine has threads."""
 
     machine: WorkerMachine
 
@@ -158,12 +159,12 @@ class ParallelDriver(Driver):
         if parallel is None or len(peers) < 2 or self.machine.ended is not None or not parallel.is_on:
             super().feed_all(peers)
             return
-        # First all are read: what the machine says then may go to any link.
+        # All links are read first, because effects of the machine may use any link.
         for peer, events in parallel.pool.run([partial(self._read_ahead, parallel, peer) for peer in sorted(peers)]):
             self.take(peer, events)
 
     def _read_ahead(self, parallel: Parallel, peer: int) -> tuple[int, Sequence[Event]]:
-        """Read, and do what concerns this peer alone."""
+        """Read the link, and do the work that concerns this peer alone."""
         events = self.read(peer)
         for event in events:
             if isinstance(event, Received):

@@ -1,4 +1,4 @@
-"""The parts of a rank that record what they do. In a traced job they take the place of the plain ones."""
+"""Parts of a rank that record their work. In a traced job they take the place of the plain parts."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _numbers = itertools.count(1)
 
 class Moved(NamedTuple):
     """Counters of a channel: bytes that it has sent, and non-zero blocks that its rank brought to exchanges in memory
-    (None: nobody counts those)."""
+    (None: they are not counted)."""
 
     sent_bytes: int
     own_blocks: int | None
 
 
 class Observer:
-    """Watches collectives from start to end. `profile`, `timeline` and `recorder` may change. If the channel is not
-    traced already, `recorder` records the collectives' own work."""
+    """Watches collectives from start to end. `profile`, `timeline` and `recorder` may change. `recorder` records the
+    work of the collectives, unless the channel is traced already."""
 
     def __init__(self, moved: Callable[[], Moved], profile: Profile | None) -> None:
         self.profile, self._moved = profile, moved
@@ -49,7 +49,7 @@ class Observer:
         self._before = moved()
 
     def watch(self, calls: Sequence[Call[Any]], handles: Sequence[Started[Any]]) -> tuple[Call[Any], ...]:
-        """The calls as they are to be started."""
+        """The calls to start in place of `calls`, with hooks for their end."""
         return tuple(self._watched(*pair) for pair in zip(calls, handles, strict=True))
 
     def _watched(self, call: Call[Any], handle: Started[Any]) -> Call[Any]:
@@ -84,7 +84,7 @@ class Observer:
 
 
 def _bytes_of(called: Descriptor, operand: Operand) -> int:
-    """The bytes that the caller passed: those of its array, or of its rows."""
+    """The bytes of the caller's array, or of its rows."""
     if called.has_rows or called.kind in PACKED:
         return operand.nbytes
     return math.prod(called.shape) * (called.item_bytes or called.element.dtype.itemsize)
@@ -103,7 +103,7 @@ def _details(called: Descriptor, operand: Operand, nbytes: int, own: int | None)
 
 
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, LocalRanks], HostExchange]
-Progress = dict[What, tuple[int, int]]  # of each kind of step: how many were taken, and of how many blocks
+Progress = dict[What, tuple[int, int]]  # for each kind of step, the number of steps, and of their blocks
 
 
 class MakeEngine(Protocol):
@@ -115,21 +115,21 @@ class MakeEngine(Protocol):
 
 
 class TracedOperand:
-    """`operand` with a recorder. Its collective counts as submitted when this is made. Of one that `is_tensor`, to be
-    combined, the trace tells what it was.
+    """`operand` with a recorder. Its collective counts as submitted when this is made. `is_tensor`: the operand is a
+    tensor to be combined, and the trace gets its numbers of blocks.
 
-    `own`, `union`: how many blocks this rank has brought, and how many the result has. They are counted where they
-    pass: here, or in the exchange inside the host.
+    `own`, `union`: the number of blocks that this rank has brought, and of the result. They are counted here, or in the
+    exchange inside the host.
     """
 
-    is_divisible = False  # a rank that is traced has one thread
+    is_divisible = False  # a traced rank has a single thread
 
     def __init__(self, operand: Operand, recorder: Recorder, *, is_tensor: bool = False) -> None:
         self.layout, self.block_bytes, self.row_dtype = operand.layout, operand.block_bytes, operand.row_dtype
         self.nbytes, self.blocks = operand.nbytes, operand.blocks
         self._operand, self._recorder, self._submitted = operand, recorder, now()
         self._is_tensor, self.own, self.union = is_tensor, 0, 0
-        self._found = 0, 0  # when `find` was called last, and for which shard
+        self._found = 0, 0  # the time of the last `find`, and its shard
 
     def start(self, shard: int) -> int:
         start = now()
@@ -158,7 +158,7 @@ class TracedOperand:
         start = now()
         self._operand.put(rows, indices, unchanged, left_out)
         self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
-        self.union += indices.size  # also those that are left out of the message: the result has them
+        self.union += indices.size  # with blocks that the message leaves out: they belong to the result
 
     def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         start = now()
@@ -182,7 +182,7 @@ class TracedOperand:
 
 
 class TracedMachine(WorkerMachine):
-    """A worker's machine with a recorder for what it makes itself: the sums of its host."""
+    """A worker's machine with a recorder. It records the operands that it makes itself, the sums of its host."""
 
     def __init__(self, recorder: Recorder, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -252,7 +252,8 @@ class TracedExchange(HostExchange):
         }
 
     def _with_rows(self) -> Progress:
-        """There is nothing to collect: each rank combines all rows of the result. The numbers of rows come first."""
+        """The progress of an exchange of rows. There is nothing to collect, because each rank combines all rows of the
+        result. The chunks of row numbers come first."""
         s = self._state[0]
         combined = max(0, int(s["combined"] - s["number_chunks"])) * int(s["chunk_blocks"])
         return {
@@ -286,7 +287,7 @@ class TracedEngine(Engine):
 
 
 class Parts(NamedTuple):
-    """What a rank is made of: its links, and what makes its machine, its engine and its host exchange."""
+    """The parts of a rank: its links, and functions that make its machine, its engine and its host exchange."""
 
     links: list[Link]
     machine: Callable[..., WorkerMachine] = WorkerMachine
@@ -295,7 +296,7 @@ class Parts(NamedTuple):
 
 
 def traced(settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]) -> Parts:
-    """The parts of a rank, with a recorder."""
+    """The parts of a rank; with a recorder if traces are wanted."""
     recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
     return Parts(
         traced_links(links, recorder),

@@ -1,4 +1,4 @@
-"""The one communicator of a process that needs no more: `init` makes it, and functions stand for its methods."""
+"""The global communicator of a process: `init` makes it, and functions of this module call its methods."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def connect(
     given, both or neither. If `log.level` is debug, the log lines of this process go to standard error, unless the
     program's own logging takes them.
 
-    Raises ConfigError, also for a file that cannot be read; UsageError, also when the launcher's variables make no
-    sense, or speak of ranks and do not say which one this is; otherwise what `Communicator` raises.
+    Raises ConfigError, for example for a file that cannot be read; UsageError, for example if the launcher's variables
+    make no sense, or speak of ranks without giving this process its rank. Raises the errors of `Communicator`, too.
     """
     settings = config if isinstance(config, Config) else load_config(config)
     changes: dict[str, object] = {}
@@ -77,7 +77,7 @@ def init(
 
 def _forget(communicator: Communicator) -> None:
     global _global
-    if _global is communicator:  # not one that was made after it
+    if _global is communicator:  # not a communicator that was made after it
         _global = None
 
 
@@ -154,25 +154,27 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many workers the global communicator has."""
+    """The number of workers in the global communicator."""
     return running().size
 
 
 def local_rank() -> int:
-    """This worker's number among those on its host, as the launcher gave it. Raises UsageError when nobody said it."""
+    """This worker's number among the workers on its host, from the launcher. Raises UsageError if the launcher did not
+    give it."""
     return _said_by_launcher(running().local_rank, "this worker's number on its host")
 
 
 def local_size() -> int:
-    """How many workers of the launch this host has, as the launcher gave it. Raises UsageError when nobody said it."""
+    """The number of workers of the launch on this host, from the launcher. Raises UsageError if the launcher did not
+    give it."""
     return _said_by_launcher(running().local_size, "how many workers this host has")
 
 
 def local_first() -> AbstractContextManager[bool]:
     """`with omnireduce.local_first():` lets one rank of each host, local rank 0, go first through the block.
 
-    For data that are downloaded or prepared once per host: the others find them. All ranks must call it; it gives
-    whether this rank is the first of its host. Raises what `barrier` and `local_rank` raise.
+    For data that are downloaded or prepared once per host: the other ranks then find them. All ranks must call it. It
+    gives whether this rank is the first of its host. Raises the errors of `barrier` and `local_rank`.
     """
     return first_of_host(local_rank() == 0, barrier)
 
@@ -193,5 +195,5 @@ def first_of_host(is_first: bool, barrier: Callable[[], object]) -> Iterator[boo
 
 def _said_by_launcher(found: int | None, what: str) -> int:
     if found is None:
-        raise UsageError(f"{what} is not known: no launcher said it, expected omnireduce run, mpirun, srun or torchrun")
+        raise UsageError(f"{what} is not known: no launcher gave it, expected omnireduce run, mpirun, srun or torchrun")
     return found

@@ -1,1 +1,1 @@
-"""The aggregator's side: one process serves many jobs, each in its turn."""
+"""The side of an aggregator shard: one process serves many jobs in turn."""

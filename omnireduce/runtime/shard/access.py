@@ -18,9 +18,10 @@ from omnireduce.transport.base import Link
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`teams`: the teams whose secrets workers may prove; None: no secret is wanted. `any_local_user`: any user of this
-    host may share memory with the shard. `tls`: TCP connections must use TLS with this; None: TCP goes without TLS.
-    `ticket_key`: proves the survivors of elastic jobs; a shard that takes the place of another has the same key."""
+    """Rules of access to a shard. `teams`: the teams whose secrets workers may prove; None: no secret is wanted.
+    `any_local_user`: any user of this host may share memory with the shard. `tls`: the TLS context that TCP connections
+    must use; None: TCP without TLS. `ticket_key`: proves the survivors of elastic jobs; a shard that takes the place of
+    another shard has the same key."""
 
     teams: Teams | None = None
     any_local_user: bool = False
@@ -36,14 +37,14 @@ class Access:
         return Gate(self.teams, secrets.token_bytes(NONCE_BYTES), self._objection(link))
 
     def order(self, request: AdminRequest, link: Link, gate: Gate) -> Order:
-        """The order that the peer's request gives to the daemon. Raises ProtocolError if it may not give it.
+        """The order that the peer's request gives to the daemon. Raises ProtocolError if the peer may not give it.
 
-        Who may read the daemon's memory, or knows its own secret, runs the service. A team may end its own jobs.
+        A peer that may read the daemon's memory, or knows its own secret, is the operator. A team may end its own jobs.
         """
         if wrong := other_version(request.version):
             raise ProtocolError(wrong)
         if request.action == "end" and not request.job and not request.team:
-            raise ProtocolError("which jobs are to end? Expected the name of a job or of a team")
+            raise ProtocolError("a request to end jobs without a name; expected the name of a job or of a team")
         if is_operator(link) or (gate.proved and not gate.team.name):
             by, team = "the operator", request.team or None
         elif gate.proved and request.action == "end" and request.team in ("", gate.team.name):
@@ -68,7 +69,7 @@ def is_operator(link: Link) -> bool:
 
 ANYBODY = Access()
 _NOT_YOURS = (
-    "to {action} is for the operator: for root or user {user} on the aggregator's host, where transport.kind allows "
-    "shm, or for who proves the aggregator's own secret (security.secret_file, without security.team); a team may end "
-    "its own jobs"
+    "only the operator may {action}: root or user {user} on the aggregator's host, if transport.kind allows shm, or a "
+    "client that proves the aggregator's own secret (security.secret_file, without security.team); a team may end its "
+    "own jobs"
 )

@@ -38,12 +38,12 @@ class Administration:
 
     @property
     def here(self) -> int:
-        """How many jobs run or gather."""
+        """The number of jobs that run or wait for ranks."""
         return len(self._jobs) + self._membership.gathers
 
     def ask(self, order: Order) -> int:
-        """Carry out a request to this shard, and pass it on to the rest of the daemon. Return how many jobs it
-        concerns.
+        """Carry out a request to this shard, and pass it on to the rest of the daemon. Returns the number of jobs
+        concerned.
 
         Raises ProtocolError if the daemon cannot be told.
         """
@@ -54,7 +54,7 @@ class Administration:
         return self.obey(order)
 
     def obey(self, order: Order) -> int:
-        """Carry out a request to the daemon. Return how many jobs it concerns."""
+        """Carry out a request to the daemon. Returns the number of jobs concerned."""
         if order.action == "end":
             return self._end(order)
         self._stops |= order.stops

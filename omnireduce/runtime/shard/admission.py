@@ -24,11 +24,11 @@ from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.transport.base import Control, Event, Link, Lost
 
 log = logging.getLogger("omnireduce.aggregator")
-MAX_UNIDENTIFIED = 4096  # connections that have not said Hello yet, or leave; fewer when descriptors are short
+MAX_UNIDENTIFIED = 4096  # connections that have not said Hello yet, or leave; fewer if descriptors are short
 
 
 class Admission:
-    """Admits newcomers. `access` says who may join, and may be replaced; `change` is told of changes to jobs."""
+    """Admits newcomers. `access` says who may join, and may be replaced; `change` is called with changes to jobs."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Admission:
                 if len(unidentified) + len(closing) >= room:
                     self._teardown.forget(max(unidentified, closing, key=len).oldest)
                 if len(self._connections) >= descriptors * 3 // 4 and self._connections.compilers:
-                    self._teardown.forget(next(iter(self._connections.compilers)))  # it comes again when it is ready
+                    self._teardown.forget(next(iter(self._connections.compilers)))  # the rank comes again when ready
                 if len(self._connections) < descriptors * 3 // 4:
                     self.adopt(link, of_monitor=listener.of_monitor)
                 else:
                     listening.turn_away(link)
-            except Exception as error:  # no memory, or a bug: it may cost this client its connection
+            except Exception as error:  # no memory, or a bug: only this client may lose its connection
                 why_broken_off(error, None)
 
     def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
@@ -71,7 +71,7 @@ class Admission:
         self._connections.add(Connection(link, self.access.gate(link), of_monitor))
 
     def hear(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
-        """Deal with a newcomer's events; return those that came after its admission to a job."""
+        """Handle a newcomer's events; return the events that came after its admission to a job."""
         for number, event in enumerate(events):
             if isinstance(event, Lost):
                 if event.violation:
@@ -83,7 +83,7 @@ class Admission:
         return ()
 
     def _read(self, connection: Connection, body: bytes) -> bool:
-        """Deal with a newcomer's control message; return whether to go on reading from it as a newcomer."""
+        """Handle a newcomer's control message; return whether to go on reading from it as a newcomer."""
         try:
             message = decode_control(body)
             self._status_requests.check(connection, message)
@@ -125,12 +125,13 @@ class Admission:
         self._teardown.leave(connection)
 
     def _look_at(self, rival: Hashable | None) -> None:
-        """A worker that gave up, and asks again at once, may come before the end of its first connection is read."""
+        """Read from the connection of a rival: a worker that gave up and comes again at once may be here before the end
+        of its first connection was read."""
         if isinstance(rival, Connection):
             self.hear(rival, rival.link.poll())
 
     def answer(self, effects: Iterable[MembershipEffect]) -> None:
-        """Tell newcomers, and jobs, what the membership has decided."""
+        """Pass the decisions of the membership on to newcomers and jobs."""
         for effect in list(effects):
             if isinstance(effect, Admit | Replace | Announce):
                 self._change(effect)
@@ -146,14 +147,14 @@ class Admission:
                 self._connections.say(connection, effect.message)
 
     def refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
-        """Tell a connection why it cannot join, and let it go."""
+        """Tell a connection why it cannot join, and let it leave."""
         self._pages.refuse(connection.link.user)
         log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
         self._connections.say(connection, Refused(reason, temporary))
         self._teardown.leave(connection)
 
     def expire(self, now: float) -> None:
-        """Refuse those who have not said Hello in time."""
+        """Refuse connections that have not said Hello in time."""
         unidentified = self._connections.unidentified
         for connection in unidentified.over(now):
             self.refuse(connection, f"no Hello within {unidentified.limit_s:g} s", temporary=True)

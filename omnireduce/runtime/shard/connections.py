@@ -1,4 +1,4 @@
-"""All connections of a shard: the events that each waits for, and how long it may stay."""
+"""Connections of a shard: the events that each waits for, and the time that it may stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omnireduce.transport.base import Link
 
 
 class TimeLimit:
-    """Connections, each of which may stay for `limit_s`. The oldest stands first, so no method has to look at all."""
+    """Connections that may stay for `limit_s`, the oldest first. So no method has to look at all of them."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -45,11 +45,11 @@ class TimeLimit:
 
     @property
     def deadline(self) -> float | None:
-        """When the time of the oldest is over."""
+        """The time when the oldest connection must go; None without any."""
         return self._since[self.oldest] + self.limit_s if self._since else None
 
     def over(self, now: float) -> Iterator[Connection]:
-        """Take out those whose time is over."""
+        """Take out the connections whose time is over."""
         while self._since and now >= self._since[self.oldest] + self.limit_s:
             connection = self.oldest
             self.discard(connection)
@@ -58,18 +58,18 @@ class TimeLimit:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A peer: a newcomer, one that waits for its job to begin, a rank of a job, or one that leaves."""
+    """A peer: a newcomer, a worker that waits for its job to begin, a rank of a job, or a peer that leaves."""
 
     link: Link
     gate: Gate
-    of_monitor: bool = False  # the daemon's own monitor asks here
+    of_monitor: bool = False  # the connection of the daemon's own monitor
     hello: Hello | None = None
     job: Job | None = None
     rank: int = -1
     leaving: bool = False
-    has_left: bool = False  # it has said so
-    number: int = 0  # those that came later have a higher one
-    interest: int = selectors.EVENT_READ  # what the selector looks for; 0: it does not look
+    has_left: bool = False  # the rank has said Leave
+    number: int = 0  # ascending in the order of arrival
+    interest: int = selectors.EVENT_READ  # the events that the selector looks for; 0: none
 
     def about(self, what: str) -> dict[str, object]:
         """The log's fields for the event `what`, with the facts known of this connection's peer."""
@@ -80,17 +80,17 @@ class Connection:
         return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, **peer)
 
 
-HELLO_LIMIT = 4096  # bytes of a message of a peer that is in no job yet; an honest message has a tenth of that
-LINGER_S = 1.0  # how long a leaver's last output may take
-INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # True: it wants to write
+HELLO_LIMIT = 4096  # the longest message of a peer that is in no job yet; an honest message has a tenth of that
+LINGER_S = 1.0  # the time in which a peer that leaves may read its last messages
+INTEREST = {False: selectors.EVENT_READ, True: selectors.EVENT_READ | selectors.EVENT_WRITE}  # key: output waits
 
 
 class Connections:
     """All connections; each is in `selector`.
 
-    `unidentified` ones have not said hello yet. `compilers` have said that their ranks compile, the oldest first:
-    nothing is lost when one ends. `closing` ones are still sent our last words; those in `staying` have asked for more
-    time.
+    `unidentified`: they have not said Hello yet. `compilers`: they have said that their ranks compile, the oldest
+    first; nothing is lost when such a connection ends. `closing`: they are still sent the last messages. `staying`:
+    these have asked for more time.
     """
 
     def __init__(self, selector: selectors.BaseSelector, clock: Clock, hello_timeout_s: float) -> None:
@@ -111,7 +111,7 @@ class Connections:
         return iter(list(self._all))
 
     def add(self, connection: Connection) -> None:
-        """A stranger has come."""
+        """A new connection has come."""
         connection.link.bound_control(HELLO_LIMIT)
         connection.number = next(self._numbers)
         self._all.add(connection)
@@ -119,44 +119,44 @@ class Connections:
         self._selector.register(connection.link, selectors.EVENT_READ, connection)
 
     def add_uplink(self, link: Link, member: Connection) -> Connection:
-        """The link of a relay to its upstream, for this member, is looked at from now on."""
+        """Look for events of `link`, a relay's uplink for this member, from now on."""
         uplink = Connection(link, member.gate, hello=member.hello, number=next(self._numbers))
         self._all.add(uplink)
         self._selector.register(link, selectors.EVENT_READ, uplink)
         return uplink
 
     def go_on_by(self, connection: Connection, link: Link) -> None:
-        """From now on the connection uses this link."""
+        """Use this link for the connection from now on."""
         self.pause(connection)
         connection.link, connection.interest = link, selectors.EVENT_READ
         self._selector.register(link, selectors.EVENT_READ, connection)
 
     def say(self, connection: Connection, message: ControlMessage) -> None:
-        """Send a message. What does not fit into the socket now leaves later, even if nothing else happens."""
+        """Send a message. If the socket has no room for all of it, the rest leaves later by itself."""
         connection.link.send_control(encode_control(message))
         self.update_interest(connection)
 
     def update_interest(self, connection: Connection) -> None:
-        """Let the selector look for room to write exactly as long as output waits."""
+        """Let the selector look for room to write if output waits, and only then."""
         wanted = INTEREST[connection.link.wants_write]
         if connection.interest not in (0, wanted) and connection in self._all:
             connection.interest = wanted
             self._selector.modify(connection.link, wanted, connection)
 
     def pause(self, connection: Connection) -> None:
-        """Do not look at the connection any more: its unread input would end each wait at once."""
+        """Stop looking for events of the connection: its unread input would end each wait at once."""
         if connection.interest and connection in self._all:
             connection.interest = 0
             self._selector.unregister(connection.link)
 
     def resume(self, connection: Connection) -> None:
-        """Look at the connection again."""
+        """Look for events of the connection again."""
         if not connection.interest and connection in self._all:
             connection.interest = INTEREST[connection.link.wants_write]
             self._selector.register(connection.link, connection.interest, connection)
 
     def let_leave(self, connection: Connection) -> None:
-        """Give the connection a moment to read our last words."""
+        """Give the connection a moment to read the last messages."""
         connection.leaving = True
         self.unidentified.discard(connection)
         self.compilers.pop(connection, None)
@@ -165,12 +165,12 @@ class Connections:
         self.update_interest(connection)
 
     def let_stay(self, connection: Connection) -> None:
-        """Give a connection that leaves more than a moment."""
+        """Give a connection that leaves more time."""
         self.closing.discard(connection)
         self.staying.add(connection)
 
     def drop(self, connection: Connection) -> None:
-        """Close the connection. If it had to read our last words, it has had the time."""
+        """Close the connection at once."""
         self.pause(connection)
         self._all.discard(connection)
         self.unidentified.discard(connection)

@@ -1,4 +1,4 @@
-"""A second thread of a shard, for work that would keep the first one busy for long: TLS handshakes."""
+"""A second thread of a shard, for TLS handshakes, which would keep the first thread busy for long."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HandshakeThread:
         self._executor.submit(self._run, connection, link, link.task)
 
     def _run(self, connection: Connection, link: Link, task: Callable[[], None]) -> None:
-        if not link.over:  # the peer may have gone, or have waited for too long
+        if not link.over:  # the peer may have gone, or its time may be over
             task()
         self._done.append(connection)
         os.eventfd_write(self._wake, 1)
@@ -52,7 +52,7 @@ class HandshakeThread:
             self._scheduler.ready(connection, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """Wait for the task that is under way, and forget the others."""
+        """Wait for the task under way, and drop the others."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None

@@ -1,4 +1,4 @@
-"""One generation of a job on an aggregator shard: its slot memory, its links, its machine and their driver."""
+"""A generation of a job on an aggregator shard: its slot memory, its links, its machine and their driver."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from omnireduce.transport.memory import Region
 from omnireduce.transport.rdma import take_offer
 
 log = logging.getLogger("omnireduce.aggregator")
-WARN_AFTER_S = 1.0  # how long a collective may stand still before all ranks are told whom they wait for
+WARN_AFTER_S = 1.0  # if a collective stands still for longer, all ranks are told whom they wait for
 
 
 def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
@@ -60,7 +60,7 @@ def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
 
 
 def why_broken_off(error: Exception, job: Job | None) -> str:
-    """The text for the ranks of a job, or for a newcomer, whose service failed; the log gets the details."""
+    """The text for the ranks of a job, or for a newcomer, after an unexpected error; the log gets the details."""
     about, what = log if job is None else job.log, job or "a newcomer"
     if isinstance(error, MemoryError):
         about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
@@ -93,8 +93,8 @@ class Job:
     `hellos[r]` belong to rank r. On a relay they belong to its member r, and `above` is its upstream: the uplinks
     follow in `links`. Raises OSError and MemoryError.
 
-    The daemon has so many `shards`. After `straggler_s` without a result the log names the ranks that a collective
-    waits for. Blocks may travel by `codecs`.
+    `shards`: the number of shards of the daemon. After `straggler_s` without a result the log names the ranks that a
+    collective waits for. Blocks may travel by `codecs`.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Job:
         )
 
     def _below(self, above: Above, undo: ExitStack) -> Callable[..., AggregatorMachine]:
-        """Give the uplinks their slots; return what makes the machine of a relay."""
+        """Give the uplinks their slots; return the function that makes the machine of a relay."""
         self._sums = undo.enter_context(closing(Region(*self._results.slots.shape)))
         for place, link in enumerate(above.uplinks):
             own = (self._rows_of(place), NO_SLOTS) if place else (self._sums.slots, self._results.slots)
@@ -190,7 +190,7 @@ class Job:
         return partial(RelayMachine, sums=self._sums.slots, upstream=above.address, in_memory=in_memory)
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, welcome: Welcome, undo: ExitStack) -> Welcome:
-        """Give the rank's link its slots, over RDMA if both ends can; return what to say to the rank."""
+        """Give the rank's link its slots, over RDMA if both ends can; return the welcome for the rank."""
         link = self.links[rank]
         send_slots = self._results.slots
         receive_slots = self._rows_of(rank)
@@ -230,7 +230,7 @@ class Job:
             self.log.warning("%s: %s", self, warning.text, extra=waiting)
 
     def log_end(self, end: End) -> None:
-        """Say why the job is over."""
+        """Log why the job is over."""
         if end.cause is None:
             self.log.info("%s ended: all ranks left", self, extra=tagged("job_ended", carried=self.carried))
             return
@@ -243,7 +243,7 @@ class Job:
         self.driver.perform(self.machine.abort(cause, kind))
 
     def tell(self, message: ControlMessage) -> None:
-        """Say something to all ranks, but to those that have long read nothing."""
+        """Send a message to all ranks, except ranks that have not read for long."""
         for link in self.links[: self._members]:
             if not link.clogged:
                 link.send_control(encode_control(message))
@@ -253,7 +253,7 @@ class Job:
         return peer < self._members
 
     def break_off(self, cause: Cause) -> None:
-        """Tell everybody that the job is over, without the machine."""
+        """Tell all peers that the job is over, without the machine."""
         self.tell(Aborted(cause))
         for link in self.links[self._members :]:
             link.send_control(encode_control(Leave(cause)))
@@ -274,7 +274,7 @@ class Job:
 
     @property
     def carried(self) -> dict[str, int]:
-        """Bytes of tensors since the job began, by what carried them."""
+        """Bytes of tensors since the job began, by the kind that carried them."""
         carried = Counter(memory=min(self.machine.account.memory_bytes, MOST))
         for link in self.links[: self._members]:
             carried[link.kind] += link.counters.message_bytes
@@ -286,7 +286,7 @@ class Job:
         return self.name, self.generation, self._spec.launch
 
     def status(self, now: float) -> JobStatus:
-        """How the job is doing."""
+        """The status of the job."""
         machine, spec = self.machine, self._spec
         present = [rank for rank in range(self._members) if not machine.has_left(rank)]
         in_use, results_in_use = machine.slots_in_use
@@ -324,5 +324,5 @@ class Job:
             self._sums.close()
         if self._trace is not None:
             self._trace.close()
-        # They refer to this job: without this the slots would wait for the cycle collector.
+        # They refer to this job: otherwise the cycle collector would have to free the slots.
         del self.driver, self.machine

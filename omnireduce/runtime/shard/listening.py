@@ -1,4 +1,4 @@
-"""The listeners of a shard, its listening sockets: each connection that comes becomes a link."""
+"""Listeners of a shard, its listening sockets: each accepted connection becomes a link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omnireduce.transport.base import Link
 log = logging.getLogger("omnireduce.aggregator")
 
 FULL = "too many connections; raise ulimit -n of the aggregator, or wait"
-ACCEPTED, BESIDE_JOBS = 64, 8  # connections of one listener in one turn, the second while jobs run
+ACCEPTED, BESIDE_JOBS = 64, 8  # connections that a listener accepts in one turn: without jobs, and while jobs run
 
 
 class Listener(NamedTuple):
@@ -32,9 +32,9 @@ class Listener(NamedTuple):
 class Listening:
     """Keeps `listeners` in `selector`, and accepts connections there.
 
-    If the system has no room for one more connection, the first that waits would keep a socket readable. A descriptor
-    is kept back to accept this one and to tell it so (`turn_away`). If that fails, no connection is accepted until
-    `deadline`.
+    If the system has no room for one more connection, the first waiting connection would keep its listener readable. A
+    descriptor is kept back to accept this connection and to tell it so (`turn_away`). If that fails, no connection is
+    accepted until `deadline`.
     """
 
     def __init__(
@@ -80,8 +80,7 @@ class Listening:
                 sock.close()
 
     def _answer(self, listener: Listener) -> bool:
-        """Tell the connection that waits that there is no room; return False if the descriptor kept back is not
-        enough."""
+        """Tell the waiting connection that there is no room; return False if the reserved descriptor is not enough."""
         assert self._reserve is not None
         with self._reserve.spent():
             try:
@@ -94,7 +93,7 @@ class Listening:
         """Tell the peer of `link` that there are too many connections."""
         count = self._connected()
         log.error("turned a connection away: %d are open", count, extra=tagged("turned_away", connections=count))
-        link.poll()  # a local connection closed with unread input would lose our answer
+        link.poll()  # a local connection that is closed with unread input would lose the answer
         link.send_control(encode_control(Refused(FULL, temporary=True)))
         link.close()
 

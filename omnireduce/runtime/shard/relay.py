@@ -1,7 +1,8 @@
-"""Admission to the jobs of a relay, which its upstream decides.
+"""Admission to the jobs of a relay. Its upstream decides.
 
-A relay passes each Hello on, by an uplink for that worker alone, and passes the answers back. To the upstream the ranks
-that come through one relay are one contributor. When it has welcomed all of them, the relay begins the job, too.
+A relay passes each Hello on, over a separate uplink for each worker, and passes the answers back. For the upstream, all
+ranks that come through a relay contribute one sum. When the upstream has welcomed all of them, the relay begins the
+job, too.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PendingUplink:
     link: Link | None = None
     request: JoinRequest | None = None  # on this link
     again_at: float | None = None  # when to connect once more
-    give_up: Callable[[], object] = lambda: None  # the attempt to connect
+    give_up: Callable[[], object] = lambda: None  # cancels the attempt to connect
     why: str = ""  # why the upstream could not be reached
 
     @property
@@ -82,18 +83,18 @@ class PendingUplink:
 
 
 def rank_of(hello: Hello, welcome: Welcome) -> int:
-    """The rank that a worker has in its job. In an elastic one the upstream gives it."""
+    """The rank of a worker in its job. In an elastic job the upstream gives it."""
     return hello.rank if welcome.seat is None else welcome.seat.rank
 
 
 def seated(hello: Hello, welcome: Welcome) -> Hello:
-    """The hello with the place that the worker has in its job."""
+    """The hello with the rank and world size that the upstream gave."""
     size = hello.world_size if welcome.seat is None else welcome.seat.world_size
     return replace(hello, rank=rank_of(hello, welcome), world_size=size)
 
 
 def status_of(uplinks: Sequence[PendingUplink], now: float) -> JobStatus:
-    """The status of a job that gathers, of which these workers are here."""
+    """The status of a job that gathers. `uplinks`: the uplinks of its workers that are here."""
     here = [uplink for uplink in uplinks if not uplink.hello.compiling]
     first = (here or uplinks)[0]
     pending = None if first.request is None else first.request.pending
@@ -106,15 +107,15 @@ def status_of(uplinks: Sequence[PendingUplink], now: float) -> JobStatus:
 
 log = logging.getLogger("omnireduce.aggregator")
 UPSTREAM_OF = "the upstream of relay"
-RETRY_S = 0.2  # between attempts to reach an upstream that is not up yet
+RETRY_S = 0.2  # pause between attempts to reach an upstream that is not up yet
 
-Connected = Callable[[Link | str], None]  # gets the link, or why there is none
+Connected = Callable[[Link | str], None]  # gets the link, or the reason why there is none
 
 
 class Upstream(NamedTuple):
-    """Shard s of a job has aggregator `addresses[s]` above it. `connect(address, timeout_s, done)` connects to one, and
-    returns a function that cancels the attempt. Unless cancelled, it later calls `done` in the thread of the shard.
-    `close` ends attempts that are under way."""
+    """The upstream of a relay: aggregator `addresses[s]` for shard s of a job. `connect(address, timeout_s, done)`
+    begins to connect to an aggregator, and returns a function that cancels the attempt. Unless cancelled, it later
+    calls `done` in the thread of the shard. `close` ends all attempts under way."""
 
     addresses: Sequence[str]
     connect: Callable[[str, float, Connected], Callable[[], object]]
@@ -123,9 +124,9 @@ class Upstream(NamedTuple):
 
 class Relaying:
     """The membership of a relay called `name`. `answer` gets the upstream's decisions. `secret_of(team)`: the secret
-    that the relay proves for a worker of that team."""
+    that the relay proves for a worker of this team."""
 
-    descriptors_of_one = 2  # worker: its connection, and its uplink
+    descriptors_of_one = 2  # file descriptors for one worker: its connection, and its uplink
 
     def __init__(
         self, name: str, limits: Limits, upstream: Upstream,
@@ -133,11 +134,11 @@ class Relaying:
         secret_of: Callable[[str], Secret | None],
     ) -> None:  # fmt: skip
         self._name, self._limits, self._upstream = name, limits, upstream
-        self._key = secrets.token_bytes(TOKEN_BYTES)  # hosts may have the same name
+        self._key = secrets.token_bytes(TOKEN_BYTES)  # identifies this relay: hosts may have the same name
         self._selector, self._clock, self._answer, self._secret_of = selector, clock, answer, secret_of
         self._uplinks: dict[Hashable, PendingUplink] = {}
-        self._pending_jobs: dict[FormationKey, dict[Hashable, PendingUplink]] = {}  # those that want to join, by job
-        self._welcome = Counter[tuple[FormationKey, int]]()  # how many of a generation are
+        self._pending_jobs: dict[FormationKey, dict[Hashable, PendingUplink]] = {}  # workers that want to join, by job
+        self._welcome = Counter[tuple[FormationKey, int]]()  # the number of welcome workers, by generation
         self._running: dict[int, Hello] = {}
         self._held: dict[int, Hello] = {}  # by generation until its memory is released
         self._next_generation = 1
@@ -145,13 +146,13 @@ class Relaying:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` must be called, if nothing happens before."""
+        """The time to call `expire`, if nothing happens before; None: never."""
         unconnected = [uplink for uplink in self._uplinks.values() if uplink.link is None]
         ends = [uplink.since + self._limits.join_timeout_s for uplink in unconnected]
         return min([*ends, *(uplink.again_at for uplink in unconnected if uplink.again_at is not None)], default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
-        """A worker asks to join. `terms` are those of its team."""
+        """A worker asks to join. `terms`: the limits of its team."""
         wrong, temporary = self._objection(hello, terms)
         if not wrong and not hello.refuses:
             wrong, temporary = self.intake.objection(hello, now, gathers=FormationKey.of(hello) in self._pending_jobs)
@@ -164,7 +165,7 @@ class Relaying:
         self._call(uplink)
 
     def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
-        """Why `hello` is not passed on, and whether it may be later; empty when it is."""
+        """The reason why `hello` is not passed on, and whether it may be later; empty if it is passed on."""
         wrong = other_version(hello.version) or malformed(hello) or self._limits.over(hello)
         above = len(self._upstream.addresses)
         if not wrong and hello.shards != above:
@@ -173,7 +174,7 @@ class Relaying:
                 "expected as many, in the same order"
             )
         if not wrong and len(hello.relays) >= MOST_RELAYS:
-            wrong = f"more than {MOST_RELAYS} relays one above the other: does aggregator.upstream lead in a circle?"
+            wrong = f"a chain of more than {MOST_RELAYS} relays: does aggregator.upstream lead in a circle?"
         if wrong:
             return wrong, False
         if FormationKey.of(hello) in self._pending_jobs or hello.refuses:
@@ -182,7 +183,7 @@ class Relaying:
         return self._limits.beyond(hello, terms, jobs, held), True
 
     def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
-        """These jobs and those that gather, without the job of `hello`: if it is elastic, it takes the room of its last
+        """`jobs` and the pending jobs, without the job of `hello`: if it is elastic, it takes the room of its last
         generation."""
         mine = [number for number, spec in jobs.items() if kin(spec) == kin(hello)]
         last = max(mine, default=0) if hello.min_ranks or hello.formation else 0
@@ -204,10 +205,10 @@ class Relaying:
             self._hang_up(uplink, cause or Cause(member_name(uplink.hello), "connection closed"))
 
     def _take_out(self, key: Hashable) -> PendingUplink:
-        """This worker waits no more."""
+        """Remove a worker that does not wait any more."""
         uplink = self._uplinks.pop(key)
         waiting = self._pending_jobs.get(uplink.formation_key, {})
-        waiting.pop(key, None)  # one that refuses a group does not wait
+        waiting.pop(key, None)  # a rank that refuses a group does not wait
         if not waiting:
             self._pending_jobs.pop(uplink.formation_key, None)
         if uplink.welcome is not None:
@@ -238,7 +239,7 @@ class Relaying:
 
     @property
     def gathers(self) -> int:
-        """How many jobs wait for ranks."""
+        """The number of pending jobs."""
         return len(self._pending_jobs)
 
     def pending_jobs(self, now: float) -> list[JobStatus]:
@@ -251,7 +252,7 @@ class Relaying:
         return list(self._held.values())
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
-        """Jobs that match these hellos are ended: refuse workers that wait for one, and those that come again."""
+        """Jobs whose hellos match are ended: refuse the workers that wait for them, and workers that come again."""
         for hello in [*self._running.values(), *(uplink.hello for uplink in self._uplinks.values())]:
             if is_meant(hello):
                 self.intake.end(hello, reason, now)
@@ -269,7 +270,7 @@ class Relaying:
         self.gone(uplink.key, self._clock(), Cause(f"aggregator {self._name}", reason))
 
     def close(self) -> None:
-        """The shard ends: connect to nobody any more."""
+        """The shard ends: stop all attempts to connect."""
         self._upstream.close()
 
     # uplinks
@@ -297,7 +298,7 @@ class Relaying:
         self._selector.register(found, selectors.EVENT_READ, partial(self._hear, uplink))
         secret = self._secret_of(uplink.hello.team)
         if secret is not None and secret.team != uplink.hello.team:
-            self._answer([self._refuse(uplink, f"is told of no team '{uplink.hello.team}': there is none any more")])
+            self._answer([self._refuse(uplink, f"cannot be asked: there is no team '{uplink.hello.team}' any more")])
         else:
             uplink.request = JoinRequest(self._passed_on(uplink.hello), secret, secrets.token_bytes(NONCE_BYTES))
             found.send_control(encode_control(uplink.request.first))
@@ -319,12 +320,12 @@ class Relaying:
 
     def _passed_on(self, hello: Hello) -> Hello:
         """The hello of a worker as the upstream gets it."""
-        # a host sends one sum, so ranks that come through different relays must not count as one host
+        # Ranks that come through different relays must not count as one host, because a host sends a single sum.
         memory = hello.memory and hashlib.blake2b(hello.memory.encode(), key=self._key, digest_size=16).hexdigest()
         return replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
 
     def _hear(self, uplink: PendingUplink) -> None:
-        """Deal with what the upstream says to a worker that has not been admitted here."""
+        """Handle messages of the upstream to a worker that has not been admitted here."""
         link = uplink.link
         assert link is not None
         try:
@@ -337,10 +338,10 @@ class Relaying:
             self._contain(uplink, error)
 
     def _contain(self, uplink: PendingUplink, error: Exception) -> None:
-        """No memory, or a bug: it may cost this worker its place, not others theirs."""
+        """Refuse this worker after an unexpected error, such as no memory or a bug. Other workers keep their places."""
         log.exception("a worker behind this relay is refused: %s", error, extra=tagged("internal_error"))
         if self._uplinks.get(uplink.key) is uplink:
-            self._answer([self._refuse(uplink, f"could not be dealt with: {error!r}", temporary=True)])
+            self._answer([self._refuse(uplink, f"could not be served by the relay: {error!r}", temporary=True)])
 
     def _deal(self, uplink: PendingUplink, event: object) -> Iterator[MembershipEffect]:
         try:
@@ -383,14 +384,15 @@ class Relaying:
             self._welcome[uplink.formation_key, message.generation] += 1
 
     def _refused(self, uplink: PendingUplink, message: Refused) -> Answer:
-        """The upstream refuses this worker. If it only passes that on, the message says already whose refusal it is."""
+        """The upstream refuses this worker. If it passes on the refusal of another aggregator, the message names that
+        one already."""
         if f"{UPSTREAM_OF} " in message.reason:
             self.gone(uplink.key, self._clock())
             return Answer(uplink.key, message)
         return self._refuse(uplink, f"refused: {message.reason}", temporary=message.temporary)
 
     def _begin(self, uplink: PendingUplink, welcome: Welcome) -> Iterator[MembershipEffect]:
-        """Begin the job if all that come through this relay are welcome."""
+        """Begin the job if all workers that come through this relay are welcome."""
         if self._welcome[uplink.formation_key, welcome.generation] < welcome.relayed:
             return
         members = [

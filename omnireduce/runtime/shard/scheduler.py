@@ -1,5 +1,5 @@
-"""Scheduler of a shard: each is served in turn, and nobody for long. Jobs go in the order in which they got something
-to do, connections outside jobs in the order in which they came.
+"""Scheduler of a shard: it serves jobs and connections in turn, none for long. Jobs are served in the order in which
+they got work, connections outside jobs in the order in which they came.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
 from omnireduce.transport.base import EVERYTHING
 
-POLL_WORK = 1 << 16  # of one look at a connection, beside the bytes that it brings (see Budget)
-JOBS_WORK = 64 << 20  # after which a turn serves no further job
-OTHERS_WORK = 4 << 20  # the same for connections that are in no job
-OTHERS_S = 0.002  # seconds after which a turn serves no further one of these
-LATELY_S = 0.05  # jobs that had something to do within this time share the shard
-BESIDE_OTHERS = 8  # a turn beside other jobs does one part in so many of the work
-LEAST_WORK = 1 << 20  # of one turn: with less, the cost of a turn itself would show
+POLL_WORK = 1 << 16  # work of one look at a connection, beside the bytes that it brings (see Budget)
+JOBS_WORK = 64 << 20  # after this work a turn serves no further job
+OTHERS_WORK = 4 << 20  # after this work a turn serves no further connection outside jobs
+OTHERS_S = 0.002  # after this time in seconds, too
+LATELY_S = 0.05  # jobs that had work within this time share the shard
+BESIDE_OTHERS = 8  # beside other jobs, a turn does an eighth of the work
+LEAST_WORK = 1 << 20  # least work of one turn: with less, the cost of a turn itself would show
 TURN_S = 0.002  # processor seconds that a job may take in one turn beside others; a job that is alone: ALONE_S
 ALONE_S = 0.02
-LEAST_SLOW_WORK = 1 << 16  # of a turn of a job whose work takes longer than it counts
-RECOVERY = 1.25  # by how much such a job may do more in each turn that was no longer
-LEAST_OUTPUT = 1 << 16  # bytes to one rank in one turn
+LEAST_SLOW_WORK = 1 << 16  # least work of one turn, for a job whose work takes longer than its usual time
+RECOVERY = 1.25  # the turns of such a job grow by this factor while they stay within their time
+LEAST_OUTPUT = 1 << 16  # the least limit on bytes to one rank in one turn
 
 _age = attrgetter("number")
 
@@ -42,11 +42,11 @@ ServeJob = Callable[[Job, dict[Connection, int], Share], int]
 
 
 class Scheduler:
-    """Two queues: of jobs, each with its connections that are ready, and of connections that are in no job.
+    """Two queues: jobs, each with its connections that are ready, and connections that are in no job.
 
     A mask says for what a connection is ready, as with a selector. `processor_s`: a clock that stands still while other
-    processes have the processor. Work is counted at its usual cost. Some values of elements cost far more: then the
-    next turns of that job are shorter.
+    processes have the processor. Work is counted at its usual cost. Some values of elements cost far more; then the
+    next turns of their job are shorter.
     """
 
     def __init__(self, clock: Clock, processor_s: Clock, budget: Budget) -> None:
@@ -54,16 +54,16 @@ class Scheduler:
         self._budget, self._alone = budget, Share(budget.work, EVERYTHING)
         self._jobs: dict[Job, dict[Connection, int]] = {}
         self._others: dict[Connection, int] = {}
-        self._last, self._last_at = 0, clock() - LATELY_S  # the generation of the job that was served last, and when
+        self._last, self._last_at = 0, clock() - LATELY_S  # the generation served last, and when
         self._shared_until = clock()
 
     @property
     def waited_for(self) -> bool:
-        """Some job or connection is queued."""
+        """Whether a job or connection is queued."""
         return bool(self._jobs or self._others)
 
     def ready(self, connection: Connection, mask: int) -> None:
-        """Something can be done for the connection."""
+        """Queue a connection that is ready, or the job that it belongs to."""
         if connection.job is None or connection.leaving:
             line = self._others
         else:
@@ -71,13 +71,13 @@ class Scheduler:
         line[connection] = line.get(connection, 0) | mask
 
     def due(self, job: Job) -> None:
-        """The job can go on without news from a connection."""
+        """Queue a job that can go on without news from a connection."""
         self._jobs.setdefault(job, {})
 
     def serve(self, serve_job: ServeJob, serve_other: Callable[[Connection, int], int]) -> None:
-        """Serve what is queued now, in order, until that was enough work for one turn.
+        """Serve the queues as they are now, in order, up to the work of one turn.
 
-        The functions get what is ready and return the work that they have done; the one for a job also gets the job's
+        The functions get the ready connections and return the work that they have done; `serve_job` also gets the job's
         share.
         """
         work, jobs, now = 0, len(self._jobs), self._clock()
@@ -89,7 +89,7 @@ class Scheduler:
             self._serve_others(serve_other)
 
     def _serve_job(self, serve_job: ServeJob, job: Job, share: Share) -> int:
-        """Let a job have its turn, and find out what it may do in the next one."""
+        """Give a job its turn, and set the limit of its next turn."""
         begun = self._processor_s()
         work = serve_job(job, self._jobs.pop(job), share._replace(work=min(share.work, job.most_work)))
         took_s, limit_s = self._processor_s() - begun, ALONE_S if share is self._alone else TURN_S
@@ -107,7 +107,7 @@ class Scheduler:
                 work += serve_other(connection, self._others.pop(connection))
 
     def _share(self, job: Job, busy: int, now: float) -> Share:
-        """The share of a job now. The shard counts as shared while another job had something to do lately."""
+        """The share of a job now. The shard counts as shared if another job had work lately."""
         if job.generation != self._last and now < self._last_at + LATELY_S:
             self._shared_until = now + LATELY_S
         self._last, self._last_at = job.generation, now
@@ -118,8 +118,8 @@ class Scheduler:
 
 
 def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
-    """The share of a job of so many `ranks` while `busy` jobs are queued. It is smaller if the shard is `shared`: other
-    jobs may have something to do at any time. It is never so small that the cost of the turn itself shows."""
+    """The share of a job with `ranks` ranks while `busy` jobs are queued. It is smaller if the shard is `shared`: other
+    jobs may get work at any time. It is never so small that the cost of the turn itself shows."""
     part = budget.work // BESIDE_OTHERS if shared else budget.work
     work = max(part // busy, min(budget.work, LEAST_WORK))
     if not shared:

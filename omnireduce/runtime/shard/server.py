@@ -1,8 +1,8 @@
-"""One aggregator shard as an event loop: listeners, newcomers, jobs. A single thread; a slow or hostile peer costs
+"""Event loop of an aggregator shard: listeners, newcomers, jobs. It has a single thread. A slow or hostile peer harms
 only itself.
 
-A connection is a newcomer until its Hello is admitted, then a rank of a job, then (for a moment) a leaver whose last
-output is still being written.
+A connection is a newcomer until its Hello is admitted, then a rank of a job. In the end it leaves: for a moment, its
+last output is still being written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from omnireduce.support.config import Verbs
 from omnireduce.support.logs import tagged
 from omnireduce.transport.base import EVERYTHING, Event, Link
 
-UNSETTLED = -math.inf  # something may be to be done for others than jobs
+UNSETTLED = -math.inf  # there may be work outside jobs
 
 
 class ShardServer:
@@ -46,9 +46,9 @@ class ShardServer:
 
     `name`: its address in errors. A connection may stay `hello_timeout_s` without a Hello. `access` says who may join,
     and may be replaced; `verbs` allows RDMA, `traces` records every job. With an `upstream` this shard is a relay. The
-    log says whom a collective waits for after `straggler_s`. `budget`: of one job in a turn. Jobs may use
-    `codecs`. It is one of so many `shards` (0: unknown). A simulation brings `clock`, `processor_s`, `selector` and
-    links.
+    log says whom a collective waits for after `straggler_s`. `budget`: the work of one job in a turn. Jobs may use
+    `codecs`. `shards`: the number of shards of the aggregator (0: unknown). A simulation passes `clock`, `processor_s`,
+    `selector` and links.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class ShardServer:
             status_requests=self._status_requests, pages=self._pages, clock=clock, change=self._change,
             administration=self.administration,
         )  # fmt: skip
-        self._settled_until = UNSETTLED  # until then nothing is to be done but for jobs
+        self._settled_until = UNSETTLED  # until this time there is no work outside jobs
         self._stop_by: float | None = None
         self._stops_after_jobs = False
         self._listening = Listening(listeners, self._selector, clock, lambda: len(self._connections))
 
     @property
     def access(self) -> Access:
-        """Who may join."""
+        """The rules of access to this shard."""
         return self._admission.access
 
     @access.setter
@@ -125,8 +125,8 @@ class ShardServer:
         self._admission.adopt(link, of_monitor=of_monitor)
 
     def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
-        """Run until `stop` was called and all jobs are over or out of time. Call `turned` after each turn; a turn waits
-        for `longest_s` seconds at most."""
+        """Run until `stop` was called and all jobs have ended, or their time is over. Calls `turned` after each turn. A
+        turn waits for at most `longest_s` seconds."""
         while not self.stopped:
             self.turn(longest_s)
             turned()
@@ -138,7 +138,7 @@ class ShardServer:
         self._listening.close()
 
     def stop(self) -> None:
-        """Admit nobody any more, let running collectives finish for `finish_s`, then end."""
+        """Admit no more workers, let running collectives finish for `finish_s`, then end."""
         if self._stop_by is None:
             self._settled_until = UNSETTLED
             self._stop_by = self._clock() + self._finish_s
@@ -149,7 +149,7 @@ class ShardServer:
         return self._stop_by is not None and not self._connections
 
     def stop_after_jobs_when_readable(self, descriptor: int) -> None:
-        """As soon as `descriptor` becomes readable or its other end is closed: stop once no job runs any more."""
+        """Stop as soon as `descriptor` is readable, or its other end is closed, and no job runs any more."""
 
         def stop() -> None:
             self.ignore_when_readable(descriptor)
@@ -162,11 +162,11 @@ class ShardServer:
         self._selector.register(descriptor, selectors.EVENT_READ, call)
 
     def ignore_when_readable(self, descriptor: int) -> None:
-        """Do not look at `descriptor` any more."""
+        """Stop looking at `descriptor`."""
         self._selector.unregister(descriptor)
 
     def turn(self, longest_s: float) -> None:
-        """Wait for events, at most `longest_s`, and deal with them, as far as the budget of one turn goes."""
+        """Wait for events, at most `longest_s`, and handle them within the budget of one turn."""
         for key, mask in self._selector.select(self._patience(longest_s)):
             if isinstance(key.data, Connection) and not key.data.of_monitor:
                 self._scheduler.ready(key.data, mask)
@@ -187,9 +187,9 @@ class ShardServer:
             self._housekeeping(now)
 
     def _serve_job(self, job: Job, ready: dict[Connection, int], share: Share) -> int:
-        """Let a job read and go on until it has nothing to do or has used its turn; return the work."""
+        """Let a job read and advance until it has nothing to do or has used its turn; return the work."""
         work = 0
-        if job.generation in self._jobs:  # else it has no driver any more
+        if job.generation in self._jobs:  # otherwise it has no driver any more
             job.driver.flush_bytes, job.machine.quantum = share.output, share.work
         while ready and work < share.work:
             connection = next(iter(ready))
@@ -197,7 +197,7 @@ class ShardServer:
         if job.generation in self._jobs:
             driver, machine = job.driver, job.machine
             try:
-                driver.push() if ready else driver.advance()  # no timer: nobody is late whose messages are unread
+                driver.push() if ready else driver.advance()  # no timer after news: a rank with unread news is not late
             except Exception as error:  # as in `_serve`
                 self._contain(error, job)
             self._update_interests(job.generation)
@@ -209,7 +209,7 @@ class ShardServer:
         return work
 
     def _serve_other(self, connection: Connection, mask: int) -> int:
-        """Serve a connection outside jobs; return the work. If it has just joined a job, that job is due."""
+        """Serve a connection outside jobs; return the work. If it has just joined a job, the job is queued."""
         self._settled_until = UNSETTLED
         work = self._serve(connection, mask)
         if connection.job is not None and not connection.leaving:
@@ -219,12 +219,12 @@ class ShardServer:
     def _serve(self, connection: Connection, mask: int) -> int:
         """Read from and write to one connection; return the work done."""
         link = connection.link
-        if connection not in self._connections:  # something else has ended the connection meanwhile
+        if connection not in self._connections:  # the connection has ended meanwhile
             return 0
         before = link.counters.received_bytes
         try:
             self._connection_ready(connection, mask)
-        except Exception as error:  # no memory, or a bug: it may cost this client its job, not the others theirs
+        except Exception as error:  # no memory, or a bug: only this client may lose its job
             self._contain(error, connection.job, connection)
         return POLL_WORK + (link.counters.received_bytes - before if link.inline else 0)
 
@@ -245,10 +245,10 @@ class ShardServer:
         if connection.leaving and self._clock() < (self._stop_by or 0.0):
             self._teardown.hear(connection, events)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
-            self._teardown.drop(connection)  # no last words before a handshake is over, and none is made for a leaver
+            self._teardown.drop(connection)  # no last messages before the end of the handshake, which is not awaited
 
     def _patience(self, longest_s: float) -> float:
-        """How many seconds to wait. No deadline passes before `_wake_at`, the time when the wait ends."""
+        """The seconds to wait for events. No deadline passes before `_wake_at`, the time when the wait ends."""
         now = self._wake_at = self._clock()
         if self._scheduler.waited_for:
             return 0.0
@@ -258,7 +258,7 @@ class ShardServer:
         return max(0.0, self._wake_at - now)
 
     def _others_deadline(self) -> float:
-        """When something is to be done for others than jobs, if nothing happens before."""
+        """The time of the next work outside jobs, if nothing happens before."""
         stopped_at = self._stop_by if self._jobs or self._connections.staying else None
         others = self._connections.unidentified, self._connections.closing, self._status_requests, self._listening
         deadlines = [self._membership.deadline, stopped_at, *(other.deadline for other in others)]
@@ -274,11 +274,11 @@ class ShardServer:
                     wants_secret=self.access.teams is not None,
                 )  # fmt: skip
                 self._connections.say(connection, page)
-            except Exception as error:  # a bug of ours
+            except Exception as error:  # a bug
                 self._contain(error, None, connection)
 
     def _answer(self, effects: Iterable[MembershipEffect]) -> None:
-        """Deal with what an upstream has decided."""
+        """Carry out the decisions of an upstream."""
         self._settled_until = UNSETTLED
         self._admission.answer(effects)
 
@@ -300,7 +300,7 @@ class ShardServer:
         above = None if relayed is None else Above(relayed.address, relayed.welcomes, uplinks)
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos, above)
-        except Exception as error:  # any: else the ranks would wait for ever, and the job would still count
+        except Exception as error:  # otherwise the ranks would wait for ever, and the job would still count
             reason, temporary = why_not_started(error, admit.job)
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
@@ -316,7 +316,7 @@ class ShardServer:
         self._teardown.enter(job.generation, connections)
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
-            if job.links[rank] is not connection.link:  # it goes on over RDMA, or is traced
+            if job.links[rank] is not connection.link:  # the rank goes on over RDMA, or is traced
                 self._connections.go_on_by(connection, job.links[rank])
         self._update_interests(job.generation)
 

@@ -19,13 +19,14 @@ from omnireduce.runtime.shard.job import Job
 from omnireduce.support.version import __version__
 
 STATUSES = 4  # requests that are answered in one turn: the jobs come first
-SHARE = 10  # answers take one part in so many of the time
+SHARE = 10  # answers take at most a tenth of the time
 PAUSE_S = 0.5  # longest pause after answers: their time may include a wait for a processor
-MOST = 1024  # requests that may wait
+MOST = 1024  # the most requests that may wait
 
 
 class StatusRequests:
-    """Requests, one of each connection. Those of the daemon's own monitor go first, the others as they came."""
+    """Requests, at most one for each connection. Requests of the daemon's own monitor go first, the others in the order
+    in which they came."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,7 +38,7 @@ class StatusRequests:
 
     @property
     def deadline(self) -> float | None:
-        """When the next answer may be given."""
+        """The time of the next answer; None without requests."""
         return self._again_at if self._waiting else None
 
     def check(self, connection: Connection, message: ControlMessage) -> None:
@@ -57,11 +58,11 @@ class StatusRequests:
         self._waiting[connection] = request
 
     def withdraw(self, connection: Connection) -> None:
-        """The connection wants no answer any more."""
+        """Drop the request of a connection."""
         self._waiting.pop(connection, None)
 
     def take(self) -> Iterator[tuple[Connection, StatusRequest]]:
-        """Take out the requests to be answered in this turn, one by one. The time that the answers take is measured."""
+        """Take out the requests to be answered in this turn, one by one. It measures the time of the answers."""
         if not self._waiting:
             return
         started = self._clock()
@@ -76,22 +77,22 @@ class StatusRequests:
         self._again_at = max(self._again_at, started + pause_s)
 
 
-MOST_USERS = 16  # whose refusals are counted each by itself: a user may have many more in a namespace of his own
-PAGE_BYTES = 48 * 1024  # of jobs; a control message holds more
+MOST_USERS = 16  # users whose refusals are counted separately: a user namespace can have many users
+PAGE_BYTES = 48 * 1024  # the jobs of one page; a control message holds more
 
 
 class StatusPages:
-    """Counts what happens on the shard `name`."""
+    """Totals of the shard `name`, and the pages of its status."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name, self._clock, self._since = name, clock, clock()
-        self._ended = Traffic()  # of jobs that are over
+        self._ended = Traffic()  # the traffic of jobs that are over
         self._aborts = dict.fromkeys(ABORT_KINDS, 0)
         self.jobs_started = self.jobs_ended = self._refused = 0
         self._refused_users: dict[str, int] = {}
 
     def refuse(self, user: int | None) -> None:
-        """A connection is refused; of this `user` of the host, if the kernel says so."""
+        """Count a refused connection. `user`: the local user, if the kernel knows it."""
         self._refused += 1
         if user is not None:
             known, name = self._refused_users, str(user)
@@ -151,7 +152,7 @@ def _same(job: JobStatus) -> JobStatus:
 
 
 def _fill(makers: Mapping[JobKey, Callable[[], JobStatus]], after: JobKey) -> tuple[list[JobStatus], bool]:
-    """As many jobs beyond `after` as fit one page, in the order of their keys, and whether there are more."""
+    """The jobs behind `after`, in the order of their keys, that fit one page, and whether there are more."""
     jobs: list[JobStatus] = []
     room = PAGE_BYTES
     for key in sorted(key for key in makers if key > after):

@@ -1,4 +1,4 @@
-"""Teardown of a shard's connections."""
+"""Teardown of a shard's connections, and of the memory of their jobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from omnireduce.transport.base import Control, Event, Lost
 
 
 class Teardown:
-    """Ends connections: after a moment to read our last words, or at once. With the last connection of a job, the job's
-    memory goes, too."""
+    """Ends connections: after a moment to read the last messages, or at once. With the last connection of a job, it
+    also gives the job's memory back."""
 
     def __init__(
         self, connections: Connections, status_requests: StatusRequests, membership: Membership | Relaying, clock: Clock
@@ -29,8 +29,8 @@ class Teardown:
             membership,
             clock,
         )
-        self._members: dict[int, list[Connection]] = {}  # by generation, of jobs whose memory is still there
-        self._failures: dict[int, Cause] = {}  # of those: why a rank failed after its job had been told to end
+        self._members: dict[int, list[Connection]] = {}  # by generation, for jobs whose memory is in use
+        self._failures: dict[int, Cause] = {}  # by generation, why a rank failed after its job had been told to end
 
     def enter(self, generation: int, members: list[Connection]) -> None:
         """These connections are in a job now. The job must be closed when all of them have gone."""
@@ -41,7 +41,7 @@ class Teardown:
         return tuple(self._members.get(generation, ()))
 
     def leave(self, connection: Connection) -> None:
-        """Give the connection a moment to read our last words, then drop it."""
+        """Give the connection a moment to read the last messages, then drop it."""
         if connection.link.over:
             self.drop(connection)
         elif connection in self._connections and not connection.leaving:
@@ -49,8 +49,8 @@ class Teardown:
             self._connections.let_leave(connection)
 
     def hear(self, connection: Connection, events: Sequence[Event]) -> None:
-        """If a leaving rank reports, let all ranks of its job stay: a collective goes on in memory, which their shard
-        cannot see. If a rank that stays fails, the others must not wait for it."""
+        """Handle events of a leaving rank. If it reports, a collective goes on in memory, which the shard cannot see:
+        then all ranks of its job stay. If a rank that stays fails, the others must not wait for it."""
         job = connection.job
         if job is None or not job.is_member(connection.rank):
             return
@@ -74,7 +74,7 @@ class Teardown:
                 self._send_away(member, failure)
 
     def _end_stay(self, connection: Connection, job: Job, cause: Cause | None) -> None:
-        """A rank leaves. If that has a cause, tell those that stay, and those that will ask to."""
+        """A rank leaves. If it has a cause, tell it to ranks that stay, and to ranks that will ask to stay."""
         if connection in self._connections.staying:
             self._connections.let_leave(connection)
         if cause is None:
@@ -86,7 +86,7 @@ class Teardown:
                 self._send_away(member, cause)
 
     def send_away(self, cause: Cause) -> None:
-        """Tell the ranks that were let stay why they must leave now."""
+        """Tell the ranks that stay why they must leave now."""
         for connection in tuple(self._connections.staying):
             self._send_away(connection, cause)
 

@@ -1,4 +1,4 @@
-"""The parts of a shard that record what they do. In a traced job they take the place of the plain ones."""
+"""Parts of a shard that record their work. In a traced job they take the place of the plain parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omnireduce.transport.base import Link
 
 
 class TracedReduction(Reduction):
-    """A reduction on an aggregator."""
+    """A reduction that records its merges."""
 
     def __init__(self, recorder: Recorder, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -31,7 +31,7 @@ class TracedReduction(Reduction):
 
 
 class TracedSelector(selectors.EpollSelector):
-    """What a shard waits with; all jobs that it serves share the wait."""
+    """A selector that records the waits of a shard, for all of its jobs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class TracedSelector(selectors.EpollSelector):
 
 
 class JobTrace:
-    """What records one job on a shard."""
+    """The recorder of one job on a shard, and the parts that use it."""
 
     def __init__(self, recorder: Recorder, selector: TracedSelector) -> None:
         self._recorder, self._selector = recorder, selector
@@ -62,12 +62,12 @@ class JobTrace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The job could not be made, so nothing is written."""
+        """Write nothing if the job could not be made."""
         self._selector.recorders.remove(self._recorder)
         self._recorder.discard()
 
     def close(self) -> None:
-        """Write what was recorded."""
+        """Write the trace."""
         self._selector.recorders.remove(self._recorder)
         self._recorder.write()
 
@@ -79,6 +79,6 @@ class ShardTraces:
         self._settings, self.selector = settings, TracedSelector()
 
     def begin(self, job: str, hello: Hello) -> JobTrace:
-        """Begin to record a job; `hello` is that of one of its ranks."""
+        """Begin to record a job; `hello`: the hello of one of its ranks."""
         origin = Origin(job=job, kind="shard", number=hello.shard, ranks=hello.world_size, shards=hello.shards)
         return JobTrace(Recorder(self._settings, origin), self.selector)

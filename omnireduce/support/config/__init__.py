@@ -1,5 +1,5 @@
 """The configuration. `schema`, `aggregator`, `protocol` and `security` define the keys, with the help of `meta`.
-`validation` says what each key allows. `loading` reads it.
+`validation` has the checks of each key. `loading` reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The meaning of Horovod's environment variables here. The table applies to every program that loads a configuration,
 under any launcher.
 
-A row whose key the schema does not have has no effect. So a row may stand here before its key does.
+A row whose key is not in the schema has no effect.
 
 Source of the names: Horovod 0.28 documentation, "Tensor Fusion", "Timeline", "Autotune", "Stall Inspector".
 """
@@ -16,11 +16,11 @@ from omnireduce.errors import ConfigError
 from omnireduce.support.launchers import LAUNCHERS
 
 PREFIX = "HOROVOD_"
-LEVELS = {"trace": "debug", "fatal": "error"}  # all others have the same name here
-# What launchers tell ranks, what the scripts of users read, and what `omnireduce run` reads.
+LEVELS = {"trace": "debug", "fatal": "error"}  # all other levels have the same name here
+# Variables of launchers for ranks, variables that scripts of users read, and variables that `omnireduce run` reads.
 _OF_LAUNCHERS = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"}
 _OF_LAUNCHERS |= {"START_TIMEOUT", "ELASTIC_TIMEOUT"}
-SHORTEST_CYCLE_S = 0.0001  # of queue.cycle_s
+SHORTEST_CYCLE_S = 0.0001  # the least value of queue.cycle_s
 _said = False
 
 
@@ -30,7 +30,7 @@ def _number(text: str) -> object:
 
 
 def _cycle(text: str) -> object:
-    """Horovod allows 0, and any small number: as short as can be."""
+    """The cycle time in seconds. Horovod allows 0 and any small number, which become the shortest time here."""
     value = float(text) / 1000
     return SHORTEST_CYCLE_S if 0 <= value < SHORTEST_CYCLE_S else value
 
@@ -44,18 +44,18 @@ def _text(text: str) -> object:
 
 
 def _never(text: str) -> object:
-    """0, "never", if a switch is on. None, which leaves the key as it is, if it is off."""
+    """0, which means never, if a switch is on. None, which leaves the key as it is, if the switch is off."""
     return 0 if is_on(text) else None
 
 
 def is_on(text: str) -> bool:
-    """Whether the value of a switch is on: it is a number other than 0, or a word such as true."""
+    """Whether the value of a switch means on: a number other than 0, or a word such as true."""
     return text.strip().lower() not in ("", "0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A variable, the key that it sets, and how its text becomes a value. `read` may give None: then the key stays."""
+    """A variable, the key that it sets, and `read`, which makes a value of its text. If that is None, the key stays."""
 
     variable: str
     key: str
@@ -76,7 +76,7 @@ ROWS = (
 )
 _FIXED = "transports and orders of sums are chosen by [transport] and [protocol]"
 _IN_MEMORY = "ranks of a host always exchange in memory first; transport.host_exchange turns that off"
-MEANINGLESS = {  # variable: what does its work here
+MEANINGLESS = {  # variable: the reason why it has no effect here
     "HOROVOD_CACHE_CAPACITY": "there is no cache of responses to size",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _IN_MEMORY,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _IN_MEMORY,
@@ -96,8 +96,8 @@ MEANINGLESS = {  # variable: what does its work here
 
 
 def settings_of(environ: Mapping[str, str], keys: Collection[str]) -> Iterator[tuple[str, str, object]]:
-    """Variable, key and value of what Horovod's variables set, for those of `keys`. Raises ConfigError for a value that
-    cannot be read."""
+    """Yield variable, key and value for each of `keys` that Horovod's variables set. Raises ConfigError for a value
+    that cannot be read."""
     for row in ROWS:
         if row.variable in environ and row.key in keys and environ[row.variable].strip():
             try:
@@ -123,7 +123,7 @@ def meaningless(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, 
 
 
 def tell_meaningless(environ: Mapping[str, str], keys: Collection[str]) -> None:
-    """Warn once in a process, on rank 0, of the variables without effect."""
+    """Warn once in a process, on rank 0, about the variables without effect."""
     global _said
     if (
         _said

@@ -3,8 +3,8 @@
 A value comes from the first of these that gives it: an override (`--set section.key=value`), an environment
 variable `OMNIREDUCE_<SECTION>_<KEY>`, a variable of Horovod's that means the same (`horovod`), the TOML file (an
 argument, else `OMNIREDUCE_CONFIG`), the default.
-Every value is checked where it comes from, so that a ConfigError names, in one line, the source, the key,
-what was given and what is allowed.
+Every value is checked at its source. So a ConfigError names, in one line, the source, the key, the given value and the
+allowed values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from omnireduce.support.files.paths import read_text, shown, user_path
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
-_PROFILE_VARIABLE = "OMNIREDUCE_PROFILE"  # what users of other profilers look for
+_PROFILE_VARIABLE = "OMNIREDUCE_PROFILE"  # a name like those of other profilers
 _NO_KEYS = (_FILE_VARIABLE, SECRET_VARIABLE, _PROFILE_VARIABLE, CACHE_VARIABLE)
 # The first conversion to a type prepares it. Threads that do this at the same time crash the process (msgspec 0.22).
 msgspec.convert({section: {} for section in SECTIONS}, Config)
@@ -46,10 +46,9 @@ def load_config(
 ) -> Config:
     """The effective configuration: defaults < file < Horovod's variables < environment < overrides.
 
-    Without `path`, the file is the one that `OMNIREDUCE_CONFIG` names, if any. Each override reads
-    `section.key=value`, its value a TOML value or else a bare string; later ones win. `defaults` replaces defaults, by
-    "section.key", each with its source.
-    Raises ConfigError, one line, for the first thing that is wrong.
+    Without `path`, `OMNIREDUCE_CONFIG` may name the file. Each override has the form `section.key=value`, with a TOML
+    value or a bare string; later overrides win. `defaults` replaces defaults, by "section.key", each with its source.
+    Raises ConfigError, in one line, for the first error.
     """
     layers = _Layers()
     for name, (source, value) in defaults.items():
@@ -75,7 +74,7 @@ def load_config(
 
 
 def override_config(config: Config, values: Mapping[str, object], *, source: str) -> Config:
-    """`config` with `values`, by "section.key", in place of its own values. All are checked; errors name `source`."""
+    """`config` with some values replaced by `values`, by "section.key". All are checked; errors name `source`."""
     layers = _Layers()
     layers.add_tables("config", {section: asdict(getattr(config, section)) for section in SECTIONS})
     for path, value in values.items():
@@ -96,10 +95,10 @@ class _Layers:
 
     def __init__(self) -> None:
         self._values: dict[str, object] = {}
-        self._sources: dict[str, str] = {}  # the key that was given last stands last
+        self._sources: dict[str, str] = {}  # in the order of the last values
 
     def add(self, source: str, key: Key, value: object, file: str | Path | None = None) -> None:
-        """Check a value, which `file` gives, if that is named."""
+        """Check a value and add it. `file`: the file that gives it, if it comes from a file."""
         try:
             self._values[key.path] = key.read(value, file)
         except ConfigError as error:
@@ -108,7 +107,7 @@ class _Layers:
         self._sources[key.path] = source
 
     def add_text(self, source: str, key: Key, text: str) -> None:
-        """Add a TOML value. Text that is no TOML is a bare string; so is any text where only a string is allowed
+        """Add a TOML value. Text that is no TOML is a bare string; so is any text for a key that allows only strings
         (`cluster.job=42`). A list may also be written as on a command line: its values with commas between them."""
         text = text.strip()
         value = _parse(text)
@@ -182,7 +181,7 @@ def _key_of_variable(variable: str) -> Key:
 
 
 def _parse(text: str) -> object:
-    """A TOML value, or the text itself if it is none."""
+    """A TOML value, or the text itself if it is no TOML."""
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -200,7 +199,7 @@ class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the st
 
 
 def _quoted(text: str) -> str:
-    """A text as a basic string of TOML. A string of JSON is one, except for one character."""
+    """A text as a basic string of TOML. It is the same as a string of JSON, except for one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -210,20 +209,20 @@ def dump_tables(tables: Mapping[str, object]) -> str:
 
 
 def split_list(values: str | Iterable[str]) -> list[str]:
-    """The values of a list, or of texts that have several with commas between them."""
+    """The values in texts; each text may have several, with commas between them."""
     texts = [values] if isinstance(values, str) else values
     return [part.strip() for text in texts for part in text.split(",")]
 
 
 def dump_config(config: Config) -> str:
-    """The whole configuration as TOML; loading it gives an equal one."""
+    """The whole configuration as TOML; loading it gives an equal configuration."""
     return dump_tables(msgspec.to_builtins(config))
 
 
 def whole_bytes(config: Config) -> int:
     """`protocol.whole_bytes` if all aggregators are reached by loopback, else 0.
 
-    Shards on other hosts have links of their own, so they share the load of every tensor.
+    Shards on other hosts have separate links, so they share the load of every tensor.
     """
     local = all(is_loopback(parse_address(address).host) for address in config.cluster.aggregators)
     return config.protocol.whole_bytes if local else 0

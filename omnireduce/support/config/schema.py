@@ -16,8 +16,8 @@ from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN, LAUNCH_PATTERN, TEAM
 
 
 class Section(Struct, frozen=True):
-    """A section of the configuration. `MEANING` stands in the reference; docstrings do not, as Python can leave them
-    out (-OO)."""
+    """A section of the configuration. The reference has `MEANING`, not the docstring, because Python can leave
+    docstrings out (-OO)."""
 
     MEANING: ClassVar[str]
 
@@ -25,7 +25,7 @@ class Section(Struct, frozen=True):
 def meta(
     meaning: str, unit: str = "", *, allowed: str = "", path_but: tuple[str, ...] | None = None, **limits: Any
 ) -> Meta:
-    """The meaning of a key, its unit and its limits. `allowed` says in words what is allowed, if the limits do not.
+    """The meaning of a key, its unit and its limits. `allowed` describes the allowed values, if the limits do not.
     `path_but`: the value is a path, unless it is one of these words."""
     extra = {"unit": unit, "allowed": allowed} | ({} if path_but is None else {"path_but": path_but})
     return Meta(description=meaning, extra=extra, **limits)
@@ -96,8 +96,7 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     whole_bytes: Annotated[
         int,
         meta(
-            "tensors of up to so many bytes go to the first shard as a whole, where all aggregators are reached by "
-            "loopback",
+            "tensors up to this size go to the first shard as a whole, if all aggregators are reached by loopback",
             "bytes",
             ge=0,
             le=2**30,
@@ -106,8 +105,8 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     urgent_bytes: Annotated[
         int,
         meta(
-            "arrays of up to so many bytes that allreduce sums have a channel of their own, and do not wait behind "
-            "larger ones; to aggregators and teams it is a second job, JOB+urgent; the same on every worker. 0: none",
+            "arrays for allreduce up to this size have a separate channel, and do not wait for larger arrays; "
+            "aggregators and teams see it as a second job, JOB+urgent; the same on every worker. 0: no such channel",
             "bytes",
             ge=0,
             le=2**20,
@@ -123,12 +122,14 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             allowed=CODEC_ALLOWED,
         ),
     ] = "none"
-    codec_seed: Annotated[int, meta("of what codecs draw at random; the same on every worker", ge=0, le=2**63 - 1)] = 0
+    codec_seed: Annotated[
+        int, meta("seed of the codecs' random numbers; the same on every worker", ge=0, le=2**63 - 1)
+    ] = 0
     max_part_bytes: Annotated[
         int,
         meta(
-            "the most that one rank may send as an object or as its part of allgather_ragged; the others set so much "
-            "memory aside only when it comes",
+            "the largest object, or part of allgather_ragged, that one rank may send; the others take memory for it "
+            "only when it comes",
             "bytes",
             ge=1024,
             le=2**34,
@@ -138,8 +139,8 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     state_bytes: Annotated[
         int,
         meta(
-            "what block programs may keep on each shard; with more than 0 all collectives go through the aggregators, "
-            "also between ranks of one host; the same on every worker",
+            "memory for the states of block programs on each shard; with more than 0 all collectives go through the "
+            "aggregators, even between ranks of one host; the same on every worker",
             "bytes",
             ge=0,
             le=2**40,
@@ -148,13 +149,13 @@ class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_own(self) -> bool:
-        """The codec is a class of the user's own."""
+        """Whether the codec is a class of the user."""
         return ":" in self.codec
 
 
 Users = Literal["same", "any"]
 SECRET_VARIABLE = "OMNIREDUCE_SECURITY_SECRET"
-SECRET_KEY = "security.secret"  # no such key exists; who tries to set it is told so
+SECRET_KEY = "security.secret"  # no such key exists; the error for it says what to do instead
 _JobsPattern = Annotated[
     str,
     Meta(
@@ -186,8 +187,8 @@ class Security(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     teams_folder: Annotated[
         FilePath,
         meta(
-            "folder with a file for each team that an aggregator admits: NAME has its secret, and NAME.toml, if there "
-            "is one, says which jobs are its own and how much they may take"
+            "folder with a file for each team that an aggregator admits: NAME has its secret, and NAME.toml, if it "
+            "exists, has the names and limits of its jobs"
         ),
     ] = ""
     allow_no_secret: Annotated[
@@ -206,8 +207,8 @@ class Security(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_ca: Annotated[
         FilePath,
         meta(
-            "PEM file: who must have signed the other end's certificate. With it a worker connects by TLS, and an "
-            "aggregator with TLS wants workers to have certificates as well"
+            "PEM file: the authority that must have signed the other end's certificate. With it a worker connects by "
+            "TLS, and an aggregator with TLS demands certificates of workers, too"
         ),
     ] = ""
 
@@ -218,19 +219,19 @@ class Metrics(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: Annotated[
         str,
         meta(
-            'address to serve them at; "" serves none. Without token_file or tls_ca whoever reaches it sees the names '
-            "of jobs and hosts",
+            'address to serve them at; "" serves none. Without token_file or tls_ca, anybody who reaches it sees the '
+            "names of jobs and hosts",
             allowed=f'{LISTEN_ALLOWED}; or "" for none',
         ),
     ] = ""
     timeout_s: Annotated[
-        float, meta("how long one request waits for the shards to answer", "seconds", ge=0.1, le=60)
+        float, meta("longest wait of a request for answers of the shards", "seconds", ge=0.1, le=60)
     ] = 1.0
     token_file: Annotated[
         FilePath,
         meta(
-            "file with the bearer token that /metrics wants, and /healthz and /readyz do not; only its owner may be "
-            "allowed to read it. It has up to 4 lines, and each of them counts"
+            "file with the bearer token for /metrics; /healthz and /readyz need none. Only its owner may be allowed to "
+            "read it. It may have up to 4 lines, each a token"
         ),
     ] = ""
     tls_certificate: Annotated[
@@ -239,12 +240,12 @@ class Metrics(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_key: Annotated[FilePath, meta("PEM file: its key; only its owner may be allowed to read it")] = ""
     tls_ca: Annotated[
         FilePath,
-        meta("PEM file: who must have signed the certificate of whoever asks for a page, health included"),
+        meta("PEM file: the authority that must have signed the certificate of every client, even for health"),
     ] = ""
 
 
 class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a team may do, on each shard: its file NAME.toml in `security.teams_folder`."""
+    """Limits and job names of a team on each shard: its file NAME.toml in `security.teams_folder`."""
 
     jobs: Annotated[
         tuple[_JobsPattern, ...],
@@ -281,7 +282,7 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[OwnCodec, ...],
         Meta(max_length=64),
         meta(
-            "codecs beyond those that are built in which jobs may use, each module:Class; the daemon runs their code, "
+            "codecs that jobs may use beside the built-in codecs, each module:Class; the daemon runs their code, "
             "and it must be importable"
         ),
     ] = ()
@@ -290,7 +291,7 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_job_bytes: Annotated[
         int,
         meta(
-            "most memory of slots and state of one job on one shard, which is (world size + 1) x protocol.slots x "
+            "most memory of slots and state of one job on one shard. A job needs (world size + 1) x protocol.slots x "
             "protocol.slot_bytes + protocol.state_bytes: the default is enough for 226 ranks with the default slots; "
             "over tcp results may take as much again",
             "bytes",
@@ -313,8 +314,8 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     drain_s: Annotated[
         float,
         meta(
-            "how long jobs may go on after SIGTERM, while new ones are refused; a second SIGTERM ends that; 0: not at "
-            "all. `omnireduce drain` waits for them without a limit",
+            "time that jobs may go on after SIGTERM, while new jobs are refused; a second SIGTERM ends it; 0: no time. "
+            "`omnireduce drain` waits for jobs without a limit",
             "seconds",
             ge=0,
             le=604800,
@@ -323,18 +324,18 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     finish_s: Annotated[
         float,
         meta(
-            "how long running collectives may take to finish before the daemon ends their jobs",
+            "time for running collectives to finish before the daemon ends their jobs",
             "seconds",
             ge=0,
             le=86400,
         ),
     ] = 10.0
     join_timeout_s: Annotated[
-        float, meta("how long an incomplete job may wait for its missing ranks", "seconds", ge=0.1, le=86400)
+        float, meta("longest wait of an incomplete job for its missing ranks", "seconds", ge=0.1, le=86400)
     ] = 300.0
     hello_timeout_s: Annotated[
         float,
-        meta("how long a connection may take to prove the secret and say hello", "seconds", ge=0.1, le=3600),
+        meta("longest time for a connection to prove the secret and say hello", "seconds", ge=0.1, le=3600),
     ] = 10.0
     straggler_s: Annotated[
         float,
@@ -347,7 +348,7 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = 1.0
     watchdog_s: Annotated[
-        float, meta("a shard that takes no turn for so long is replaced; 0: never", "seconds", ge=0, le=86400)
+        float, meta("a shard that takes no turn for this long is replaced; 0: never", "seconds", ge=0, le=86400)
     ] = 30.0
 
 
@@ -377,8 +378,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Address, ...],
         Meta(max_length=4096),
         meta(
-            "address of every aggregator shard; the same list in the same order on every worker. Without any, "
-            "rank 0 starts one for its job, whose ranks must all be on one host"
+            "address of every aggregator shard; the same list in the same order on every worker. If the list is empty, "
+            "rank 0 starts an aggregator for its job, whose ranks must all be on one host"
         ),
     ] = ()
     job: Annotated[
@@ -392,8 +393,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch: Annotated[
         str,
         meta(
-            "what tells this launch from another one, the same on every worker of it: workers of different launches "
-            'never meet, whatever their job is called; "auto" takes what the launcher gives, "" tells nothing apart',
+            "id of the launch, the same on every worker of a launch: workers of different launches never meet, even if "
+            'their jobs have the same name; "auto" takes the id of the launcher, "" does not tell launches apart',
             pattern=LAUNCH_PATTERN,
             allowed=f'"auto", "" or {JOB_ALLOWED}',
         ),
@@ -414,7 +415,7 @@ class Elastic(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     last_call_s: Annotated[
         float,
         meta(
-            "how long survivors wait for others since the last one came; more than a step of training",
+            "time that survivors wait for others after the last one came; more than a step of training",
             "seconds",
             ge=0,
             le=3600,
@@ -427,7 +428,7 @@ class Transport(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind: Annotated[
         Kind,
-        meta('"auto" picks for each link: shm on one host, verbs where both ends have it on the way, else tcp'),
+        meta('"auto" picks for each link: shm on one host, verbs if both ends have it on the path, else tcp'),
     ] = "auto"
     host_exchange: Annotated[
         Literal["auto", "off"],
@@ -439,20 +440,21 @@ class Transport(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spin_us: Annotated[
         int,
         meta(
-            "how long a thread that waits for ranks of its own host, or for a tensor of up to 1 MiB, polls before it "
-            "sleeps; for a larger tensor from aggregators a tenth of it",
+            "time that a thread polls before it sleeps, if it waits for ranks of its own host or for a tensor of up to "
+            "1 MiB; for a larger tensor from aggregators it polls for a tenth of this",
             "microseconds",
             ge=0,
             le=1_000_000,
         ),
     ] = 200
     threads: Annotated[
-        int, meta("of a worker, which work for different shards; 0: by processors and ranks", "threads", ge=0, le=64)
+        int, meta("threads of a worker, for different shards; 0: by processors and ranks", "threads", ge=0, le=64)
     ] = 0
     dead_peer_s: Annotated[
         float,
         meta(
-            "a tcp peer is dead that for so long acknowledges nothing, or takes no data while its buffers are full",
+            "a tcp peer counts as dead if it acknowledges nothing for this long, or takes no data while its buffers "
+            "are full",
             "seconds",
             ge=0.5,
             le=600,
@@ -466,8 +468,8 @@ class Verbs(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: Annotated[
         str,
         meta(
-            'RDMA device, as `ibv_devices` lists it; "auto" takes the one on the way to the aggregator, else the first '
-            "that is active (OmniReduce: ib_hca)",
+            'RDMA device, as `ibv_devices` lists it; "auto" takes the device on the path to the aggregator, else the '
+            "first active device (OmniReduce: ib_hca)",
             pattern=r"^[A-Za-z0-9_.-]{1,64}\Z",
             allowed='"auto" or the name of a device',
         ),
@@ -476,7 +478,7 @@ class Verbs(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gid_index: Annotated[
         int,
         meta(
-            "entry of the port's GID table; -1 takes the one for RoCE v2 with an IPv4 address (OmniReduce: gid_idx)",
+            "entry of the port's GID table; -1 takes the entry for RoCE v2 with an IPv4 address (OmniReduce: gid_idx)",
             ge=-1,
             le=65535,
         ),
@@ -486,14 +488,14 @@ class Verbs(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     traffic_class: Annotated[int, meta("traffic class: DSCP x 4, for switches with PFC or ECN", ge=0, le=255)] = 0
     path_mtu: Annotated[
-        Literal[0, 256, 512, 1024, 2048, 4096], meta("payload of the largest packet; 0 takes the port's", "bytes")
+        Literal[0, 256, 512, 1024, 2048, 4096], meta("payload of the largest packet; 0: as the port has it", "bytes")
     ] = 0
     ack_timeout: Annotated[
         int, meta("exponent of the wait for an acknowledgement: 4.096 us x 2^n before a retry", ge=1, le=31)
     ] = 16
     retry_count: Annotated[
         int,
-        meta("retries before a connection counts as broken; not 7, which some devices take as endless", ge=0, le=6),
+        meta("retries before a connection counts as broken; not 7, which means endless to some devices", ge=0, le=6),
     ] = 6
 
 
@@ -503,7 +505,7 @@ class Queue(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fusion_bytes: Annotated[
         int,
         meta(
-            "small arrays of one type travel together, up to so many bytes in all; 0: each by itself (Horovod: fusion "
+            "small arrays of one type travel together, up to this size in all; 0: each by itself (Horovod: fusion "
             "threshold)",
             "bytes",
             ge=0,
@@ -513,8 +515,8 @@ class Queue(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cycle_s: Annotated[
         float,
         meta(
-            "how long a rank lets further arrays come before it tells others what it is ready for (Horovod: cycle "
-            "time). Steps that are alike need no such telling",
+            "time that a rank waits for further arrays before it tells others which arrays are ready (Horovod: cycle "
+            "time). If a step is like the step before, ranks need not tell each other",
             "seconds",
             ge=0.0001,
             le=1,
@@ -523,12 +525,12 @@ class Queue(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Stall(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    MEANING = "Ranks that do not come to a collective of the queue for which others wait."
+    MEANING = "Ranks that do not come to a collective of the queue while others wait for it."
 
     warn_s: Annotated[
-        float, meta("log which ranks are missing after so long, and again; 0: never", "seconds", ge=0, le=86400)
+        float, meta("log which ranks are missing after this long, and again; 0: never", "seconds", ge=0, le=86400)
     ] = 60.0
-    abort_s: Annotated[float, meta("end the job after so long; 0: never", "seconds", ge=0, le=86400)] = 600.0
+    abort_s: Annotated[float, meta("end the job after this long; 0: never", "seconds", ge=0, le=86400)] = 600.0
 
 
 class Bench(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -549,12 +551,12 @@ class Bench(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     overlap: Annotated[
         Overlap | Annotated[tuple[Overlap, ...], _AtLeastOne],
-        meta("where the non-zero blocks of the workers are: random, the same (full) or disjoint (none)"),
+        meta("places of the workers' non-zero blocks: random, the same (full) or disjoint (none)"),
     ] = "random"
     distribution: Annotated[
         Distribution | Annotated[tuple[Distribution, ...], _AtLeastOne],
         meta(
-            "which blocks are likely to be non-zero: all (uniform), or the first ones by Zipf's law (zipf), as in an "
+            "blocks that are likely to be non-zero: all (uniform), or the first blocks by Zipf's law (zipf), as in an "
             "embedding whose rows are sorted by frequency"
         ),
     ] = "uniform"
@@ -594,13 +596,13 @@ class Trace(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     events: Annotated[
         int,
-        meta("room of one trace, 29 bytes each when used; a full one stops", "events", ge=1, le=2**26),
+        meta("room of one trace, 29 bytes for each event; a full trace stops", "events", ge=1, le=2**26),
     ] = 1 << 20
     timeline: Annotated[
         str,
         meta(
             "file for one timeline of all ranks and shards, in the form of Chrome traces (Horovod: HOROVOD_TIMELINE). "
-            "Each of them leaves its part in trace.folder or, if that is not set, in the folder FILE.parts beside it; "
+            "Each rank and shard leaves its part in trace.folder or, if that is not set, in the folder FILE.parts; "
             '"DYNAMIC" is "", and leaves it to `start_timeline`; "" is off',
             allowed='the path of a file, "DYNAMIC" or ""',
             path_but=("", "DYNAMIC"),
@@ -624,14 +626,14 @@ class Trace(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    MEANING = "What the programs say."
+    MEANING = "Log lines of the programs."
 
     level: Annotated[Level, meta("least severity that is logged")] = "info"
-    format: Annotated[LogFormat, meta("how a line is written: key=value pairs, or an object of JSON")] = "text"
+    format: Annotated[LogFormat, meta("form of a line: key=value pairs (text), or a JSON object (json)")] = "text"
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole configuration, immutable and hashable; `load_config` makes a checked one."""
+    """The whole configuration, immutable and hashable; `load_config` makes a checked configuration."""
 
     cluster: Cluster = Cluster()
     elastic: Elastic = Elastic()

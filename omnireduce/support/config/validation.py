@@ -22,12 +22,12 @@ from omnireduce.support.addresses import Address, normal, parse_address, parse_l
 from omnireduce.support.config.schema import Config, Section
 from omnireduce.support.files.paths import whole_path
 
-FRAMING_BYTES = 2048  # what a message needs in its slot beside one block
+FRAMING_BYTES = 2048  # bytes that a message needs in its slot beside one block
 WIDEST_ELEMENT_BYTES = 8
 
 
 def unknown(word: str, allowed: Iterable[str]) -> str:
-    """`expected one of ...`, with a hint if one is close to `word` or another section has such a key."""
+    """`expected one of ...`, with a hint if an allowed word is close to `word`, or another section has this key."""
     names = list(allowed)
     close = difflib.get_close_matches(word.lower(), names, n=1)
     close = close or [path for path in KEYS if path.endswith(f".{word}")]
@@ -61,7 +61,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the configuration: where it stands, what it means and what it allows."""
+    """A key of the configuration: its section, name, meaning and allowed values."""
 
     section: str
     name: str
@@ -77,15 +77,15 @@ class Key:
         return f"{self.section}.{self.name}"
 
     def is_list_in(self, text: str) -> bool:
-        """Whether `text`, which is no TOML, means a list. It does if only a list is allowed, or if a list is allowed
-        and the text has a comma."""
+        """Whether `text`, which is no TOML, means a list: if only a list is allowed, or if a list is allowed and the
+        text has a comma."""
         hint = _bare(self.type)
         may_be_list = any(get_origin(_bare(member)) is tuple for member in get_args(hint))
         return get_origin(hint) is tuple or (may_be_list and "," in text)
 
     def read(self, value: object, file: str | Path | None = None) -> object:
-        """The value as its type wants it: lists become tuples. Paths become whole ones: a relative one is in the folder
-        of the `file` that gives the value, or in the current one. Raises ConfigError if the value is not allowed."""
+        """The value as its type: lists become tuples, and paths become absolute. A relative path is in the folder of
+        the `file` that gives the value, or in the current folder. Raises ConfigError if the value is not allowed."""
         try:
             typed: object = msgspec.convert(value, self.type)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -111,7 +111,7 @@ def _bare(hint: Any) -> Any:
 
 
 def _allowed(hint: Any) -> str:
-    """What a type allows, in words: "an int between 8 and 65536 that is a multiple of 8"."""
+    """The allowed values of a type, in words: "an int between 8 and 65536 that is a multiple of 8"."""
     limits: dict[str, Any] = {}
     may_be_empty = True
     if get_origin(hint) is Annotated:
@@ -137,7 +137,7 @@ def _allowed(hint: Any) -> str:
 
 
 def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
-    """The keys of one section, or of another file whose struct is written like that of a section."""
+    """The keys of a section, or of another file whose struct is written like a section."""
     for field in msgspec.structs.fields(struct):
         metas = [arg for arg in get_args(field.type) if isinstance(arg, Meta)]
         extra = {name: value for meta in metas for name, value in (meta.extra or {}).items()}
@@ -163,7 +163,7 @@ def names_in(section: str) -> list[str]:
 
 
 def conflicts(config: Config) -> Iterator[dict[str, str]]:
-    """Values that do not fit together. For each clash: its keys, each with what it may be beside the other values."""
+    """Values that do not fit together. For each conflict: its keys, each with the values allowed beside the others."""
     protocol, bench, daemon = config.protocol, config.bench, config.aggregator
     most = (protocol.slot_bytes - FRAMING_BYTES) // WIDEST_ELEMENT_BYTES
     bench_sizes = bench.block_size if isinstance(bench.block_size, tuple) else (bench.block_size,)

@@ -1,4 +1,4 @@
-"""Result files: written under another name and renamed when they are complete, so nobody sees half a file."""
+"""Result files: they are written under another name and renamed when complete, so readers never see half a file."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def check_writable(path: str | Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether there is something that is no file and no folder, such as a device or a pipe."""
+    """Whether the path exists and is neither a file nor a folder, but a device or a pipe, for example."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def make_folder(path: str | Path) -> Path:
-    """Make the folder and those above it if they are not there; raise UsageError if files cannot be written to it."""
+    """Make the folder, and missing folders above it; raise UsageError if files cannot be written to it."""
     path = user_path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -46,24 +46,24 @@ def make_folder(path: str | Path) -> Path:
 
 
 def write_json(encoded: bytes, path: str | Path) -> None:
-    """Write encoded JSON, indented, all or nothing. Raises UsageError where that is not possible."""
+    """Write encoded JSON, indented, all or nothing. Raises UsageError if that is not possible."""
     write_file(msgspec.json.format(encoded, indent=2) + b"\n", path)
 
 
 def write_file(content: bytes, path: str | Path) -> None:
-    """Write a file, all or nothing. Raises UsageError where that is not possible."""
+    """Write a file, all or nothing. Raises UsageError if that is not possible."""
     with _replacing(path) as file:
         file.write(content)
 
 
 def write_chunks(chunks: Iterable[bytes], path: str | Path) -> None:
-    """Write a file that need not fit into memory, all or nothing. Raises UsageError where that is not possible."""
+    """Write a file that need not fit into memory, all or nothing. Raises UsageError if that is not possible."""
     with _replacing(path) as file:
         file.writelines(chunks)
 
 
 def write_npy(array: Array, path: str | Path) -> None:
-    """Write an .npy file, all or nothing. Raises UsageError where that is not possible."""
+    """Write an .npy file, all or nothing. Raises UsageError if that is not possible."""
     with _replacing(path) as file:
         np.save(file, array, allow_pickle=False)
 
@@ -71,12 +71,12 @@ def write_npy(array: Array, path: str | Path) -> None:
 @contextmanager
 def _replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A new file that becomes `path` when the block ends without an exception, and vanishes otherwise. A device or a
-    pipe is written itself."""
+    pipe is written directly."""
     path = user_path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if _is_special(path):
-            number = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe that nobody reads
+            number = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails for a pipe without a reader
             os.set_blocking(number, True)
             with open(number, "wb") as file:
                 yield file

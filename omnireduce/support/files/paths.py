@@ -1,4 +1,4 @@
-"""Paths that users give, and text files that they write. All parts of the program read them in the same way.
+"""Paths and text files of users. All parts of the program read them in the same way.
 
 `~` is a home folder. A path that a file names is relative to the folder of that file, any other path to the current
 folder. Text is UTF-8, with or without a byte order mark. Its lines may end as on Linux or as on Windows.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from omnireduce.errors import ConfigError, OmniReduceError, UsageError
 
-MOST_BYTES = 1 << 20  # of a text file
-PIPE_S = 60.0  # how long a reader waits for who writes to a named pipe
+MOST_BYTES = 1 << 20  # the largest text file
+PIPE_S = 60.0  # the longest wait of a reader for a writer of a named pipe
 MARK = codecs.BOM_UTF8
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -25,35 +25,35 @@ def user_path(path: str | Path, beside: str | Path | None = None) -> Path:
     """The path that a user means. `~` and `~NAME` are home folders, and white space around a text does not count. A
     relative path is in the folder of the file `beside`, which names it, or stays as it is.
 
-    Raises UsageError where no home folder is known, and for a relative path where the current folder is gone.
+    Raises UsageError if the home folder is not known, and for a relative path if the current folder is gone.
     """
     named = Path(path.strip() if isinstance(path, str) else path)
     try:
         expanded = named.expanduser()
     except RuntimeError:
         raise UsageError(f"{shown(named)}: no home folder {shown(named.parts[0])} is known") from None
-    if beside is not None and os.path.isfile(beside):  # a pipe, for example, is in no folder that a user would mean
+    if beside is not None and os.path.isfile(beside):  # the folder of a pipe, for example, would make no sense
         return Path(beside).parent / expanded
     if not expanded.is_absolute():
-        current_folder()  # there must be one
+        current_folder()  # raises if it is gone
     return expanded
 
 
 def whole_path(path: str | Path, beside: str | Path | None = None) -> Path:
-    """The same as an absolute path, for what is used later or by another process.
+    """The same as an absolute path, for later use, or for use in another process.
 
-    Raises what `user_path` raises.
+    Raises the errors of `user_path`.
     """
     named = user_path(path, beside)
     return named if named.is_absolute() else current_folder() / named
 
 
 def current_folder() -> Path:
-    """The folder in which this process is. Raises UsageError where it is gone."""
+    """The current folder of this process. Raises UsageError if it is gone."""
     try:
         return Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the current folder is gone: change to one that is there, or give absolute paths") from None
+        raise UsageError("the current folder is gone: change to another folder, or give absolute paths") from None
 
 
 def read_text(
@@ -64,8 +64,8 @@ def read_text(
     most_bytes: int = MOST_BYTES,
     error: type[OmniReduceError] = ConfigError,
 ) -> str:
-    """The text of a user's file, with line feeds alone at the ends of lines. Messages call the file `source`, and say
-    what was `expected`. Raises `error` for a file that cannot be read, is no UTF-8, or is longer than `most_bytes`."""
+    """The text of a user's file, with line feeds as the ends of lines. Messages call the file `source`, and say what
+    was `expected`. Raises `error` for a file that cannot be read, is not UTF-8, or is longer than `most_bytes`."""
     source = source or shown(path)
     try:
         with open(user_path(path), "rb", opener=without_waiting) as file:
@@ -84,12 +84,12 @@ def read_text(
 
 
 def without_waiting(name: str, flags: int) -> int:
-    """Open as `open` does, but do not wait at a pipe for who writes to it."""
+    """Open as `open` does, but do not wait for the writer of a pipe."""
     return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _is_silent_pipe(file: int) -> bool:
-    """Wait for who writes to a pipe. Return whether nobody has."""
+    """Wait for the writer of a pipe; return whether none has written."""
     os.set_blocking(file, True)
     if not stat.S_ISFIFO(os.fstat(file).st_mode):
         return False
@@ -101,7 +101,7 @@ def _is_silent_pipe(file: int) -> bool:
 def decode_text(
     data: bytes, source: str, *, expected: str = "a text file", error: type[OmniReduceError] = ConfigError
 ) -> str:
-    """The text in bytes that have been read elsewhere: see `read_text`."""
+    """The text of bytes that have been read already: see `read_text`."""
     if data.startswith(_UTF_16):
         raise error(f"{source}: is UTF-16, expected {expected} in UTF-8")
     try:
@@ -112,6 +112,6 @@ def decode_text(
 
 
 def shown(path: str | Path) -> str:
-    """A path for a message: as it is, or escaped where it would not stay on one line."""
+    """A path for a message: unchanged, or escaped if it would not stay on one line."""
     text = str(path)
     return text if text and text.isprintable() else repr(text)

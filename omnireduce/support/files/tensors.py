@@ -1,4 +1,4 @@
-"""Arrays in .npy, .npz and .safetensors files, mapped where the format allows it, never unpickled.
+"""Arrays in .npy, .npz and .safetensors files, mapped if the format allows it, never unpickled.
 
 The safetensors format (huggingface/safetensors, README, "Format"): 8 bytes with the length of the header,
 little-endian; the header, a JSON object that gives each tensor's dtype, shape and place [begin, end) in the rest of the
@@ -36,7 +36,7 @@ _SAFETENSORS_DTYPES: dict[str, Any] = {  # such as "BF16" of bfloat16
 
 
 class FileError(UsageError):
-    """A file that cannot be read as its name promises; the message names the file and the reason."""
+    """A file whose content does not match its name, or cannot be read; the message names the file and the reason."""
 
 
 class Tensor(NamedTuple):
@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
 
 
 def read_tensors(path: str | Path, name: str | None = None) -> Iterator[Tensor]:
-    """Yield the arrays of a file one by one, in its order, or only the one of that `name`.
+    """Yield the arrays of a file one by one, in its order, or only the array with this `name`.
 
     Raises FileError, possibly after some arrays.
     """
@@ -59,7 +59,7 @@ def read_tensors(path: str | Path, name: str | None = None) -> Iterator[Tensor]:
         raise FileError(f"{path}: expected a file name that ends in {', '.join(readers)}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd but readable headers
+            warnings.simplefilter("ignore")  # about odd but readable headers
             yield from reader(path, name)
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from None
@@ -130,7 +130,7 @@ def _read_safetensors(path: Path, name: str | None) -> Iterator[Tensor]:
 
 
 def _safetensors_header(path: Path) -> tuple[dict[str, _Entry], int]:
-    """The tensors' entries by name, and where in the file their data starts."""
+    """The tensors' entries by name, and the place in the file where their data starts."""
     with open(path, "rb", opener=without_waiting) as file:
         size = path.stat().st_size
         prefix = file.read(8)

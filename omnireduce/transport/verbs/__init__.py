@@ -12,7 +12,7 @@ _importing = threading.Lock()
 
 
 def import_rdma() -> None:
-    """Import what needs pyverbs. Raises TransportError where that is missing or does not load.
+    """Import the modules that need pyverbs. Raises TransportError if it is missing or does not load.
 
     Only one thread imports at a time: an import that fails in one thread can fail in another thread in other ways.
     """

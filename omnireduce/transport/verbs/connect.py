@@ -1,7 +1,7 @@
 """Negotiation of RDMA between two ends: the worker's Hello carries an endpoint, the aggregator's Welcome the answer.
 
 With "auto", RDMA is used if it takes the path of the control connection: each end needs a port with the address that it
-has on that connection. If there is none, a worker that insists ("verbs") takes any active port.
+has on that connection. If there is none, a worker that requires RDMA ("verbs") takes any active port.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Offer:
         self.endpoint = self._queue.endpoint
 
     def accepted(self, answer: Endpoint) -> VerbsLink:
-        """The link, now that the aggregator has answered. Raises TransportError."""
+        """The link, with the endpoint that the aggregator has answered. Raises TransportError."""
         self._queue.connect(answer)
         return VerbsLink(self._control, self._queue, self._send_slots, self._receive_slots)
 
@@ -44,9 +44,9 @@ class Offer:
 def answer(
     control: TcpLink, settings: Verbs, offered: Endpoint, send_slots: Array, receive_slots: Array
 ) -> tuple[Endpoint, VerbsLink]:
-    """Aggregator side: connect to a worker's endpoint; return ours, for the Welcome, and the link.
+    """Aggregator side: connect to a worker's endpoint; return the endpoint for the Welcome, and the link.
 
-    Raises TransportError, and OSError when there are no descriptors left.
+    Raises TransportError, and OSError when no descriptors are left.
     """
     insists = _ipv4(offered.gid) != _ipv4(control.remote_host)
     queue = _queue(control, settings, send_slots, receive_slots, anywhere=insists)
@@ -67,10 +67,10 @@ def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: 
 
 
 def _ipv4(text: str) -> str:
-    """The IPv4 address in `text`, which may be a mapped one; empty if there is none."""
+    """The IPv4 address in `text`, which may be mapped to IPv6; empty if there is none."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:  # a peer's text
+    except ValueError:  # a peer may send any text
         return ""
     if isinstance(address, ipaddress.IPv6Address):
         return str(address.ipv4_mapped or "")

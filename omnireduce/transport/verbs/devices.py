@@ -1,4 +1,4 @@
-"""RDMA devices, their ports and addresses: a list of them, and the choice of one."""
+"""RDMA devices with their ports and addresses, and the choice of a port for a link."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MTU_BYTES: dict[int, Mtu] = {
     enums.IBV_MTU_4096: 4096,
 }
 
-# Held while devices and channels are opened and closed: a comparison before and after finds a channel's descriptor.
+# Held while devices and channels are opened and closed: the descriptor of a new channel is found by comparison.
 opening = threading.RLock()
 
 
@@ -49,7 +49,7 @@ class Gid:
 
     @property
     def ipv4(self) -> str:
-        """The IPv4 address that the GID stands for, or nothing."""
+        """The IPv4 address that the GID stands for; empty if it is none."""
         mapped = ipaddress.IPv6Address(self.text).ipv4_mapped
         return str(mapped) if mapped else ""
 
@@ -75,7 +75,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a link starts: a port and one of its addresses."""
+    """The origin of a link: a port and one of its addresses."""
 
     port: Port
     gid: Gid
@@ -111,7 +111,7 @@ def _ports_of(name: str) -> list[Port]:
 def _port(context: Any, device: str, number: int) -> Port:
     attributes = context.query_port(number)
     gids = []
-    with contextlib.suppress(PyverbsError):  # a port that is down may have no table
+    with contextlib.suppress(PyverbsError):  # a port that is down may have no table of addresses
         for entry in context.query_gid_table(max(1, attributes.gid_tbl_len)):
             if entry.port_num == number:
                 text = str(ipaddress.IPv6Address(entry.gid_str()))
@@ -123,8 +123,8 @@ def _port(context: Any, device: str, number: int) -> Port:
 def choose(wanted: Verbs, near: str) -> Choice:
     """The port and GID for a link whose control connection has the local address `near`.
 
-    A port that has this address is preferred, so that blocks take the path of the control connection; else it is the
-    first active port. Raises TransportError, which lists what there is.
+    A port with this address is preferred, so that blocks take the path of the control connection. Otherwise it is the
+    first active port. Raises TransportError, with a list of all ports.
     """
     ports = list_ports()
     usable = [port for port in ports if port.active and _fits(port, wanted)]
@@ -148,7 +148,7 @@ def _fits(port: Port, wanted: Verbs) -> bool:
 
 
 def _candidates(port: Port, gid_index: int) -> list[Gid]:
-    """The GIDs that may be used; -1 asks for RoCE v2 with an IPv4 address, or the first one of InfiniBand."""
+    """The GIDs that may be used; -1 asks for RoCE v2 with an IPv4 address, or the first GID of InfiniBand."""
     if gid_index >= 0:
         return [gid for gid in port.gids if gid.index == gid_index]
     roce_v2 = [gid for gid in port.gids if gid.kind == "RoCE v2" and gid.ipv4]

@@ -1,12 +1,12 @@
 """RDMA links: blocks are written into the peer's slots, everything else goes over a TCP connection beside them.
 
-The write of a message announces itself with 32 bits: kind, slot, and how many control messages were sent before it. A
-control message says how many writes were announced before it. So the receiver can restore the common order of both
-paths: it holds back what has overtaken. The TCP connection stays open for the life of the link: a peer that dies is
-seen there even when nothing is written.
+The write of a message carries 32 bits: kind, slot, and the number of control messages that were sent before it. A
+control message carries the number of writes that were announced before it. So the receiver can restore the common order
+of both paths: it holds back messages that have overtaken others. The TCP connection stays open for the life of the
+link. It shows when a peer dies, even if nothing is written.
 
 A credit is a write of no bytes. At most a message and a credit of every slot are under way. The receiver has a receive
-request ready for each of them, so it is never caught unprepared.
+request ready for each of them, so it is always prepared.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KIND_SHIFT, SLOT_SHIFT = 30, 24
 SLOT_MASK, CONTROLS_MASK, WRITES_MASK = 63, (1 << SLOT_SHIFT) - 1, 0xFFFF
 IMMEDIATE_BYTES = 4
 LETTERS = 64  # control messages that may wait for writes
-FAREWELL_S = 0.25  # how long a close waits until the peer has acknowledged what was written
+FAREWELL_S = 0.25  # the longest wait of a close until the peer has acknowledged all writes
 
 
 class Write(NamedTuple):
-    """The peer wrote `nbytes` bytes, and said `immediate`."""
+    """The peer wrote `nbytes` bytes, with the immediate data `immediate`."""
 
     immediate: int
     nbytes: int
@@ -83,7 +83,7 @@ class VerbsLink(Link):
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(queue.descriptor, select.EPOLLIN)
         self.attach(send_slots, receive_slots)
-        control.bound_control(CONTROL_LIMIT)  # slots would lift a stranger's bound, but this link gets none
+        control.bound_control(CONTROL_LIMIT)  # `attach` would lift the bound for newcomers, but is not called here
 
     @property
     def over(self) -> bool:
@@ -133,10 +133,11 @@ class VerbsLink(Link):
             self._watch()
 
     def _watch(self) -> None:
-        """Let the descriptor also tell when the control connection takes output, and not tell of its input while many
-        letters wait.
+        """Let the descriptor show room for output on the control connection if output waits, and hide its input while
+        many letters wait.
 
-        A failure that `poll` has not reported yet shows, too: the control connection nearly always takes output.
+        A failure that `poll` has not reported yet also makes the descriptor ready, because the control connection
+        nearly always has room for output.
         """
         wanted = select.EPOLLIN if len(self._letters) < LETTERS else 0
         if self._control.wants_write or self._failure is not None:
@@ -176,19 +177,20 @@ class VerbsLink(Link):
             self._failure = self._failure or Lost("more writes than credits", violation=True)
 
     def _take_letters(self) -> None:
-        """Read control messages, unless many wait for a write: a peer may not fill our memory."""
+        """Read control messages, unless many wait for a write: a peer must not fill the memory."""
         if len(self._letters) < LETTERS:
             self._letters.extend(event for event in self._control.poll() if isinstance(event, (Control, Lost)))
         elif self._hangup.poll(0):
             self._letters.append(Lost("connection broken"))
 
     def _report(self, events: list[Event]) -> None:
-        """Report, in the order in which they were sent, what has arrived; then the end, if it has come."""
+        """Report writes and control messages in the order in which they were sent; then the end of the link, if it has
+        come."""
         while self._lost is None and (self._report_next(events) or self._report_end(events)):
             pass
 
     def _report_next(self, events: list[Event]) -> bool:
-        """Report the next write or control message, if everything that was sent before has been reported."""
+        """Report the next write or control message, if all that were sent before it have been reported."""
         if self._writes and self._writes[0].immediate & CONTROLS_MASK == self._controls & CONTROLS_MASK:
             self._report_write(self._writes.popleft(), events)
             return True
@@ -201,15 +203,15 @@ class VerbsLink(Link):
         return True
 
     def _report_end(self, events: list[Event]) -> bool:
-        """Report that one of the two connections is over, if it is. Writes that are still held back are dropped: what
-        they wait for is lost.
+        """Report that one of the two connections is over, if it is. Writes that are still held back are dropped: the
+        control messages that they wait for are lost.
 
         Control messages are reported all the same: they may say why.
         """
         last = self._letters[-1] if self._letters else None
         if isinstance(last, Lost):
             known = len(self._writes)
-            self._take_writes()  # the last ones may have come since the control connection was read
+            self._take_writes()  # the last writes may have come since the control connection was read
             if len(self._writes) == known:
                 self._report_letters(events)
                 self._end(events, last)
@@ -250,7 +252,8 @@ class VerbsLink(Link):
             self._queue.close()
 
     def release(self) -> None:
-        """Give back what RDMA takes. The control connection goes on: it may say why there is no RDMA after all."""
+        """Release the resources of RDMA. The control connection goes on: it may carry the reason why there is no
+        RDMA."""
         self._lost = self._lost or Lost("closed by this side")
         if not self._epoll.closed:
             self._epoll.close()
@@ -264,7 +267,7 @@ class VerbsLink(Link):
             self._queue.abandon()
 
     def _say_farewell(self) -> None:
-        """Wait a moment until the peer has what was written: closing the queue would take it back."""
+        """Wait a moment until the peer has got all writes: closing the queue would cancel them."""
         deadline, news = time.monotonic() + FAREWELL_S, select.poll()
         news.register(self._queue.descriptor, select.POLLIN)
         while self._queue.unacknowledged and self._failure is None and time.monotonic() < deadline:

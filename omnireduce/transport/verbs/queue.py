@@ -1,6 +1,6 @@
-"""One reliable connection of verbs: a queue pair, its registered slots and its completions.
+"""A reliable connection of verbs: a queue pair, its registered slots and its completions.
 
-Everything is made once, for the life of the link. A write announces itself with 32 bits of immediate data.
+Everything is made once, for the life of the link. Each write carries 32 bits of immediate data, which announce it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from omnireduce.transport.verbs.devices import MTU_BYTES, STATES, Choice, openin
 from omnireduce.transport.verbs.link import Failure, Write
 
 MTU_CODES = {size: code for code, size in MTU_BYTES.items()}
-MIN_RNR_TIMER = 12  # 0.64 ms; only a peer that breaks the credit rules is ever not ready
+MIN_RNR_TIMER = 12  # 0.64 ms, for a peer that is not ready; only a peer that breaks the credit rules ever is
 BATCH = 32  # completions per poll
 EVENT_LINK = "anon_inode:[infinibandevent]"
-FATAL = {  # events after which no write may be relied on
+FATAL = {  # events after which writes may be lost
     enums.IBV_EVENT_DEVICE_FATAL: "a fatal error, or its removal",
     enums.IBV_EVENT_QP_FATAL: "a fatal error of the queue pair",
     enums.IBV_EVENT_QP_REQ_ERR: "an invalid request of the peer",
@@ -58,7 +58,7 @@ class Queue:
         self._slot_bytes = receive_slots.shape[1]
         self._depth = 2 * len(send_slots)  # a message and a credit of each slot may be under way
         self.unacknowledged = 0
-        self._port_is_down = False  # when last told; it may come back before the next write
+        self._port_is_down = False  # as last reported; it may come back before the next write
         self._owned = ExitStack()
         try:
             with opening:
@@ -84,7 +84,7 @@ class Queue:
         domain = own(PD(context))
         self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
         self._completions.req_notify()
-        self._armed = True  # the descriptor tells of the next completion
+        self._armed = True  # the descriptor shows the next completion
         local, remote = enums.IBV_ACCESS_LOCAL_WRITE, enums.IBV_ACCESS_REMOTE_WRITE
         sent = own(MR(domain, send_slots.nbytes, local, address=send_slots.ctypes.data))
         taken = own(MR(domain, receive_slots.nbytes, local | remote, address=receive_slots.ctypes.data))
@@ -92,7 +92,7 @@ class Queue:
             SGE(send_slots.ctypes.data + slot * self._slot_bytes, 0, sent.lkey) for slot in range(len(send_slots))
         ]
         self._nothing = SGE(receive_slots.ctypes.data, 0, taken.lkey)
-        self._receive = own(RecvWR(sg=[self._nothing], num_sge=1))  # verbs want a place, even for no bytes
+        self._receive = own(RecvWR(sg=[self._nothing], num_sge=1))  # verbs need an address, even for no bytes
         self._queue = own(QPEx(context, self._attributes(domain)))
         self._queue.to_init(self._path(QPAttr(port_num=port.number)))
         for _ in range(self._depth):
@@ -125,10 +125,10 @@ class Queue:
         return attributes
 
     def connect(self, peer: Endpoint) -> None:
-        """Get ready to write to `peer`, which connects to us. Raises TransportError."""
+        """Prepare writes to `peer`, which connects to this end. Raises TransportError."""
         wanted, port = self._settings, self.choice.port
         if peer.address + len(self._slots) * self._slot_bytes > 1 << 64:
-            raise TransportError(f"the peer's slots, from address {peer.address} on, do not end within 64 bits")
+            raise TransportError(f"the peer's slots, from address {peer.address} on, end beyond 2**64")
         attributes = self._path(QPAttr(port_num=port.number))
         attributes.path_mtu = MTU_CODES[min(peer.mtu, self.endpoint.mtu)]
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.queue, peer.sequence, self.endpoint.sequence
@@ -155,7 +155,7 @@ class Queue:
         self._post(place, self._peer.address + slot * self._slot_bytes, immediate)
 
     def announce(self, immediate: int) -> None:
-        """Say `immediate` without writing anything. Raises TransportError."""
+        """Send the immediate data `immediate` with a write of no bytes. Raises TransportError."""
         self._post(self._nothing, self._peer.address, immediate)
 
     def _post(self, place: SGE, address: int, immediate: int) -> None:
@@ -174,12 +174,11 @@ class Queue:
         self.unacknowledged += 1
 
     def poll(self) -> Iterator[Write | Failure]:
-        """The events since the last call. Afterwards `descriptor` becomes readable with the next news."""
+        """The events since the last call. Afterwards `descriptor` becomes readable with the next event."""
         return self._guarded(self._poll())
 
     def drain(self) -> Iterator[Write | Failure]:
-        """The events since the last call, without a system call. Events that only the device itself tells are left to
-        `poll`."""
+        """The events since the last call, without a system call. Events of the device itself are left to `poll`."""
         return self._guarded(self._drain())
 
     def _guarded(self, news: Iterator[Write | Failure]) -> Iterator[Write | Failure]:
@@ -192,7 +191,7 @@ class Queue:
         return Failure(f"RDMA failed: {reason}{self._port_trouble()}")
 
     def _port_trouble(self) -> str:
-        """A text to add to a failure when the port is not active; empty when it is."""
+        """A text to add to a failure if the port is not active; empty if it is."""
         port = self.choice.port
         try:
             state = self._context.query_port(port.number).state
@@ -214,12 +213,12 @@ class Queue:
         if not self._armed:
             self._completions.req_notify()
             self._armed = True
-            yield from self._drain()  # what came before the request would never be told
+            yield from self._drain()  # completions from before the request would never be shown
 
     def _take_alarm(self) -> Iterator[Write | Failure]:
-        """One event of the device. A fatal error ends the link, and so does a port that goes down under writes.
+        """Handle an event of the device. A fatal error ends the link, and so does a port that goes down during writes.
 
-        Soft-RoCE may never complete those: a write that finds no route stops the retries of the writes before it.
+        Soft-RoCE may never complete such writes: a write that finds no route stops the retries of the writes before it.
         """
         alarm = self._context.get_async_event()
         alarm.ack()
@@ -246,17 +245,17 @@ class Queue:
                 elif completion.opcode == enums.IBV_WC_RDMA_WRITE:
                     self.unacknowledged -= 1
                 else:
-                    yield self._failed(f"the peer did what is no write (opcode {completion.opcode})")
+                    yield self._failed(f"the peer did something else than a write (opcode {completion.opcode})")
                     return
 
     def close(self) -> None:
         """Release everything. May be called twice."""
-        with opening, suppress(PyverbsError):  # of a device that is gone, nothing is left to release
+        with opening, suppress(PyverbsError):  # if the device is gone, nothing is left to release
             self._owned.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what belongs to the parent. The device cannot tell the child from the parent, so
-        nothing is destroyed."""
+        """In a forked child: keep the verbs objects, which belong to the parent. The device cannot tell the child from
+        the parent, so nothing is destroyed."""
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in (self._context.cmd_fd, self._alarms, self._completed):
             os.dup2(nothing, descriptor, inheritable=False)
@@ -264,7 +263,7 @@ class Queue:
         _abandoned.append(self._owned.pop_all())
 
 
-_abandoned: list[ExitStack] = []  # never destroyed: that would be an error for each object
+_abandoned: list[ExitStack] = []  # never destroyed: each object would report an error
 
 
 def _gid(text: str) -> GID:
@@ -276,7 +275,7 @@ def _gid(text: str) -> GID:
 
 
 def _event_descriptors() -> set[int]:
-    """Open descriptors of verbs events, because pyverbs does not say which ones its channels have."""
+    """All open descriptors of verbs events, because pyverbs does not give the descriptors of its channels."""
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -288,7 +287,7 @@ def _event_descriptors() -> set[int]:
 
 
 def _the_new_one(known: set[int]) -> int:
-    """The descriptor of verbs events that was opened since. Raises TransportError."""
+    """The descriptor of verbs events that is not in `known`. Raises TransportError unless there is exactly one."""
     new = _event_descriptors() - known
     if len(new) != 1:
         raise TransportError(

@@ -1,4 +1,4 @@
-"""What attackers do. An attack takes the target and a source of random numbers; it is a generator that strikes once for
+"""Attacks. An attack takes the target and a source of random numbers; it is a generator that strikes once for
 each word that it yields, and the word says what came of it. OSError and AssertionError end a stroke, not the attack."""
 
 from __future__ import annotations

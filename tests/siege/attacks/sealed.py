@@ -1,4 +1,4 @@
-"""What can be done to TLS: half a handshake, garbage, records that are corrupt, keys that change for ever."""
+"""Attacks on TLS: half a handshake, garbage, records that are corrupt, keys that change for ever."""
 
 from __future__ import annotations
 

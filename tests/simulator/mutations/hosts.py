@@ -163,7 +163,7 @@ MUTATIONS = (
         "hosts add up float16",
         "omnireduce.core.descriptor",
         "a host's sum is infinite where the result is not",
-        'self.element.name != "float16"',
+        "not self.element.has_short_range",
         "True",
         test=_TESTS + "test_a_host_sends_no_sum_that_float16_cannot_hold",
     ),

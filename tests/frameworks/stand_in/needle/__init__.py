@@ -1,4 +1,4 @@
-"""What the tutorial's training uses of Needle, on NumPy: tests train with it where there is no checkout of Needle.
+"""A stand-in for the parts of Needle that the tutorial's training uses, on NumPy, for tests without a checkout.
 
 Values lie in memory of the device, behind a handle, as with Needle's backend in C++: `numpy()` copies them out, and a
 new tensor copies them in.
