@@ -43,7 +43,7 @@ from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, r
 from omnireduce.aggregator.systemd import notify, watchdog_s
 from omnireduce.core.administration import Order
 from omnireduce.errors import ConfigError
-from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_aggregator
+from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_aggregator
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.addresses import parse_listen
@@ -303,5 +303,6 @@ def _make_kernels_ready() -> None:
         log.warning("%s", trouble, extra=tagged("kernels_not_kept"))
 
 
-def _say_progress(ready: int, total: int) -> None:
-    log.info(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
+def _say_progress(done_s: float, total_s: float) -> None:
+    text = progress_text(done_s, total_s)
+    log.info("%s", text, extra=tagged("compiling", done_s=round(done_s, 1), total_s=round(total_s, 1)))

@@ -26,14 +26,14 @@ from omnireduce.runtime.embedded_messages import (
     SECRET_BYTES,
     Compiling,
     EmbeddingFailed,
+    Order,
     Ready,
-    decode_config,
+    decode_order,
     encode,
 )
 from omnireduce.runtime.shard.access import Access
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.cli import lose_unwritable_logs
-from omnireduce.support.config import Config
 from omnireduce.support.logs import tell_left_out
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
@@ -47,19 +47,22 @@ def main() -> None:
     with socket.socket(fileno=sys.stdin.fileno()) as rank:
         data, descriptors, _, _ = socket.recv_fds(rank, MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if data:
-            _serve(rank, decode_config(data), [rank.fileno(), *descriptors])
+            _serve(rank, decode_order(data), [rank.fileno(), *descriptors])
 
 
-def _serve(rank: socket.socket, config: Config, lifelines: Sequence[int]) -> None:
-    def tell_progress(ready: int, total: int) -> None:
+def _serve(rank: socket.socket, order: Order, lifelines: Sequence[int]) -> None:
+    config = order.config
+
+    def tell_progress(done_s: float, total_s: float) -> None:
         if select.select(lifelines, [], [], 0)[0]:
             raise ConnectionResetError
-        rank.send(encode(Compiling(ready, total)))
+        rank.send(encode(Compiling(done_s, total_s)))
 
     try:
         listeners = open_listeners(*parse_address(config.aggregator.listen), config.transport.kind)
         begin_shard(config, listeners.name)
-        warm_up_aggregator(tell_progress)
+        if order.sums:
+            warm_up_aggregator(tell_progress)
         secret = secrets.token_bytes(SECRET_BYTES)
         server = make_server(listeners, config, Access(Teams({"": [Secret(secret)]})))
         rank.send(encode(Ready(listeners.address, secret)))

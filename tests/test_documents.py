@@ -217,7 +217,7 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
     if "import jax" in block.text:
         pytest.importorskip("jax", reason="no jax here; `make keras` installs it")
     paths = [str(ROOT), *([str(NEEDLE)] if "import needle" in block.text else [])]
-    make_ready([worker_kernels()])
+    make_ready(worker_kernels())
     (tmp_path / "example.py").write_text(block.text)
     ranks = run_ranks(
         ["example.py"], 2, folder=tmp_path, preloaded=TORCH if "import torch" in block.text else (),

@@ -21,7 +21,7 @@ from rich.text import Text
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError, UsageError
 from omnireduce.kernels.jit import has_compiler, kernel_files
-from omnireduce.kernels.warm import COMPILING, take_trouble, warm_up_all
+from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_all
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
 from omnireduce.runtime.aggregator_client import AT_ONCE, question, reach
 from omnireduce.runtime.rank.embedded import identify
@@ -327,11 +327,11 @@ def _make_ready(console: Console) -> float:
     plain = PlainProgress(started)
     with console.status("loading kernels") as status:
 
-        def tell(ready: int, total: int) -> None:
+        def tell(done_s: float, total_s: float) -> None:
             if console.is_terminal:
-                status.update(COMPILING % (ready, total))
+                status.update(progress_text(done_s, total_s))
             else:
-                plain.at(COMPILING % (ready, total), time.monotonic())
+                plain.at(progress_text(done_s, total_s), time.monotonic())
 
         warm_up_all(tell)
     return time.monotonic() - started

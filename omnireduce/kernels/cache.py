@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: where they are, whose files are believed, how they are read and written.
+"""Compiled kernels on disk: where the files are, whose files are believed, how they are read and written.
 
     FOLDER/kernels/VERSION-DIGEST/NAME-DIGEST.kernel
 
@@ -30,7 +30,7 @@ from omnireduce.support.files.cache import CACHE_VARIABLE
 
 UNFINISHED = ".unfinished"
 OURS = re.compile(r"-[0-9a-f]{16}\Z")  # the end of a folder's name
-FILES = re.compile(rf".*\.kernel|all-[0-9a-f]{{8}}|.*{re.escape(UNFINISHED)}")  # the second: see kernels/claims.py
+FILES = re.compile(rf".*\.kernel|(all|ready)-[0-9a-f]{{8}}|.*{re.escape(UNFINISHED)}")  # (all|ready): see claims.py
 KEPT = 8  # folders of other versions and processors: each takes some 20 MB
 UNFINISHED_S = 3600.0  # after that nobody writes it any more
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -44,14 +44,14 @@ class KernelFiles:
 
     def __init__(self, tag: str, folders: Sequence[Path]) -> None:
         self.tag = tag
-        self._places = [folder / "kernels" / tag for folder in folders]
+        self._folders = [folder / "kernels" / tag for folder in folders]
         self._used, self._swept = False, False
         self.trouble = ""  # the first one; empty: there was none
         self.kept_in: Path | None = None  # where the last one was read or written
 
     def load(self, name: str) -> bytes | None:
         """The contents of the file `name`; None where there is none that can be used."""
-        for place in self._places:
+        for place in self._folders:
             try:
                 with _opened(place) as folder:
                     content = _read(folder, name)
@@ -67,7 +67,7 @@ class KernelFiles:
     def save(self, name: str, content: bytes) -> None:
         """Keep `content` as the file `name`."""
         why = []
-        for place in self._places:
+        for place in self._folders:
             try:
                 _make(place)
                 with _opened(place) as folder:
@@ -86,16 +86,16 @@ class KernelFiles:
 
     def has(self, name: str) -> bool:
         """Whether some folder has the file `name`."""
-        return any(os.path.exists(place / name) for place in self._places)
+        return any(os.path.exists(place / name) for place in self._folders)
 
     def use_first_only(self) -> None:
         """From now on, read kernels from the first folder, and keep them there, alone."""
-        del self._places[1:]
+        del self._folders[1:]
 
     @property
     def folder(self) -> Path | None:
         """Where new kernels would be kept; None where they cannot be. Makes the folder."""
-        for place in self._places:
+        for place in self._folders:
             with suppress(OSError):
                 _make(place)
                 with _opened(place) as folder:

@@ -1,4 +1,4 @@
-"""The four things that a rank of a host does with a chunk of a tensor: stage, combine, show, collect. See `exchange`.
+"""The steps of a rank with a chunk of a tensor: stage, combine, show, collect. See `exchange`.
 
 `rows` are blocks of this rank's tensor, uint64 (blocks, words per block), the first of them block number `origin`.
 
@@ -11,18 +11,12 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
-from omnireduce.kernels.jit import inlined, kernel
+from omnireduce.kernels.jit import inlined, inner
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
-from omnireduce.kernels.reduce import OWN, SUM, reduce_half_planned, reduce_planned
+from omnireduce.kernels.reduce import OWN, SUM
+from omnireduce.kernels.reducers import reduce_at
 from omnireduce.kernels.regions import (
-    BFLOAT16,
     FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
     LINE,
     part_of,
     result_slot_of,
@@ -36,13 +30,12 @@ PRESENT, NON_ZERO, RETURNED = 1, 2, 4
 BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest cache
 
 
-@kernel
+@inner
 def stage_part(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, start: int, stop: int, at: int,
     skip: int,
 ) -> int:  # fmt: skip
-    """Copy the non-zero ones of blocks start…stop-1 to the slot at `at`, whose place `skip` is that of `start`; return
-    how many.
+    """Copy the blocks start…stop-1 that are not zero to the slot at `at`, from its place `skip` on; return how many.
 
     Where most blocks are not zero, every block is copied while it is scanned. The copy of a zero block is overwritten
     by the next.
@@ -72,7 +65,7 @@ def stage_part(
     return count
 
 
-@kernel
+@inner
 def _open(state: Array, ints: Array, chunk: int, places: Array) -> int:
     """Note where the indices begin and end that each rank staged for this rank's part. Returns -1, or the rank whose
     count cannot be."""
@@ -111,13 +104,13 @@ def _find(state: Array, ints: Array, block: int, is_mine: bool, places: Array, p
     return present, last
 
 
-@kernel
+@inner
 def _plan(
     state: Array, ints: Array, source: Array, target: Array, origin: int, start: int, stop: int, places: Array,
     plan: Array, marked: Array,
 ) -> int:  # fmt: skip
     """Plan what becomes of blocks start…stop-1, no more than `plan` has rows: note in `plan` those that any rank has,
-    as `reduce_planned` wants it, and in `marked` their numbers and who alone has them. Returns how many."""
+    as a reducer wants it, and in `marked` their numbers and who alone has them. Returns how many."""
     s = state[0]
     width, mask, in_place, scans, count = s["width"], s["mask"], s["in_place"] != 0, s["silent"] == 0, 0
     ahead = 0 if s["is_dense"] else max(1, AHEAD // width)
@@ -140,30 +133,7 @@ def _plan(
     return count
 
 
-@kernel
-def reduce_batch(
-    state: Array, words: Array, plan: Array, source: Array, out: Array, scratch: Array, bits: Array
-) -> None:
-    """Reduce the blocks of `plan` into `out`, (entries, …); `source` and `out` have the bytes of a block in a row."""
-    op, storage = state[0]["op"], state[0]["storage"]
-    if storage == FLOAT32:
-        reduce_planned(op, words.view(np.float32), plan, source.view(np.float32), out.view(np.float32))
-    elif storage == FLOAT64:
-        reduce_planned(op, words.view(np.float64), plan, source.view(np.float64), out.view(np.float64))
-    elif storage == INT8:
-        reduce_planned(op, words.view(np.int8), plan, source.view(np.int8), out.view(np.int8))
-    elif storage == INT16:
-        reduce_planned(op, words.view(np.int16), plan, source.view(np.int16), out.view(np.int16))
-    elif storage == INT32:
-        reduce_planned(op, words.view(np.int32), plan, source.view(np.int32), out.view(np.int32))
-    elif storage == INT64:
-        reduce_planned(op, words.view(np.int64), plan, source.view(np.int64), out.view(np.int64))
-    else:
-        is_brain, own, result = storage == BFLOAT16, source.view(np.uint16), out.view(np.uint16)
-        reduce_half_planned(op, is_brain, words.view(np.uint16), plan, own, result, scratch, bits)
-
-
-@kernel
+@inner
 def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, notes: Array) -> None:
     """Copy the blocks `out` of a result into this rank's tensor. With several hosts, note in `notes` what they are."""
     s = state[0]
@@ -182,7 +152,7 @@ def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, 
                 goal[:] = 0  # -0 becomes +0
 
 
-@kernel
+@inner
 def combine_part(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
     plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
@@ -195,6 +165,7 @@ def combine_part(
     at = slot_of(state, me, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
     is_sole = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brought is the result
+    arena, own = words.view(np.uint8), source.view(np.uint8)
     wrong = _open(state, ints, chunk, places)
     if wrong >= 0:
         return -1 - wrong
@@ -204,7 +175,7 @@ def combine_part(
         if found == 0:
             continue
         out = words[rows_at + count * width : rows_at + (count + found) * width].reshape(found, width)
-        reduce_batch(state, words, plan[:found], source, out, scratch, bits)
+        reduce_at(s["reducer"], s["op"], arena, plan[:found], own, out.view(np.uint8), scratch, bits)
         for k in range(found):
             if not is_sole:
                 marked[k] &= (1 << SOLE_SHIFT) - 1
@@ -218,10 +189,10 @@ def combine_part(
     return count
 
 
-@kernel
+@inner
 def show_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, notes: Array) -> int:
-    """Copy this rank's part of the result of a chunk to its region: of several hosts the blocks that any rank of this
-    one has, or that the shard has returned. Returns how many."""
+    """With several hosts, copy this rank's part of the result of a chunk to its region: the blocks that a rank of this
+    host has, or that the shard has returned. Returns how many."""
     s = state[0]
     width, me, count = s["width"], s["me"], 0
     first, start, stop = part_of(state, chunk, me)
@@ -238,7 +209,7 @@ def show_part(state: Array, ints: Array, words: Array, target: Array, origin: in
     return count
 
 
-@kernel
+@inner
 def collect_part(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int, rank: int) -> int:
     """Take the result of the part of `rank` of a chunk. Returns how many blocks it has; -1: its region is not in
     order."""

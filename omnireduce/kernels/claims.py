@@ -1,8 +1,8 @@
 """Processes of this host that start together share out the kernels to compile: one compiles each, the others load it.
 
-A claim is a lock on one byte of a file that only this user can open. It is in the folder for temporary files, which is
-no network's: locks there may be lost, or answer never. The operating system drops it with its process. Once all of a
-list are compiled, an empty file beside the kernels says so: then nobody claims any.
+A claim is a lock on one byte of a file that only this user can open. The file is in the folder for temporary files,
+which is on no network: there locks may be lost, or answer never. The operating system drops a lock with its process.
+Once a kernel is compiled, an empty file beside it says so: then nobody claims it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from omnireduce.kernels.cache import KernelFiles
 from omnireduce.kernels.jit import has_compiler, kernel_files
@@ -24,52 +23,68 @@ from omnireduce.kernels.jit import has_compiler, kernel_files
 PATIENCE_S = 10.0  # in which no kernel comes free: a process that has claimed one may have been stopped
 LOOK_S = 0.02  # between two looks whether a kernel is free: to compile one takes a second or more
 NOWHERE = -1
-Kernel = partial[Any]
-_compiled = set[str]()  # the lists that this process has compiled
+_compiled = set[str]()  # the names of kernels that this process has compiled, or loaded
 
 
-class BuiltIn(partial[Any]):
-    """A kernel that others of the list have in themselves: it is compiled, so that they are sooner ready. Once all of
-    the list are compiled, it is not loaded."""
+class Kernel(NamedTuple):
+    """A kernel for some types of arguments. `name` tells it from all others, in every process. To compile it takes a
+    processor about `seconds`. `call` compiles it, or loads it."""
+
+    name: str
+    seconds: float
+    call: Callable[[], object]
 
 
 def are_kept(kernels: Sequence[Kernel]) -> bool:
     """Whether all of them have been compiled before, as their source is now: in this process, or by one that has kept
     them."""
-    if not has_compiler():
-        return True
-    mark = _mark_of(kernels)
-    return mark in _compiled or kernel_files().has(mark)
+    return all(map(_is_kept, kernels))
 
 
-def in_turn(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
-    """The kernels in the order in which this process should call them: those that no other one compiles come first.
+def _is_kept(kernel: Kernel) -> bool:
+    return not has_compiler() or kernel.name in _compiled or kernel_files().has(_mark_of(kernel))
 
-    A claim on each is held until the next is asked for. Nobody is waited for who holds one for too long.
+
+def share_out(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
+    """The kernels in the order in which this process should call them: first those that no other process compiles.
+
+    A claim on a kernel is held until the next one is asked for. If another process holds one for too long, this one
+    does not wait for it any more.
     """
-    if are_kept(kernels):
-        yield from (each for each in kernels if not isinstance(each, BuiltIn))
+    cold = deque[Kernel]()
+    for kernel in kernels:
+        if _is_kept(kernel):
+            yield kernel
+        else:
+            cold.append(kernel)
+    if not cold:
         return
     with ExitStack() as stack:
         file = _opened(kernel_files())
         if file != NOWHERE:
             stack.callback(os.close, file)
-        left, since, is_patient = deque(kernels), time.monotonic(), True
-        while left:
-            for _ in range(len(left)):
-                kernel = left.popleft()
+        since, is_patient = time.monotonic(), True
+        while cold:
+            for _ in range(len(cold)):
+                kernel = cold.popleft()
                 with _claimed(file, kernel) as is_mine:
                     if is_mine or not is_patient:
                         yield kernel
+                        _mark(kernel)
                         since = time.monotonic()
                     else:
-                        left.append(kernel)
-            if left and time.monotonic() - since > LOOK_S:
+                        cold.append(kernel)
+            if cold and time.monotonic() - since > LOOK_S:
                 time.sleep(LOOK_S)
             is_patient = is_patient and time.monotonic() - since <= PATIENCE_S
-    _compiled.add(_mark_of(kernels))
-    if not kernel_files().trouble:
-        kernel_files().save(_mark_of(kernels), b"")
+
+
+def _mark(kernel: Kernel) -> None:
+    """Note that the kernel is compiled: for this process, and for others if they can load it."""
+    _compiled.add(kernel.name)
+    files, mark = kernel_files(), _mark_of(kernel)
+    if not files.trouble and not files.has(mark):
+        files.save(mark, b"")
 
 
 def _opened(files: KernelFiles) -> int:
@@ -88,9 +103,9 @@ def _opened(files: KernelFiles) -> int:
     return file
 
 
-def _mark_of(kernels: Sequence[Kernel]) -> str:
-    """The name of the file that stands for these kernels."""
-    return f"all-{zlib.crc32(repr(list(map(_byte_of, kernels))).encode()):08x}"
+def _mark_of(kernel: Kernel) -> str:
+    """The name of the file that says that a kernel is compiled."""
+    return f"ready-{zlib.crc32(kernel.name.encode()):08x}"
 
 
 @contextmanager
@@ -114,7 +129,5 @@ def _claimed(file: int, kernel: Kernel) -> Iterator[bool]:
 
 
 def _byte_of(kernel: Kernel) -> int:
-    """A number that two processes have in common for one kernel and types of arguments, and for few others."""
-    types = [getattr(argument, "dtype", type(argument)) for argument in kernel.args]
-    owner = type(getattr(kernel.func, "__self__", None)).__name__  # of codecs
-    return zlib.crc32(repr((kernel_files().tag, owner, kernel.func.__name__, types)).encode()) >> 1
+    """A number that two processes have in common for one kernel, and for few others."""
+    return zlib.crc32(repr((kernel_files().tag, kernel.name)).encode()) >> 1

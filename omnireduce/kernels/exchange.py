@@ -18,7 +18,7 @@ slots of its own, so that the host goes on to sum while the shards work:
     combine  add what the others staged to my own blocks, into my tensor
     show     once the sum of all hosts is in my tensor, copy it to my region
 
-Rows of a sparse matrix, of which each rank has other ones, take two steps each. On one host every rank needs all rows.
+Each rank has other rows of a sparse matrix. Rows take two steps each. On one host every rank needs all rows.
 
     stage    first the numbers of my rows, a slot full at a time; then my rows of the next chunk of the union
     combine  first copy and check the others' numbers; then add all ranks' rows of a chunk, into my result
@@ -35,7 +35,7 @@ from __future__ import annotations
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
 from omnireduce.kernels.instructions import give_way, publish
-from omnireduce.kernels.jit import entry, kernel
+from omnireduce.kernels.jit import entry, inner, kernel, spliced
 from omnireduce.kernels.regions import (
     BEGUN,
     BEGUN_AT,
@@ -60,7 +60,7 @@ WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED, SHO
 DONE, DIFFERS, BROKEN, CALLED, WANTS = range(8, 13)
 
 
-@kernel
+@inner
 def _note_who_was_last(state: Array, ints: Array) -> None:
     s = state[0]
     first = last = ints[BEGUN_AT + s["number"] % 2]
@@ -72,7 +72,7 @@ def _note_who_was_last(state: Array, ints: Array) -> None:
     s["late_ns"] = last - first
 
 
-@kernel
+@inner
 def _agree(state: Array, ints: Array) -> int:
     """Compare the descriptors of all ranks; all have begun."""
     s = state[0]
@@ -90,7 +90,7 @@ def _agree(state: Array, ints: Array) -> int:
     return AGREED
 
 
-@kernel
+@inner
 def _has_to_show(state: Array, ints: Array) -> bool:
     """Whether the sum of all hosts is there of what this rank shows next, and a slot is free."""
     s = state[0]
@@ -100,7 +100,7 @@ def _has_to_show(state: Array, ints: Array) -> bool:
     return bool(lowest(ints, state, COLLECTED) > s["base"] + chunk - s["slots"])
 
 
-@kernel
+@inner
 def _has_free_slot(state: Array, ints: Array) -> bool:
     """Whether nobody needs any more what this rank has staged where the next chunk goes."""
     s = state[0]
@@ -137,7 +137,7 @@ def next_step(state: Array, ints: Array) -> int:
     return WAITS
 
 
-@kernel
+@spliced
 def _stage(state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int) -> None:
     """Stage the parts of all other ranks of a chunk."""
     s = state[0]
@@ -153,7 +153,7 @@ def _stage(state: Array, ints: Array, words: Array, source: Array, target: Array
         s["staged_blocks"] += count
 
 
-@kernel
+@spliced
 def _collect(state: Array, ints: Array, words: Array, target: Array, origin: int, chunk: int) -> bool:
     """Collect the parts of all other ranks of a chunk. Returns whether their regions are in order."""
     s = state[0]
@@ -167,7 +167,7 @@ def _collect(state: Array, ints: Array, words: Array, target: Array, origin: int
     return True
 
 
-@kernel
+@spliced
 def _combine(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
     plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
@@ -185,7 +185,7 @@ def _combine(
     return True
 
 
-@kernel
+@spliced
 def _take(
     state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, did: int, chunk: int,
     places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
@@ -203,8 +203,8 @@ def _take(
     return True
 
 
-@kernel
-def _place_of(state: Array, did: int) -> tuple[int, int]:
+@inner
+def _chunk_and_counter(state: Array, did: int) -> tuple[int, int]:
     """The chunk that the step `did` is about, and the counter that says it is taken."""
     s = state[0]
     if did == STAGED_ONE:
@@ -216,7 +216,7 @@ def _place_of(state: Array, did: int) -> tuple[int, int]:
     return s["combined"], COMBINED
 
 
-@kernel
+@inner
 def _note(state: Array, line: int, chunks: int) -> None:
     """So many chunks are dealt with now."""
     s = state[0]
@@ -230,7 +230,7 @@ def _note(state: Array, line: int, chunks: int) -> None:
         s["combined"] = chunks
 
 
-@kernel
+@spliced
 def step(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
     places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
@@ -255,14 +255,13 @@ def step(
         return did
     if did == AGREED:
         return _agree(state, ints)
-    chunk, line = _place_of(state, did)
+    chunk, line = _chunk_and_counter(state, did)
+    origin = 0
     if is_tail(state, chunk):
-        is_fine = _take(
-            state, ints, words, source_tail, target_tail, s["full_blocks"], did, chunk, places, plan, marked, notes,
-            scratch, bits,
-        )  # fmt: skip
-    else:
-        is_fine = _take(state, ints, words, source, target, 0, did, chunk, places, plan, marked, notes, scratch, bits)
+        source, target, origin = source_tail, target_tail, s["full_blocks"]
+    is_fine = _take(
+        state, ints, words, source, target, origin, did, chunk, places, plan, marked, notes, scratch, bits
+    )  # fmt: skip
     if not is_fine:
         return BROKEN
     _note(state, line, chunk + 1)
@@ -270,7 +269,7 @@ def step(
     return did
 
 
-@kernel
+@inner
 def _agree_on_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
     did = _agree(state, ints)
     wrong = count_rows(state, ints, numbers, lists) if did == AGREED else -1
@@ -280,7 +279,7 @@ def _agree_on_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> i
     return did
 
 
-@kernel
+@inner
 def _combine_rows(
     state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
     result: Array, plan: Array, scratch: Array, bits: Array,
@@ -301,7 +300,7 @@ def _combine_rows(
     return COMBINED_ONE
 
 
-@kernel
+@inner
 def step_with_rows(
     state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
     result: Array, plan: Array, scratch: Array, bits: Array,

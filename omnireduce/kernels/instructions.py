@@ -1,4 +1,4 @@
-"""What a processor can do, and Python has no words for: kernels call these functions like others.
+"""Instructions of the processor that Python has no words for: kernels call these functions like others.
 
 With the JIT off, each is what stands here as Python. The compiler emits the machine's instruction in its place.
 """
@@ -20,7 +20,7 @@ _array_of: Any = arrayobj.make_array
 _insert_function: Any = cgutils.get_or_insert_function
 _fill_array: Any = arrayobj.populate_array
 _lengths_of: Any = cgutils.unpack_tuple
-_place_of: Any = cgutils.alloca_once_value
+_stored_on_stack: Any = cgutils.alloca_once_value
 LINE_BYTES = 64  # of a cache line
 WORD_BYTES = 8
 FLUSHES = {"x86_64": 0x8040, "aarch64": 1 << 24}  # FTZ and DAZ of MXCSR; FZ of FPCR
@@ -231,7 +231,7 @@ def _read_mode(builder: Any) -> Any:
     if platform.machine() == "aarch64":
         kind = ir.FunctionType(_word, [])
         return builder.call(_insert_function(builder.module, kind, "llvm.aarch64.get.fpcr"), [])
-    place = _place_of(builder, ir.Constant(_word, 0))
+    place = _stored_on_stack(builder, ir.Constant(_word, 0))
     _exchange_mode(builder, "llvm.x86.sse.stmxcsr", place)
     return builder.load(place)
 
@@ -241,7 +241,7 @@ def _write_mode(builder: Any, mode: Any) -> None:
         kind = ir.FunctionType(ir.VoidType(), [_word])
         builder.call(_insert_function(builder.module, kind, "llvm.aarch64.set.fpcr"), [mode])
         return
-    place = _place_of(builder, mode)
+    place = _stored_on_stack(builder, mode)
     _exchange_mode(builder, "llvm.x86.sse.ldmxcsr", place)
 
 

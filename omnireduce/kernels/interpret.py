@@ -22,7 +22,7 @@ from omnireduce.kernels.instructions import (
     row_of,
     span_of,
 )
-from omnireduce.kernels.jit import inlined, kernel
+from omnireduce.kernels.jit import inlined, inner, kernel
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import reduce_block
 
@@ -35,7 +35,7 @@ BLOCK_SUM, LOAD_CELL, STORE_CELL, ADD_TO_TOTAL = (int(Operation(each)) for each 
 MOMENTS, ROOT_STEP = (int(Operation(each)) for each in range(30, 32))
 
 
-@kernel
+@inner
 def _with_operand(operation: int, d: Array, a: Array) -> None:  # noqa: C901  a branch for each
     """An instruction that has two arrays."""
     if operation == COPY:
@@ -63,7 +63,7 @@ def _with_operand(operation: int, d: Array, a: Array) -> None:  # noqa: C901  a 
         _compare(operation, d, a)
 
 
-@kernel
+@inner
 def _mixed(operation: int, d: Array, a: Array, s: float, t: float) -> None:
     """An instruction that has two arrays and scalars."""
     if operation == ADD_SCALED:
@@ -80,20 +80,20 @@ def _mixed(operation: int, d: Array, a: Array, s: float, t: float) -> None:
             d[i] = np.sqrt(a[i]) * s + t
 
 
-@kernel
+@inner
 def _moments(d: Array, e: Array, a: Array, s: float, t: float, u: float, v: float) -> None:
     for i in range(d.size):
         d[i] = d[i] * s + a[i] * t
         e[i] = e[i] * u + a[i] * a[i] * v
 
 
-@kernel
+@inner
 def _root_step(d: Array, a: Array, b: Array, s: float, t: float, u: float) -> None:
     for i in range(d.size):
         d[i] += a[i] / (np.sqrt(b[i]) * s + t) * u
 
 
-@kernel
+@inner
 def _compare(operation: int, d: Array, a: Array) -> None:
     """NaN wins in minimum and maximum, as in NumPy, and is not greater than anything."""
     one, zero = d.dtype.type(1), d.dtype.type(0)
@@ -108,13 +108,13 @@ def _compare(operation: int, d: Array, a: Array) -> None:
             d[i] = one if d[i] > a[i] else zero
 
 
-@kernel
+@inner
 def _select(d: Array, a: Array, b: Array) -> None:
     for i in range(d.size):
         d[i] = a[i] if d[i] != 0 else b[i]
 
 
-@kernel
+@inner
 def _alone(operation: int, d: Array, scalar: float) -> None:  # noqa: C901  a branch for each
     """An instruction that has one array."""
     if operation == FILL:
@@ -142,7 +142,7 @@ def _alone(operation: int, d: Array, scalar: float) -> None:  # noqa: C901  a br
         _function(operation, d)
 
 
-@kernel
+@inner
 def _function(operation: int, d: Array) -> None:
     one = d.dtype.type(1)
     if operation == RECIPROCAL:
@@ -159,7 +159,7 @@ def _function(operation: int, d: Array) -> None:
             d[i] = np.tanh(d[i])
 
 
-@kernel
+@inner
 def _sum_of(d: Array, valid: int) -> float:
     """The sum of the first `valid` elements in float64: of every fourth one, and then of these four."""
     a, b, c, e, whole = 0.0, 0.0, 0.0, 0.0, valid // 4 * 4
@@ -231,7 +231,7 @@ def _run(
             _with_numbers(operation, d, kept, columns * block.size + third, totals, third, valid)
 
 
-@kernel
+@inner
 def _with_numbers(operation: int, d: Array, kept: Array, cell: int, totals: Array, total: int, valid: int) -> None:
     """An instruction that has an array and one number."""
     if operation == BLOCK_SUM:
@@ -272,8 +272,8 @@ def run_on_blocks(
     size, last, bits = out.shape[1], out.shape[0] - 1, out.view(np.int32)
     for k in range(out.shape[0]):
         block, part = row_of(out, k), row_of(parts, k)
-        kept = row_of(state, _place_of(numbers[k], shards, stripe_blocks))
-        later = row_of(state, _place_of(numbers[min(k + 1, last)], shards, stripe_blocks))
+        kept = row_of(state, _index_in_shard(numbers[k], shards, stripe_blocks))
+        later = row_of(state, _index_in_shard(numbers[min(k + 1, last)], shards, stripe_blocks))
         if _is_there(part):
             reduce_block(op, arena, part, block, block, divisor)
         else:
@@ -285,7 +285,7 @@ def run_on_blocks(
         restore_mode(mode)
 
 
-@kernel
+@inner
 def _drop_denormals(bits: Array) -> None:
     """Make zeros, with their signs, of the numbers that have the exponent of zero."""
     for i in range(bits.size):
@@ -302,6 +302,6 @@ def _is_there(part: Array) -> bool:
 
 
 @inlined
-def _place_of(number: int, shards: int, stripe_blocks: int) -> int:
+def _index_in_shard(number: int, shards: int, stripe_blocks: int) -> int:
     """Where among the blocks of its shard a block is."""
     return number // (shards * stripe_blocks) * stripe_blocks + number % stripe_blocks

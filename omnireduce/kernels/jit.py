@@ -42,31 +42,74 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def kernel(function: F) -> F:
-    """Compile `function` on first use for each combination of argument types."""
-    return _compiled(function)
+    """Compile `function` on first use for each combination of argument types. Python and other kernels may call it."""
+    return _on_disk(_compiled(function), function, _all_of)
+
+
+def inner(function: F) -> F:
+    """A kernel that only kernels call: it has no entry for Python, and no file of its own."""
+    return _without_entry(_compiled(function, no_cpython_wrapper=True), function)
 
 
 def inlined(function: F) -> F:
-    """A kernel whose code becomes part of the kernels that call it: what is done for every block is worth that."""
-    return _compiled(function, forceinline=True)
+    """An `inner` kernel whose code becomes part of the kernels that call it: what is done for every block is worth
+    that."""
+    return _without_entry(_compiled(function, no_cpython_wrapper=True, forceinline=True), function)
+
+
+def spliced(function: F) -> F:
+    """An `inner` kernel that is no function of its own in what is compiled: to compile it with its caller takes less
+    time than to compile both."""
+    return _compiled(function, inline="always")
 
 
 def reordering(function: F) -> F:
     """A kernel whose float sums may be added in any order, so that they vectorise. Not for what ranks must agree on."""
-    return _compiled(function, fastmath={"reassoc", "nsz"})
+    return _on_disk(_compiled(function, fastmath={"reassoc", "nsz"}), function, _all_of)
 
 
 def entry(function: F) -> F:
     """A large kernel that Python calls, and no kernel may call. Its file has none of the code that compilers want:
     loaded, that takes ten times as much memory as the machine code."""
-    return _compiled(function, stored=_machine_code_only)
+    return _on_disk(_compiled(function), function, _machine_code_only)
 
 
-def _compiled(function: F, stored: Callable[[Any], Any] | None = None, **more: Any) -> F:
-    compiled: Any = numba.njit(nogil=True, error_model="numpy", **more)(function)
-    if hasattr(compiled, "_cache"):  # not with the JIT off
-        compiled._cache = _OnDisk(function, stored or _all_of)
+def by_address(function: F) -> F:
+    """A kernel that kernels call at an address, which `address_of` gives. Its file is as that of an `entry`."""
+    return _on_disk(_compiled(function, no_cfunc_wrapper=False), function, _machine_code_only)
+
+
+def address_of(kernel: Any, types: tuple[Any, ...]) -> int:
+    """The address in this process of a kernel that is `by_address`, for these types of arguments. It is compiled, or
+    loaded, at the first call. Its arguments are passed as Numba passes those of a C function."""
+    if types not in kernel.overloads:
+        kernel.compile(types)
+    result = kernel.overloads[types]
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
+
+
+def _compiled(function: F, **options: Any) -> F:
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", **{"no_cfunc_wrapper": True} | options)(function)
     return cast(F, compiled)
+
+
+def _without_entry(compiled: F, function: Callable[..., object]) -> F:
+    """`compiled`; to call it from Python raises TypeError. Numba would jump to an entry that is not there."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError(f"only kernels can call {function.__name__}: make it a @kernel to call it from Python")
+
+    if has_compiler():
+        dispatcher = cast(Any, compiled)
+        dispatcher._insert, dispatcher._compile_for_args = lambda *_: None, refuse
+    return compiled
+
+
+def _on_disk(compiled: F, function: Callable[..., object], stored: Callable[[Any], Any]) -> F:
+    """`compiled`, kept in a file of its own for each combination of types."""
+    if has_compiler():
+        cast(Any, compiled)._cache = _OnDisk(function, stored)
+    return compiled
 
 
 class _OnDisk(caching._Cache):

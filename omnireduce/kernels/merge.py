@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.jit import inner, kernel
 
 ABSENT = -1  # in `parts`: this rank's block is zero
 SOLE_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
 
 
-@kernel
+@inner
 def _fitting(indices: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int) -> int:
     """How many of the first `indices` ascend strictly, lie in [low, high) and are in stripes of `shard`."""
     previous, stop = low - 1, 0  # of a stripe of this shard

@@ -6,7 +6,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, prefetch_to_write, row_of
-from omnireduce.kernels.jit import inlined, kernel
+from omnireduce.kernels.jit import inlined, inner, kernel
 
 LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far
@@ -21,7 +21,7 @@ def _clear(target: Array, block: int, bits: np.uint64, in_place: bool) -> None:
         target[block, :] = 0
 
 
-@kernel
+@inner
 def _pack_run(
     source: Array,
     target: Array,

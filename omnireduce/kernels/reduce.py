@@ -1,7 +1,7 @@
 """Combine the ranks' blocks, always in rank order.
 
-`parts` are those of `plan_union`. An absent block is a block of zeros. Adding it would change no value (but
-the sign of a -0, which stays as it is); min, max and prod must see it, so they count the contributions.
+`parts` are those of `plan_union`. An absent block is a block of zeros. To add it would change no value, except
+the sign of a -0, which stays as it is. Min, max and prod must see it, so they count the contributions.
 
 Unsigned integers are seen as signed ones. Sums and products have the same bits. Min and max have ops of their own: two
 numbers compare as unsigned ones as they do as signed ones, unless only one of them is negative.
@@ -13,7 +13,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array, ElementType
 from omnireduce.kernels.instructions import row_of, span_of, span_or
-from omnireduce.kernels.jit import inlined, kernel
+from omnireduce.kernels.jit import inlined, inner, kernel
 from omnireduce.kernels.merge import ABSENT
 
 OWN = -2  # in the part of a block: the block that the caller has in an array of its own
@@ -23,11 +23,11 @@ _UNSIGNED = OPS | {"min": UNSIGNED_MIN, "max": UNSIGNED_MAX}
 
 
 def op_code(op: str, element: ElementType) -> int:
-    """What the kernels call `op` for such elements."""
+    """The number of `op` in the kernels, for such elements."""
     return (_UNSIGNED if element.is_unsigned else OPS)[op]
 
 
-@kernel
+@inner
 def _is_below(left: int, right: int) -> bool:
     """Compare two signed numbers as unsigned ones."""
     return (left < right) != ((left < 0) != (right < 0))
@@ -103,7 +103,7 @@ def _finish(op: int, total: Array, present: int, ranks: int, divisor: int) -> No
             total[i] = zero
 
 
-@kernel
+@inner
 def _product(total: Array, arena: Array, part: Array, own: Array) -> None:
     """The product with absent blocks as zeros, each in its place: factors that overflow after a zero give 0."""
     zero = total.dtype.type(0)  # as in _finish
@@ -164,15 +164,6 @@ def reduce_blocks(op: int, arena: Array, parts: Array, out: Array, divisor: int)
 
 
 @kernel
-def reduce_planned(op: int, arena: Array, plan: Array, own: Array, out: Array) -> None:
-    """Reduce one block for each row of `plan`, int64 (entries, 1 + ranks): the row of `own` that OWN stands for, and
-    the `part`. `own`: (blocks, block size); `out`: (entries, block size)."""
-    ranks = plan.shape[1] - 1
-    for k in range(plan.shape[0]):
-        reduce_block(op, arena, span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0]), row_of(out, k), ranks)
-
-
-@kernel
 def decode_half(brain: bool, stored: Array, values: Array, bits: Array) -> None:
     """16-bit floats in `stored` (uint16) to float32 in `values`; `bits` is the same memory as uint32."""
     if brain:
@@ -214,7 +205,7 @@ def encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None:
         stored[i] = np.uint16(sign | code)
 
 
-@kernel
+@inner
 def reduce_half_block(
     op: int, brain: bool, arena: Array, part: Array, own: Array, total: Array, scratch: Array, bits: Array, divisor: int
 ) -> None:
@@ -247,14 +238,3 @@ def reduce_half_blocks(
     """`reduce_blocks` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
     for k in range(parts.shape[0]):
         reduce_half_block(op, brain, arena, row_of(parts, k), arena, row_of(out, k), scratch, bits, divisor)
-
-
-@kernel
-def reduce_half_planned(
-    op: int, brain: bool, arena: Array, plan: Array, own: Array, out: Array, scratch: Array, bits: Array
-) -> None:
-    """`reduce_planned` for float16 (or bfloat16 when `brain`); see `reduce_half_block`."""
-    ranks = plan.shape[1] - 1
-    for k in range(plan.shape[0]):
-        part, mine = span_of(row_of(plan, k), 1, ranks), row_of(own, plan[k, 0])
-        reduce_half_block(op, brain, arena, part, mine, row_of(out, k), scratch, bits, ranks)

@@ -1,4 +1,4 @@
-"""Where the memory of ranks of one host has what, and how far a rank has come in it.
+"""The memory that ranks of one host share: where it has what, and how far each rank has come.
 
 A region is the memory that one rank writes and all ranks of the host read. It begins with its counters and two
 descriptors. Each of its slots has, for a chunk of up to C blocks, counts (one for each part), indices (C) and rows (C).
@@ -13,14 +13,15 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.instructions import LINE_BYTES, counter, publish
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.jit import inner, kernel
 
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor
 PLACE_WORDS = 2 + EXTRA_WORDS  # what a rank says of a collective: the length of its descriptor, in bytes, and these
 ROWS_AT = PLACE_WORDS - 1  # behind them how many rows the rank brings
 # Where a region has its counters, in words: each on a cache line of its own.
-BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT, SUMMED = (line * LINE for line in range(7))
+BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT, SUMMED, COMPILED = (line * LINE for line in range(8))
+# COMPILED is no counter: when the rank last said that it compiles kernels, in nanoseconds; 0: never.
 BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
 DESCRIPTORS = 8 * LINE  # two places: the next collective has the other one
 SLOTS = DESCRIPTORS + 2 * PLACE_WORDS + 4  # the first slot, at a cache line
@@ -37,7 +38,7 @@ STATE = np.dtype(
             "chunks", "staged", "combined", "collected",  # of these chunks so far
             "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
             "width", "size",  # of a block, in words and in elements
-            "in_place", "silent", "storage", "op", "is_dense",
+            "in_place", "silent", "storage", "op", "reducer", "is_dense",  # reducer: its address
             "staged_blocks", "own_blocks", "result_blocks", "collected_blocks",  # so far
             "taken",  # steps
             "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
@@ -52,7 +53,7 @@ STATE = np.dtype(
 )  # fmt: skip
 
 
-@kernel
+@inner
 def lowest(ints: Array, state: Array, line: int) -> int:
     """The lowest of a counter of the other ranks."""
     s = state[0]
@@ -63,14 +64,14 @@ def lowest(ints: Array, state: Array, line: int) -> int:
     return low
 
 
-@kernel
+@inner
 def is_tail(state: Array, chunk: int) -> bool:
     """Whether this chunk is the short last block."""
     s = state[0]
     return bool(chunk * s["chunk_blocks"] >= s["full_blocks"])
 
 
-@kernel
+@inner
 def _range_of(state: Array, chunk: int) -> tuple[int, int]:
     """The first block of a chunk, and how many it has."""
     s = state[0]
@@ -80,7 +81,7 @@ def _range_of(state: Array, chunk: int) -> tuple[int, int]:
     return first, min(s["chunk_blocks"], s["full_blocks"] - first)
 
 
-@kernel
+@inner
 def _delegate_of(state: Array, block: int) -> int:
     """The rank that sends the stripe of this block to its shard, for all ranks of the host."""
     s = state[0]
@@ -88,14 +89,14 @@ def _delegate_of(state: Array, block: int) -> int:
     return rank
 
 
-@kernel
+@inner
 def is_needed(state: Array, number: int) -> bool:
     """Whether this rank needs the sum of this row: for itself, or to send it."""
     s = state[0]
     return bool(not s["row_shards"] or number // s["stripe_blocks"] % s["row_shards"] % s["ranks"] == s["me"])
 
 
-@kernel
+@inner
 def part_of(state: Array, chunk: int, part: int) -> tuple[int, int, int]:
     """The first block of a chunk; the first block of its part `part`, and the one behind its last. With several hosts
     all of a chunk is the part of one rank."""
@@ -106,7 +107,7 @@ def part_of(state: Array, chunk: int, part: int) -> tuple[int, int, int]:
     return first, first + count * part // s["ranks"], first + count * (part + 1) // s["ranks"]
 
 
-@kernel
+@inner
 def has_arrived(state: Array, chunk: int) -> bool:
     """Whether this rank waits for no shard before it can show its part of a chunk."""
     s = state[0]
@@ -114,7 +115,7 @@ def has_arrived(state: Array, chunk: int) -> bool:
     return bool(_delegate_of(state, first) != s["me"] or s["arrived"] >= first + count)
 
 
-@kernel
+@inner
 def slot_of(state: Array, rank: int, chunk: int) -> int:
     """Where the region of `rank` has the slot of a chunk."""
     s = state[0]
@@ -122,7 +123,7 @@ def slot_of(state: Array, rank: int, chunk: int) -> int:
     return at
 
 
-@kernel
+@inner
 def result_slot_of(state: Array, rank: int, chunk: int) -> int:
     """Where the region of `rank` has the slot of its result of a chunk. With several hosts that comes much later than
     what is staged, and has slots of its own."""

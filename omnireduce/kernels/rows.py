@@ -1,8 +1,8 @@
-"""What a rank of a host does with rows of a sparse matrix: stage, list, merge. See `exchange`.
+"""The steps of a rank with rows of a sparse matrix: stage, list, merge. See `exchange`.
 
 `lists`, int64 (5, ranks), says where each rank's numbers are in `listed`, int64 (rows of all ranks,). These are a
-checked copy, which no peer can change. So of staged rows nothing is believed but the elements. `union`: int64 (room, as
-in `listed`), the numbers of the result. `rows`, `result`: uint8 (…, row bytes), this rank's rows and the sums.
+checked copy, which no peer can change. So nothing of staged rows is believed except the elements. `union`: int64 (room,
+as in `listed`), the numbers of the result. `rows`, `result`: uint8 (…, row bytes), this rank's rows and the sums.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.chunk import reduce_batch
 from omnireduce.kernels.instructions import counter
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.jit import inner
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
+from omnireduce.kernels.reducers import reduce_at
 from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, is_needed, slot_of
 
 # Of `lists`: where a rank's numbers begin and end, behind those listed so far, which row is to be merged next,
@@ -24,7 +24,7 @@ AT_ONCE = 1 << 16  # rows of the union that one step lists
 NO_NUMBER = (1 << 63) - 1
 
 
-@kernel
+@inner
 def count_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
     """Note in `lists` how many rows each rank brings. Returns -1, or the rank whose count cannot be."""
     s = state[0]
@@ -44,7 +44,7 @@ def count_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
     return -1
 
 
-@kernel
+@inner
 def stage_numbers(state: Array, ints: Array, numbers: Array, chunk: int) -> None:
     """Copy this rank's next numbers to its slot, as many as it holds."""
     s = state[0]
@@ -53,7 +53,7 @@ def stage_numbers(state: Array, ints: Array, numbers: Array, chunk: int) -> None
         ints[at + k - start] = numbers[k]
 
 
-@kernel
+@inner
 def take_numbers(state: Array, ints: Array, numbers: Array, chunk: int, lists: Array, listed: Array) -> int:
     """Copy the numbers of a chunk of all ranks. Returns -1, or the rank whose numbers do not ascend or are out of
     range."""
@@ -75,7 +75,7 @@ def take_numbers(state: Array, ints: Array, numbers: Array, chunk: int, lists: A
     return -1
 
 
-@kernel
+@inner
 def list_union(state: Array, lists: Array, listed: Array, union: Array) -> None:
     """List the next rows of the union, up to AT_ONCE."""
     s = state[0]
@@ -97,7 +97,7 @@ def list_union(state: Array, lists: Array, listed: Array, union: Array) -> None:
         s["result_blocks"] += first == s["me"]
 
 
-@kernel
+@inner
 def _chunk_of_union(state: Array, chunk: int) -> tuple[int, int]:
     """The first row of the union that a chunk has, and the one behind its last."""
     s = state[0]
@@ -105,7 +105,7 @@ def _chunk_of_union(state: Array, chunk: int) -> tuple[int, int]:
     return first, min(first + s["chunk_blocks"], s["union"])
 
 
-@kernel
+@inner
 def stage_rows(state: Array, words: Array, lists: Array, listed: Array, union: Array, rows: Array, chunk: int) -> None:
     """Copy this rank's rows of a chunk to its slot."""
     s = state[0]
@@ -124,14 +124,14 @@ def stage_rows(state: Array, words: Array, lists: Array, listed: Array, union: A
     s["staged_blocks"] += stop - start
 
 
-@kernel
+@inner
 def _copy(source: Array, start: int, target: Array, at: int, count: int) -> None:
     copy, original = target[at : at + count], source[start : start + count]
     for i in range(count):
         copy[i] = original[i]
 
 
-@kernel
+@inner
 def merge_rows(
     state: Array, words: Array, lists: Array, listed: Array, union: Array, rows: Array, result: Array, chunk: int,
     plan: Array, scratch: Array, bits: Array,
@@ -154,7 +154,8 @@ def merge_rows(
         planned += is_planned
         if planned and (not is_planned or planned == plan.shape[0] or row + 1 == stop):
             behind = row + is_planned
-            reduce_batch(state, words, plan[:planned], rows, result[behind - planned : behind], scratch, bits)
+            out = result[behind - planned : behind]
+            reduce_at(s["reducer"], s["op"], staged, plan[:planned], rows, out, scratch, bits)
             planned = 0
         if is_left_out:
             s["collected_blocks"] = collected
@@ -166,9 +167,9 @@ def merge_rows(
             _copy(staged, at * (width // s["size"]), sums, row * width, width)
 
 
-@kernel
+@inner
 def _find_row(state: Array, lists: Array, listed: Array, number: int, part: Array) -> tuple[int, int]:
-    """Note in `part`, a row of a plan as `reduce_planned` wants it, where each rank has the next row of the union.
+    """Note in `part`, a row of a plan as a reducer wants it, where each rank has the next row of the union.
     Returns how many ranks have it, and the last of them."""
     s = state[0]
     present, last = 0, 0

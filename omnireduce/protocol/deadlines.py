@@ -8,6 +8,7 @@ from omnireduce.core.wire.control import Cause, Waiting
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.protocol.collective.stream import ShardStream
 
+MOST_COMPILING_S = 1800.0  # no collective waits longer for ranks that compile
 LATE = 0.05  # part of the time limit: a worker that notices it this much later was stopped, or had no processor
 
 
@@ -16,13 +17,25 @@ class CollectiveDeadline:
 
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
-        self.since = 0.0
+        self.since = self._begun = 0.0
         self._extra_s = 0.0  # time for ranks that know more to judge first
         self.late_s = 0.0  # how long after the time limit this was noticed; 0: in time
         self._longest: Waiting | None = None  # the longest wait
 
     def begin(self, now: float) -> None:
         """Another collective is the oldest one."""
+        self._begun = now
+        self._restart(now)
+
+    def compiled(self, at: float) -> bool:
+        """A rank that is late said at this time that it compiles kernels: the time limit begins anew then. Returns
+        whether that is news."""
+        if not self.since < at < self._begun + MOST_COMPILING_S:
+            return False
+        self._restart(at)
+        return True
+
+    def _restart(self, now: float) -> None:
         self.since, self._extra_s, self.late_s, self._longest = now, 0.0, 0.0, None
 
     def heard(self, waiting: Waiting, now: float) -> None:

@@ -325,6 +325,8 @@ class WorkerMachine:
             yield from self._end(self._accused)
         elif self.host is not None and now < deadline:
             yield from self._say_who(self.host, now)
+        elif self.host is not None and self._collective_deadline.compiled(min(now, self.host.compiled_at())):
+            return
         elif not self._collective_deadline.late_s and (
             now - deadline >= self._collective_deadline.moment_s or self._is_old_news
         ):

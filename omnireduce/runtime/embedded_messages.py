@@ -1,7 +1,7 @@
 """Messages between rank 0 and the aggregator that it starts for its job, and from rank 0 to the other ranks.
 
-A pair of connected Unix sockets joins the two processes. The rank sends a Config, together with a descriptor of its own
-process if the system has pidfd_open(2). The aggregator sends `Compiling` now and then, and in the end `Ready` or
+A pair of connected Unix sockets joins the two processes. The rank sends an `Order`, together with a descriptor of its
+own process if the system has pidfd_open(2). The aggregator sends `Compiling` now and then, and in the end `Ready` or
 `EmbeddingFailed`. When the connection or the rank's process ends, the aggregator stops with the job. The rank passes
 all these messages on to the other ranks unchanged.
 """
@@ -17,16 +17,24 @@ from omnireduce.support.config import Config
 SECRET_BYTES = 32
 MOST_BYTES = 1 << 16  # the longest message
 LONGEST = 4096  # the most characters of a reason
-_Count = Annotated[int, Meta(ge=0, le=1 << 16)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 _Address = Annotated[str, Meta(pattern=r"^(127\.0\.0\.1|\[::1\]):[1-9][0-9]{0,4}\Z")]
 _Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
-class Compiling(Struct, frozen=True, tag="compiling"):
-    """The aggregator has compiled `ready` of its `total` kernels."""
+class Order(Struct, frozen=True):
+    """The configuration of the aggregator. `sums`: it will have to sum. Otherwise all ranks exchange tensors in memory,
+    and it needs no kernels."""
 
-    ready: _Count
-    total: _Count
+    config: Config
+    sums: bool
+
+
+class Compiling(Struct, frozen=True, tag="compiling"):
+    """So much of the work of compiling the aggregator's kernels is done, in seconds that a processor takes."""
+
+    done_s: _Seconds
+    total_s: _Seconds
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -45,7 +53,7 @@ class EmbeddingFailed(Struct, frozen=True, tag="failed"):
 News = Compiling | Ready | EmbeddingFailed
 encode = msgpack.Encoder().encode
 _news: msgpack.Decoder[News] = msgpack.Decoder(News)
-_config = msgpack.Decoder(Config)
+_order = msgpack.Decoder(Order)
 
 
 def decode_news(data: bytes) -> News:
@@ -53,6 +61,6 @@ def decode_news(data: bytes) -> News:
     return _news.decode(data)
 
 
-def decode_config(data: bytes) -> Config:
+def decode_order(data: bytes) -> Order:
     """Raises msgspec.DecodeError, a ValueError, for anything else."""
-    return _config.decode(data)
+    return _order.decode(data)

@@ -49,13 +49,13 @@ class PlainProgress:
 class Seldom:
     """Passes on the first call, and afterwards at most one call in `EVERY_S` seconds."""
 
-    def __init__(self, tell: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tell: Callable[[float, float], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock, self._due = tell, clock, -math.inf
 
-    def __call__(self, ready: int, total: int) -> None:
+    def __call__(self, done: float, total: float) -> None:
         if (now := self._clock()) >= self._due:
             self._due = now + EVERY_S
-            self._tell(ready, total)
+            self._tell(done, total)
 
 
 class Ticker:

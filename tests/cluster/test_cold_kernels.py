@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually, unique_job
 
-from omnireduce.errors import RefusedError, TransportError
+from omnireduce.errors import AbortedError, RefusedError, TransportError
 from omnireduce.kernels.claims import Kernel
 from omnireduce.kernels.warm import Progress
-from omnireduce.runtime.rank import joining
+from omnireduce.runtime.rank import communicator, kernels_ready
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config
 
@@ -24,10 +26,10 @@ class Compiler:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_done, self._this = threading.Event(), threading.local()
-        self._make_ready, self._list, self.lists = joining.make_ready, joining.worker_kernels, 0
-        monkeypatch.setattr(joining, "worker_kernels", self.list_once)
-        monkeypatch.setattr(joining, "are_kept", lambda kernels: not self.is_needed)
-        monkeypatch.setattr(joining, "make_ready", self.make_ready)
+        self._make_ready, self._list, self.lists = kernels_ready.make_ready, communicator.needed_at_first, 0
+        monkeypatch.setattr(communicator, "needed_at_first", self.list_once)
+        monkeypatch.setattr(kernels_ready, "are_kept", lambda kernels: not self.is_needed)
+        monkeypatch.setattr(kernels_ready, "make_ready", self.make_ready)
 
     @property
     def is_needed(self) -> bool:
@@ -36,14 +38,14 @@ class Compiler:
     def begin(self) -> None:
         self._this.is_cold = True
 
-    def list_once(self, *, in_memory: bool) -> list[Kernel]:
+    def list_once(self, *args: Any, **options: Any) -> list[Kernel]:
         self.lists += 1
-        return self._list(in_memory=in_memory)
+        return self._list(*args, **options)
 
-    def make_ready(self, lists: Sequence[Sequence[Kernel]], progress: Progress) -> None:
+    def make_ready(self, kernels: Sequence[Kernel], progress: Progress) -> None:
         while self.is_needed and not self.is_done.wait(0.01):
             progress(1, 2)
-        self._make_ready(lists, progress)
+        self._make_ready(kernels, progress)
 
 
 @pytest.fixture
@@ -133,3 +135,48 @@ def test_what_ends_the_meeting_ends_the_compiling(compiler: Compiler) -> None:
     assert isinstance(error, TransportError)
     assert "rank 0 of job" in str(error)
     assert not compiler.is_done.is_set()
+
+
+def test_what_the_first_collective_of_a_kind_compiles_does_not_count_as_its_time(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 compiles for much longer than the time limit, once both are in the job."""
+    config, job = configured([], "cluster.timeout_s=1"), unique_job()
+
+    def run(rank: int) -> float:
+        with Communicator(config, rank=rank, size=2, job=job) as comm:
+            comm.allreduce(np.ones(3, np.float32))
+            if rank:
+                compiler.begin()
+            return float(comm.allreduce(np.ones(3, np.int16))[0])
+
+    ranks = Ranks(2, run)
+    try:
+        assert eventually(lambda: "since 4" in caplog.text, READY_S), caplog.text
+    finally:
+        compiler.is_done.set()
+    assert ranks.results(READY_S) == [2.0, 2.0]
+
+
+def test_a_rank_that_says_no_more_that_it_compiles_is_late(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said so once, as a process that is stopped meanwhile, and the time limit counts from then."""
+    config, job, is_over = configured([], "cluster.timeout_s=1"), unique_job(), threading.Event()
+    monkeypatch.setattr(kernels_ready, "Ticker", lambda *_: nullcontext())
+
+    def run(rank: int) -> None:
+        try:
+            with Communicator(config, rank=rank, size=2, job=job) as comm:
+                comm.allreduce(np.ones(3, np.float32))
+                if rank:
+                    compiler.begin()
+                comm.allreduce(np.ones(3, np.int16))
+        finally:
+            is_over.set()
+
+    ranks = Ranks(2, run)
+    assert is_over.wait(READY_S)
+    compiler.is_done.set()
+    error, _ = ranks.outcomes(READY_S)
+    assert isinstance(error, AbortedError)
+    assert "rank 1" in str(error)
+    assert "not complete after 1 s" in str(error)

@@ -26,7 +26,7 @@ ROW = 64
 CLONE_NEWNET = 0x40000000
 ARE_YOU_THERE, FINISH = "are you there", "finish"  # what a worker may be told during a job
 
-make_ready([worker_kernels()])
+make_ready(worker_kernels())
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def run_program(comm: Communicator) -> None:
 
 
 def main(addresses: list[str]) -> None:
-    make_ready([worker_kernels()])
+    make_ready(worker_kernels())
     for codec in BUILT_IN:  # as the first call with it does, before it begins
         codec_named(codec)
     asked = needed()

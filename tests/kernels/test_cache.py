@@ -222,7 +222,7 @@ def test_folders_of_other_versions_and_unfinished_files_go(tmp_path: Path) -> No
     for age in range(KEPT + 3):
         folder = tmp_path / "kernels" / f"0.1-{age:016x}"
         folder.mkdir(parents=True)
-        for name in (NAME, f"a{UNFINISHED}", "all-0123abcd"):
+        for name in (NAME, f"a{UNFINISHED}", "ready-0123abcd"):
             (folder / name).write_bytes(b"")
         os.utime(folder, (1000 - age, 1000 - age))
     files = KernelFiles("tag", [tmp_path])

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,19 @@ from local_cluster import ROOT
 
 from omnireduce.kernels import claims
 from omnireduce.kernels.cache import KernelFiles
+from omnireduce.kernels.claims import Kernel
 from omnireduce.kernels.jit import kernel_files
 
 pytestmark = pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
 SHARE = """
 import sys
-import tempfile
-from functools import partial
-from omnireduce.kernels.claims import in_turn
+from omnireduce.kernels.claims import Kernel, share_out
 
-def kernel(number): pass
-for found in in_turn([partial(kernel, kind()) for kind in (int, float, str, bytes)]):
-    print(type(found.args[0]).__name__, flush=True)
+for kernel in share_out([Kernel(name, 1.0, print) for name in ("one", "two", "three", "four")]):
+    print(kernel.name, flush=True)
     sys.stdin.readline()
 """
-KINDS = ("int", "float", "str", "bytes")
+NAMES = ("one", "two", "three", "four")
 WAIT_S = 60.0
 
 
@@ -49,8 +46,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
     return files
 
 
-def kernel(number: object) -> None:
-    """Nothing is compiled."""
+def named(*names: str) -> list[Kernel]:
+    """Kernels for which nothing is compiled."""
+    return [Kernel(name, 1.0, lambda: None) for name in names]
 
 
 def called(process: subprocess.Popen[str]) -> str:
@@ -75,7 +73,7 @@ def test_two_processes_do_not_compile_the_same_kernel(tmp_path: Path) -> None:
         first.kill()
         first.wait(WAIT_S)
         rest = []  # whatever the first one held is free again
-        for _ in KINDS[1:]:
+        for _ in NAMES[1:]:
             go_on(second)
             rest.append(called(second))
         assert len(set(rest)) == 3
@@ -93,11 +91,11 @@ def test_processes_that_are_stopped_are_waited_for_once(
     now[0] = 100.0
     with start(tmp_path) as one, start(tmp_path) as another:
         held = {called(one), called(another)}
-        ours = [partial(kernel, kind()) for kind in (int, float, str)]
+        ours = named(*NAMES[:3])
         claimed = monkeypatch.setattr(claims.time, "monotonic", lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
         assert claimed is None
-        found = [type(each.args[0]).__name__ for each in claims.in_turn(ours)]
-        assert sorted(found) == ["float", "int", "str"]
+        found = [kernel.name for kernel in claims.share_out(ours)]
+        assert sorted(found) == sorted(NAMES[:3])
         assert set(found[:1]).isdisjoint(held)
         assert now[0] < 100.0 + 2 * claims.PATIENCE_S + 10
         one.kill()
@@ -108,11 +106,10 @@ def test_where_there_can_be_no_claims_every_process_does_all(
     here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    assert len(list(claims.in_turn([partial(kernel, 1)] * 3))) == 3
+    assert len(list(claims.share_out(named(*NAMES)))) == 4
     nowhere = KernelFiles("tag", [])
     monkeypatch.setattr(claims, "kernel_files", lambda: nowhere)
-    for _ in range(2):
-        assert len(list(claims.in_turn([partial(kernel, 1)] * 3))) == 3
+    assert len(list(claims.share_out(named(*NAMES)))) == 4
 
 
 def test_a_file_of_claims_that_others_can_open_does_not_count(here: KernelFiles, tmp_path: Path) -> None:
@@ -128,7 +125,7 @@ def test_a_file_of_claims_that_others_can_open_does_not_count(here: KernelFiles,
 
 
 def test_a_claim_ends_with_the_next_kernel(here: KernelFiles, tmp_path: Path) -> None:
-    list(claims.in_turn([partial(kernel, 1)]))
+    list(claims.share_out(named("one")))
     child = os.fork()
     if not child:
         with open(tmp_path / f"omnireduce-kernels-{os.geteuid()}", "r+") as file:
@@ -137,33 +134,36 @@ def test_a_claim_ends_with_the_next_kernel(here: KernelFiles, tmp_path: Path) ->
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_has_been_compiled_as_a_whole_is_not_claimed(tmp_path: Path) -> None:
+def test_what_has_been_compiled_is_not_claimed(tmp_path: Path) -> None:
     """So that many processes load kernels at the same time."""
     with start(tmp_path) as first:
-        for kind in KINDS:
-            assert called(first) == kind
+        for name in NAMES:
+            assert called(first) == name
             go_on(first)
         assert first.wait(WAIT_S) == 0
     with start(tmp_path) as one, start(tmp_path) as another:
-        assert called(one) == called(another) == KINDS[0]
+        assert called(one) == called(another) == NAMES[0]
         one.kill()
         another.kill()
 
 
-def test_what_is_built_into_others_is_compiled_but_not_loaded(here: KernelFiles) -> None:
-    kernels = [claims.BuiltIn(kernel, 1), partial(kernel, 2)]
-    assert not claims.are_kept(kernels)
-    assert list(claims.in_turn(kernels)) == kernels
-    assert claims.are_kept(kernels)
-    assert list(claims.in_turn(kernels)) == kernels[1:]
-    assert not claims.are_kept(kernels[1:])  # another list
+def test_lists_share_their_kernels(here: KernelFiles) -> None:
+    """What one list has had compiled need not be compiled for another one."""
+    assert not claims.are_kept(named("one"))
+    assert [kernel.name for kernel in claims.share_out(named("one", "two"))] == ["one", "two"]
+    assert claims.are_kept(named("two"))
+    assert not claims.are_kept(named("two", "three"))
+    assert [kernel.name for kernel in claims.share_out(named("three", "two"))] == [
+        "two",
+        "three",
+    ]  # the ready one first
 
 
-def test_a_list_of_which_something_is_not_kept_is_complete_in_this_process_only(
+def test_a_kernel_that_is_not_kept_is_ready_in_this_process_only(
     here: KernelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.note("the disk is full")
-    assert len(list(claims.in_turn([partial(kernel, 1)]))) == 1
-    assert claims.are_kept([partial(kernel, 1)])
+    assert len(list(claims.share_out(named("one")))) == 1
+    assert claims.are_kept(named("one"))
     monkeypatch.setattr(claims, "_compiled", set())  # as another process has it
-    assert not claims.are_kept([partial(kernel, 1)])
+    assert not claims.are_kept(named("one"))

@@ -19,8 +19,9 @@ from numba.core.registry import cpu_target
 
 from omnireduce.kernels import warm
 from omnireduce.kernels.cache import KernelFiles
+from omnireduce.kernels.claims import Kernel
 from omnireduce.kernels.jit import kernel
-from omnireduce.runtime.rank import joining
+from omnireduce.runtime.rank import kernels_ready
 from omnireduce.support.logs import BoundLog
 
 
@@ -39,8 +40,10 @@ def test_no_collective_needs_a_kernel_that_was_not_made_ready(daemon: Daemon) ->
 def test_all_processes_name_the_same_kernels_alike() -> None:
     """So that each knows what the others have compiled."""
     program = """
-from omnireduce.kernels import claims, warm
-print([claims._mark_of(list(kernels())) for kernels in (warm._of_worker, warm._of_aggregator)])
+from omnireduce.kernels import warm
+kernels = [*warm.worker_kernels(), *warm.aggregator_kernels()]
+print([kernel.name for kernel in kernels])
+assert len({kernel.name for kernel in kernels}) == len(kernels) - 4  # both list the runs of indices
 """
     environs = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
     said = {
@@ -73,40 +76,47 @@ def compile_() -> None:
 
 
 @pytest.mark.parametrize(
-    ("are_kept", "kernels", "expected"),
+    ("are_kept", "calls", "expected"),
     [
-        (True, [load, load, load], []),  # however long that takes on a busy machine
-        (True, [load, compile_, load], [(3, 4), (4, 4)]),
-        (False, [load, load, load], [(1, 4), (2, 4), (3, 4), (4, 4)]),  # another process compiles
+        (True, [load, load, load, load], []),  # however long that takes on a busy machine
+        (True, [load, load, compile_, load], [(6, 10), (10, 10)]),
+        (False, [load, load, load, load], [(1, 10), (3, 10), (6, 10), (10, 10)]),  # another process compiles
     ],
 )
 def test_compiling_is_said_and_loading_is_not(
-    monkeypatch: pytest.MonkeyPatch, are_kept: bool, kernels: list[Callable[[], None]], expected: list[tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, are_kept: bool, calls: list[Callable[[], None]], expected: list[tuple[int, int]]
 ) -> None:
-    said = list[tuple[int, int]]()
+    """And counts by the seconds that a kernel takes."""
+    said = list[tuple[float, float]]()
     monkeypatch.setattr(warm, "Ticker", AtEachCheck)
     monkeypatch.setattr(warm, "are_kept", lambda kernels: are_kept)
-    monkeypatch.setattr(warm, "in_turn", iter)
-    warm.make_ready([[partial(load)], list(map(partial, kernels))], lambda *progress: said.append(progress))
+    monkeypatch.setattr(warm, "share_out", iter)
+    kernels = [Kernel(str(seconds), seconds, call) for seconds, call in enumerate(calls, 1)]
+    warm.make_ready(kernels, lambda *progress: said.append(progress))
     assert said == expected
 
 
 def test_it_is_said_while_one_kernel_compiles_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, was_said = list[tuple[int, int]](), threading.Event()
+    said, was_said, spent = list[float](), threading.Event(), [0.0]
 
-    def progress(ready: int, total: int) -> None:
-        said.append((ready, total))
+    def progress(done_s: float, total_s: float) -> None:
+        assert total_s == 3.0
+        said.append(done_s)
         was_said.set()
 
     def compile_for_long() -> None:
         with event.trigger_event("numba:compile"):
-            was_said.clear()
-            assert was_said.wait(WAIT_S)
+            for spent[0] in (0.5, 9.0):
+                for _ in range(2):  # the first may have looked before
+                    was_said.clear()
+                    assert was_said.wait(WAIT_S)
 
     monkeypatch.setattr(warm, "MOMENT_S", 0.001)
-    monkeypatch.setattr(warm, "in_turn", iter)
-    warm.make_ready([[partial(load), partial(compile_for_long)]], progress)
-    assert (1, 2) in said
+    monkeypatch.setattr(warm, "share_out", iter)
+    monkeypatch.setattr(warm.time, "process_time", lambda: spent[0])
+    warm.make_ready([Kernel("short", 1.0, load), Kernel("long", 2.0, compile_for_long)], progress)
+    assert said == sorted(said)
+    assert {1.5, 1.0 + 2.0 * warm.ALMOST} <= set(said)
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
@@ -120,18 +130,18 @@ def test_ctrl_c_is_not_lost_in_the_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     engine = JITCPUCodegen("interrupted")
     monkeypatch.setattr(cpu_target.target_context, "_internal_codegen", engine)
     with pytest.raises(KeyboardInterrupt):
-        warm.make_ready([[partial(kernel(work), 1)]], lambda *_: None)
+        warm.make_ready([Kernel("interrupted", 1.0, partial(kernel(work), 1))], lambda *_: None)
 
 
 def test_threads_that_compile_at_once_leave_what_python_shows_as_it_is() -> None:
     hook, both = sys.unraisablehook, threading.Barrier(2)
 
     def compile_beside_the_other(first_to_end: threading.Event, waits: bool) -> None:
-        def kernel() -> None:
+        def call() -> None:
             both.wait(WAIT_S)
             assert not waits or first_to_end.wait(WAIT_S)
 
-        warm.make_ready([[partial(kernel)]], lambda *_: None)
+        warm.make_ready([Kernel(f"waits {waits}", 1.0, call)], lambda *_: None)
         first_to_end.set()
 
     ended = threading.Event()
@@ -146,11 +156,11 @@ def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(warm, "kernel_files", lambda: files)
     files.save("one", b"")
     log = BoundLog(logging.getLogger("omnireduce"))
-    joining.say_trouble(log, is_first=False)
+    kernels_ready.say_trouble(log, is_first=False)
     assert not caplog.records
     files.save("one", b"")
     for _ in range(2):
-        joining.say_trouble(log, is_first=True)
+        kernels_ready.say_trouble(log, is_first=True)
     assert caplog.text.count("every start compiles them again (this user has no home): set OMNIREDUCE_CACHE") == 1
 
 
@@ -158,7 +168,7 @@ def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
 def test_ranks_that_exchange_nothing_in_memory_load_no_kernels_for_that() -> None:
     program = (
         "from omnireduce.kernels import exchange, pack, warm\n"
-        "warm.make_ready([warm.worker_kernels(in_memory=False)])\n"
+        "warm.make_ready(warm.worker_kernels(in_memory=False))\n"
         "assert pack.pack_blocks.signatures and not exchange.run.signatures and not exchange.run_with_rows.signatures\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

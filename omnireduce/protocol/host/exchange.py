@@ -36,6 +36,7 @@ from omnireduce.kernels.regions import (
     BEGUN_AT,
     COLLECTED,
     COMBINED,
+    COMPILED,
     DESCRIPTORS,
     LEFT,
     LINE,
@@ -417,6 +418,16 @@ class HostExchange:
     def has_failed(self) -> bool:
         """A rank has ended the job because of a fault. The aggregator will tell the other ranks about it."""
         return any(self._read(rank, LEFT) == FAILED for rank in range(self._ranks) if self._is_prepared)
+
+    def say_compiling(self, now: float) -> None:
+        """Say that this rank compiles kernels, before it begins its next collective. Any thread may call this."""
+        ints = self._ints
+        if ints.size:
+            set_counter(ints, self.me * self._region_words + COMPILED, int(now * 1e9))
+
+    def compiled_at(self) -> float:
+        """When a rank that this one waits for has last said that it compiles. 0: none has."""
+        return max((self._read(rank, COMPILED) / 1e9 for rank in self.waited_for()), default=0.0)
 
     def _read(self, rank: int, line: int) -> int:
         return int(get_counter(self._ints, rank * self._region_words + line))

@@ -11,6 +11,7 @@ from omnireduce.core.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
 from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels.reduce import op_code
+from omnireduce.kernels.reducers import reducer_of
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
 from omnireduce.protocol.host.groups import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
 
@@ -71,7 +72,8 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind)
         "me": group.me, "ranks": group.ranks, "slots": group.slots, "region_words": group.region_words,
         "slot_words": group.slot_words, "chunks": chunks, "full_blocks": full, "tail_blocks": tail,
         "chunk_blocks": blocks, "indices": group.count_words, "rows": rows,
-        "width": block_bytes // 8, "size": layout.block_size, "storage": _STORAGE_OF[element.name],
+        "width": block_bytes // 8, "size": layout.block_size,
+        "storage": _STORAGE_OF[element.name], "reducer": reducer_of(_STORAGE_OF[element.name]),
         "op": op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element),
         "number_chunks": has_rows, "is_listing": has_rows, "may_begin": form != "returned rows",
         "row_shards": layout.shards if form == "sums of rows" else 0,

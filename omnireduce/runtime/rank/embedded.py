@@ -34,6 +34,7 @@ from omnireduce.runtime.embedded_messages import (
     Compiling,
     EmbeddingFailed,
     News,
+    Order,
     Ready,
     decode_news,
     encode,
@@ -282,13 +283,13 @@ def _read(sock: socket.socket, zero: str) -> Ready | Compiling:
 
 MOMENT_S = 0.5
 PROGRAM = program_of("omnireduce.aggregator.embedded")
-Progress = Callable[[int, int], None]
+Progress = Callable[[float, float], None]
 
 
-def embed(config: Config, launch: Launch, job: str, *, is_named: bool) -> Embedded:
-    """The aggregator of a job for which none is configured. Raises the errors of `identify`, and TransportError if it
-    cannot be started."""
-    return Embedded(config, launch, identify(config, launch, is_named=is_named), job)
+def embed(config: Config, launch: Launch, job: str, *, is_named: bool, sums: bool) -> Embedded:
+    """The aggregator of a job for which none is configured. `sums`: it will have to sum. Raises the errors of
+    `identify`, and TransportError if it cannot be started."""
+    return Embedded(config, launch, identify(config, launch, is_named=is_named), job, sums=sums)
 
 
 def identify(config: Config, launch: Launch, *, is_named: bool) -> str:
@@ -313,8 +314,8 @@ class Embedded:
     `secret`: the secret of the aggregator, once it is known. Raises TransportError when it cannot be started.
     """
 
-    def __init__(self, config: Config, launch: Launch, identity: str, job: str) -> None:
-        self._config, self._launch, self._job = config, launch, job
+    def __init__(self, config: Config, launch: Launch, identity: str, job: str, *, sums: bool) -> None:
+        self._config, self._launch, self._job, self._sums = config, launch, job, sums
         self._log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=launch.rank)
         self._place = place_of(identity, job)
         self.secret: Secret | None = None
@@ -329,7 +330,7 @@ class Embedded:
         try:
             if self._launch.size > 1:
                 self._invitations = Invitations(self._place, self._launch.size)
-            self._child = Child(self._config)
+            self._child = Child(self._config, sums=self._sums)
         except OSError as error:
             self.close()
             if error.errno == errno.EADDRINUSE:
@@ -340,7 +341,7 @@ class Embedded:
 
     def meet(self, progress: Progress) -> Config:
         """Wait until the aggregator is ready and, on rank 0, until all other ranks know its address. `progress` hears
-        how many of its kernels are compiled. Returns the configuration with which a rank reaches it.
+        how far its kernels are compiled. Returns the configuration with which a rank reaches it.
 
         Raises TransportError, or RefusedError when ranks are missing after `cluster.join_timeout_s` or differ.
         """
@@ -411,7 +412,7 @@ class Embedded:
                         ready = news
                         selector.unregister(child)
                     else:
-                        progress(news.ready, news.total)
+                        progress(news.done_s, news.total_s)
                         deadline.put_off()
         return ready
 
@@ -448,7 +449,7 @@ os.register_at_fork(after_in_child=_abandon_all)
 class Child:
     """The process of the aggregator, and rank 0's connection to it. Raises OSError when it cannot be started."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, sums: bool) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = [config.protocol.codec] if config.protocol.has_own else []
         codecs = dict.fromkeys([*config.aggregator.codecs, *own])
@@ -461,23 +462,23 @@ class Child:
                     [sys.executable, "-P", "-c", PROGRAM, TREE],
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True, env=os.environ | where,
                 )  # fmt: skip
-            self._order(replace(config, aggregator=replace(config.aggregator, codecs=tuple(codecs))))
+            self._order(replace(config, aggregator=replace(config.aggregator, codecs=tuple(codecs))), sums=sums)
         except BaseException:
             self._socket.close()
             raise
 
-    def _order(self, config: Config) -> None:
+    def _order(self, config: Config, *, sums: bool) -> None:
         """Send the process its configuration, and a descriptor that shows when this process ends. Without pidfd_open,
         the end of the connection has to show it, though a fork of this process may keep the connection open."""
         daemon = replace(config.aggregator, listen=str(Address(loopback(), 0)), shards=1)
         log = config.log if config.log.level == "error" else replace(config.log, level="warning")
-        order = Config(transport=config.transport, verbs=config.verbs, aggregator=daemon, trace=config.trace, log=log)
+        own = Config(transport=config.transport, verbs=config.verbs, aggregator=daemon, trace=config.trace, log=log)
         lifelines = []
         with suppress(OSError):
             lifelines.append(os.pidfd_open(os.getpid()))
         try:
             with suppress(ConnectionError):  # it has ended already: no news will come
-                socket.send_fds(self._socket, [encode(order)], lifelines)
+                socket.send_fds(self._socket, [encode(Order(own, sums))], lifelines)
         finally:
             for lifeline in lifelines:
                 os.close(lifeline)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of_codec
 from omnireduce.protocol.collective.effects import End, error_of
@@ -194,6 +195,7 @@ class Engine(Interruptible):
         self.is_closed = False  # the shutdown is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once when closed, perhaps for a signal handler
         self.observer: Observing | None = None  # if a profile or a timeline is wanted
+        self.make_ready: Callable[[Descriptor], None] | None = None  # makes the kernels ready that a collective needs
         self.refused: tuple[Started[Any], str] | None = None  # the last call that this rank has refused, and why
         self.other: Callable[[], Engine | None] | None = None  # the engine of the communicator's other channel
         self._ended_there: Cause | None = None  # why the other channel has ended
@@ -230,6 +232,9 @@ class Engine(Interruptible):
         when it is over.
         """
         self._refuse_nested()
+        if self.make_ready is not None:
+            for call in calls:
+                self.make_ready(call.descriptor)
         handles = [Started(self, call) for call in calls]
         with self._lock:
             if self._machine.ended is not None or self._leaving:

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -30,8 +29,6 @@ from omnireduce.core.wire.control import (
     encode_control,
 )
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
-from omnireduce.kernels.claims import are_kept
-from omnireduce.kernels.warm import COMPILING, Progress, make_ready, take_trouble, worker_kernels
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import Tell
 from omnireduce.protocol.host.exchange import region_bytes
@@ -60,7 +57,6 @@ from omnireduce.support import config as settings
 from omnireduce.support.config import Config, whole_bytes
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.support.os_errors import from_a_handler
-from omnireduce.support.progress import Seldom
 from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
@@ -91,59 +87,6 @@ def memory_key() -> str:
 CONNECT_S = 3.0  # the longest attempt to connect: meanwhile no messages are read
 AGAIN_S = 1.0  # pause between two attempts
 LOOK_S = 0.1  # pause between two looks whether the kernels are ready
-
-
-def progress_of(rank: int, log: BoundLog) -> Progress:
-    """The function that reports, on rank 0, how many kernels are compiled. It logs warnings, because a program without
-    a set-up of logs shows nothing below this level."""
-
-    def say(ready: int, total: int) -> None:
-        if rank == 0:
-            log.warning(COMPILING, ready, total, extra=tagged("compiling", kernels=ready, total=total))
-
-    return Seldom(say)
-
-
-def make_kernels_ready(
-    config: Config, progress: Progress, meet: Callable[[], None], tell: Callable[[threading.Event], None]
-) -> None:
-    """Compile, or load, the kernels of this rank, and `meet` the other ranks of its host. If kernels have to be
-    compiled, both happen at the same time, and then `tell` tells the aggregators, until the event is set. Raises the
-    errors of `meet`."""
-    kernels = worker_kernels(in_memory=config.transport.host_exchange != "off")
-    if are_kept(kernels):
-        make_ready([kernels], progress)
-        meet()
-        return
-    over, has_met = threading.Event(), Future[None]()
-
-    def meet_and_tell() -> None:
-        try:
-            meet()
-        except BaseException as error:
-            has_met.set_exception(error)
-            return
-        has_met.set_result(None)
-        with suppress(OmniReduceError):  # the join itself will raise it
-            tell(over)
-
-    def progress_or_end(ready: int, total: int) -> None:
-        progress(ready, total)
-        if has_met.done():
-            has_met.result()
-
-    threading.Thread(target=meet_and_tell, name="omnireduce-meet", daemon=True).start()
-    try:
-        make_ready([kernels], progress_or_end)
-    finally:
-        over.set()
-    has_met.result()
-
-
-def say_trouble(log: BoundLog, *, is_first: bool) -> None:
-    """Log once why kernels could not be kept in files, on the first rank of a host."""
-    if (trouble := take_trouble()) and is_first:
-        log.warning("%s", trouble, extra=tagged("kernels_not_kept"))
 
 
 def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, over: threading.Event) -> None:

@@ -1,0 +1,136 @@
+"""Kernels of a rank: which of them it makes ready before it joins, and which when a collective first needs them.
+
+A job whose aggregator rank 0 has started is on one host, and its ranks exchange tensors only in memory. There the
+kernels that only some collectives need are made ready when the first of those starts. The other ranks may wait
+meanwhile, so the rank says in its region that it compiles: that time does not count towards their time limit. In other
+jobs nobody could say so to other hosts, and everything is made ready before the rank joins.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+
+from omnireduce.core.descriptor import Descriptor
+from omnireduce.errors import OmniReduceError
+from omnireduce.kernels.claims import Kernel, are_kept
+from omnireduce.kernels.jit import kernel_files
+from omnireduce.kernels.warm import (
+    Progress,
+    aggregator_kernels,
+    first_kernels,
+    make_ready,
+    progress_text,
+    reducer_kernel,
+    row_kernels,
+    take_trouble,
+    worker_kernels,
+)
+from omnireduce.protocol.host.exchange import HostExchange
+from omnireduce.protocol.host.state import storage_of
+from omnireduce.runtime.rank.joining import memory_key
+from omnireduce.support.config import Config
+from omnireduce.support.logs import BoundLog, tagged
+from omnireduce.support.progress import Seldom, Ticker
+
+SIGN_S = 0.5  # between two signs that a rank compiles; at least four within the time limit of the others
+
+
+def progress_of(rank: int, log: BoundLog) -> Progress:
+    """The function that reports, on rank 0, how far the kernels are compiled. It logs warnings, because a program
+    without a set-up of logs shows nothing below this level."""
+
+    def say(done_s: float, total_s: float) -> None:
+        if rank == 0:
+            text = progress_text(done_s, total_s)
+            log.warning("%s", text, extra=tagged("compiling", done_s=round(done_s, 1), total_s=round(total_s, 1)))
+
+    return Seldom(say)
+
+
+def only_in_memory(config: Config, size: int) -> bool:
+    """Whether the ranks of a job on one host exchange tensors only in memory, and the aggregator sums nothing."""
+    shares = config.transport.host_exchange != "off" and not config.protocol.state_bytes
+    return size > 1 and shares and bool(memory_key())
+
+
+def needed_at_first(config: Config, size: int, *, is_embedded: bool) -> list[Kernel]:
+    """The kernels that a rank of a job of `size` makes ready before it joins. `is_embedded`: rank 0 has started the
+    aggregator, or that of the job whose group this is."""
+    in_memory = config.transport.host_exchange != "off"
+    if not is_embedded:
+        return worker_kernels(in_memory=in_memory)
+    if only_in_memory(config, size):
+        return first_kernels()
+    kernels, others = worker_kernels(in_memory=in_memory), aggregator_kernels()
+    if are_kept(others) or kernel_files().folder is None:
+        return kernels
+    return [*kernels, *others]  # for an aggregator that has compiled none: it loads them
+
+
+def make_kernels_ready(
+    kernels: Sequence[Kernel], progress: Progress, meet: Callable[[], None], tell: Callable[[threading.Event], None]
+) -> None:
+    """Compile, or load, what this rank needs, and `meet` the other ranks of its host. If there is something to compile,
+    both go on at the same time, and then `tell` tells the aggregators, until the event is set. Raises what `meet`
+    raises."""
+    if are_kept(kernels):
+        make_ready(kernels, progress)
+        meet()
+        return
+    over, has_met = threading.Event(), Future[None]()
+
+    def meet_and_tell() -> None:
+        try:
+            meet()
+        except BaseException as error:
+            has_met.set_exception(error)
+            return
+        has_met.set_result(None)
+        with suppress(OmniReduceError):  # the join itself will raise it
+            tell(over)
+
+    def progress_or_end(done_s: float, total_s: float) -> None:
+        progress(done_s, total_s)
+        if has_met.done():
+            has_met.result()
+
+    threading.Thread(target=meet_and_tell, name="omnireduce-meet", daemon=True).start()
+    try:
+        make_ready(kernels, progress_or_end)
+    finally:
+        over.set()
+    has_met.result()
+
+
+class KernelsOnDemand:
+    """Makes ready what a collective needs in memory, before it begins. `hosts`: the exchanges in which other ranks may
+    wait for this one meanwhile, for `timeout_s` at most."""
+
+    def __init__(self, hosts: Sequence[HostExchange], timeout_s: float, progress: Progress) -> None:
+        self._hosts, self._every_s, self._progress = hosts, min(SIGN_S, timeout_s / 4), progress
+        self._ready = set[tuple[str, bool]]()  # element types, and whether for rows
+
+    def __call__(self, descriptor: Descriptor) -> None:
+        """Return once the kernels for such a collective are ready."""
+        key = descriptor.element.name, descriptor.has_rows
+        if key in self._ready:
+            return
+        kernels = [reducer_kernel(storage_of(descriptor.element)), *(row_kernels() if descriptor.has_rows else [])]
+        self._say_so()
+        with Ticker(self._say_so, self._every_s):
+            make_ready(kernels, self._progress)
+        self._ready.add(key)
+
+    def _say_so(self) -> None:
+        for host in self._hosts:
+            host.say_compiling(time.monotonic())
+
+
+def say_trouble(log: BoundLog, *, is_first: bool) -> None:
+    """Log once what was wrong with the files of kernels, on the rank that is first on its host."""
+    if (trouble := take_trouble()) and is_first:
+        log.warning("%s", trouble, extra=tagged("kernels_not_kept"))
