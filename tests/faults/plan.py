@@ -46,7 +46,7 @@ class Plan:
         return len(self.transports)
 
     @property
-    def deed(self) -> str:
+    def action(self) -> str:
         """kill, stop or pause."""
         return self.fault.split()[0]
 
@@ -65,18 +65,18 @@ class Plan:
         when = f"{1000 * self.after_s:.0f} ms after all {'began to join' if self.joining else 'had joined'}"
         what = f"{self.elements} elements {self.workload}, density {self.density:g}"
         where = f"{'+'.join(self.transports)}, {self.shards} shard{'s'[: self.shards - 1]}"
-        return f"{self.deed} {whom}, {when}: {what}, {where}"
+        return f"{self.action} {whom}, {when}: {what}, {where}"
 
 
 def draw_plan(seed: int) -> Plan:
     """The round of this seed."""
     draw = random.Random(seed)
     [fault] = draw.choices(list(FAULTS), list(FAULTS.values()))
-    deed, _, whom = fault.partition(" ")
+    action, _, whom = fault.partition(" ")
     ranks, shards = draw.randint(2, 4), draw.randint(1, SHARDS)
     shards_only = fault == "stop shard"  # ranks that share memory would not mind
     uniform = draw.choice(("shm", "tcp", "") if shards_only else ("shm", "tcp", MEMORY, ""))
-    joining = deed == "kill" and draw.random() < 0.2
+    joining = action == "kill" and draw.random() < 0.2
     return Plan(
         seed=seed,
         fault=fault,
@@ -86,7 +86,7 @@ def draw_plan(seed: int) -> Plan:
         joining=joining,
         after_s=draw.uniform(0, 0.02 if joining else 0.1),
         pause_s=draw.uniform(0.05, 0.3),
-        timeout_s=draw.choice((0.6, 1.0)) if deed == "stop" else 30.0,
+        timeout_s=draw.choice((0.6, 1.0)) if action == "stop" else 30.0,
         workload=draw.choice(WORKLOADS),
         elements=draw.choice(LARGE if fault == "stop shard" else (1, 1000, *LARGE)),
         density=draw.choice((1.0, 0.1, 0.01)),

@@ -81,7 +81,7 @@ class _Round:
             for member in self._members:
                 member.hear("joined")
             silent_until(self._members, time.monotonic() + plan.after_s)
-        return {"kill": self._kill, "stop": self._stop, "pause": self._pause}[plan.deed]()
+        return {"kill": self._kill, "stop": self._stop, "pause": self._pause}[plan.action]()
 
     def _kill(self) -> list[Reaction]:
         since = self._signal(signal.SIGKILL)

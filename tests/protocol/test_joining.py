@@ -43,7 +43,7 @@ NONCE, THEIRS = b"w" * 32, b"a" * 32
 HELLO = Hello(PROTOCOL_VERSION, "job", 1, 2, 0, 2, 3, 65536, "host", 7, 64)
 ELASTIC = replace(HELLO, world_size=3, min_ranks=1, last_call_s=1.0)
 SURVIVOR = replace(ELASTIC, survived=4, ticket=b"t" * 32)
-SEAT = RankAssignment(0, 2, 9, b"n" * 32)
+ASSIGNMENT = RankAssignment(0, 2, 9, b"n" * 32)
 
 
 def machine(hello: Hello = HELLO, secret: Secret | None = None, shards: int = 2) -> Joining:
@@ -283,8 +283,8 @@ def test_aggregators_that_disagree_about_hosts() -> None:
     joining = begun()
     list(joining.connected(0, NONCE, 0.0))
     list(joining.connected(1, NONCE, 0.0))
-    told(joining, 0, Welcome(1, neighbours=(0, 1), host=0, hosts=1))
-    error = failure(told(joining, 1, Welcome(1, neighbours=(1,), host=1, hosts=2)))
+    told(joining, 0, Welcome(1, local_ranks=(0, 1), host=0, hosts=1))
+    error = failure(told(joining, 1, Welcome(1, local_ranks=(1,), host=1, hosts=2)))
     assert str(error) == "the aggregators disagree about which ranks share a host"
 
 
@@ -306,11 +306,11 @@ def test_a_rank_of_a_group_comes_to_the_others_once_the_first_has_welcomed_it() 
 
 
 def seated(hello: Hello = SURVIVOR, secret: Secret | None = None) -> Joining:
-    """It has its seat since 10.0, and connects to the second aggregator."""
+    """It has its assignment since 10.0, and connects to the second aggregator."""
     joining = begun(hello)
     (said,) = joining.connected(0, NONCE, 0.0)
     assert hello_in(said) == hello
-    (connect,) = told(joining, 0, Welcome(3, seat=SEAT), now=10.0)
+    (connect,) = told(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=10.0)
     assert connect == Connect(1, 15.0)
     return joining
 
@@ -322,14 +322,14 @@ def test_a_seat_is_taken_to_the_other_aggregators() -> None:
         SURVIVOR, shard=1, rank=0, world_size=2, formation=9, min_ranks=0, last_call_s=0.0, survived=0, ticket=b""
     )
     (joined,) = told(joining, 1, Welcome(8))
-    assert (joined.rank, joined.size, joined.generation, joined.seat) == (0, 2, 3, SEAT)
+    assert (joined.rank, joined.size, joined.generation, joined.assignment) == (0, 2, 3, ASSIGNMENT)
 
 
-@pytest.mark.parametrize("seat", [None, RankAssignment(2, 2, 9, b""), RankAssignment(0, 4, 9, b"")])
-def test_a_seat_that_cannot_be(seat: RankAssignment | None) -> None:
+@pytest.mark.parametrize("assignment", [None, RankAssignment(2, 2, 9, b""), RankAssignment(0, 4, 9, b"")])
+def test_an_assignment_that_cannot_be(assignment: RankAssignment | None) -> None:
     joining = begun(ELASTIC)
     list(joining.connected(0, NONCE, 0.0))
-    effects = told(joining, 0, Welcome(3, seat=seat))
+    effects = told(joining, 0, Welcome(3, assignment=assignment))
     assert after_leaves(effects)[0] == HangUp()
 
 
@@ -342,7 +342,7 @@ def test_who_has_a_seat_and_does_not_come_along_tries_again_with_its_new_ticket(
     assert joining.deadline == pytest.approx(15.1)
     assert list(joining.timer(15.1)) == [Connect(0, LIMIT_S)]
     (said,) = joining.connected(0, NONCE, 15.1)
-    assert hello_in(said) == replace(SURVIVOR, survived=9, ticket=SEAT.ticket)
+    assert hello_in(said) == replace(SURVIVOR, survived=9, ticket=ASSIGNMENT.ticket)
 
 
 def test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped() -> None:
@@ -350,7 +350,7 @@ def test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped() -> N
     joining = begun(SURVIVOR, SECRET)
     list(joining.connected(0, NONCE, 0.0))
     told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
-    told(joining, 0, Welcome(3, seat=SEAT), now=1.0)
+    told(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=1.0)
     list(joining.connected(1, NONCE, 1.0))  # and then nothing comes
     hang_up, notice = after_leaves(joining.timer(6.0))
     assert hang_up == HangUp()
@@ -363,7 +363,7 @@ def test_an_aggregator_that_had_no_time_to_prove_itself_is_not_blamed_for_that()
     joining = begun(replace(SURVIVOR, survived=0, ticket=b""), SECRET)
     list(joining.connected(0, NONCE, 0.0))
     told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
-    told(joining, 0, Welcome(3, seat=SEAT), now=LIMIT_S - 0.001)
+    told(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=LIMIT_S - 0.001)
     list(joining.connected(1, NONCE, LIMIT_S - 0.001))
     _, failed = after_leaves(joining.timer(LIMIT_S))
     assert "still waiting for an answer of aggregator a:1 after cluster.join_timeout_s" in str(failed.error)
@@ -458,7 +458,7 @@ MESSAGES: list[ControlMessage] = [
     Proof(bytes(32)),
     Pending([0], 1),
     Welcome(1),
-    Welcome(2, seat=SEAT),
+    Welcome(2, assignment=ASSIGNMENT),
     Newcomers(1),
     Waiting("x", "rank 1", 1.0),
     Refused("no"),

@@ -20,7 +20,7 @@ from transports import MEMORY, WAYS, over
 from omnireduce import AbortedError, Communicator, TransportError
 from omnireduce.core.dtypes import Array
 from omnireduce.runtime.rank import joining
-from omnireduce.transport.host_meeting import HostMeeting, RankGoneError
+from omnireduce.transport.host_rendezvous import HostRendezvous, RankGoneError
 
 SCRIPT = """
 import json, os, resource, sys
@@ -117,21 +117,21 @@ def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """The others see that a rank is gone, long before an aggregator tells which one, and why."""
-    turn, connect, is_seen = HostMeeting.turn, HostMeeting._connect, threading.Event()
+    turn, connect, is_seen = HostRendezvous.turn, HostRendezvous._connect, threading.Event()
 
-    def leave(meeting: HostMeeting) -> None:
+    def leave(meeting: HostRendezvous) -> None:
         for each in meeting._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         assert is_seen.wait(WAIT_S)
         raise ZeroDivisionError("a bug")
 
-    def connecting(self: HostMeeting) -> None:
+    def connecting(self: HostRendezvous) -> None:
         connect(self)
         if self._me == victim and self._sockets:  # no rank has said yet that it has everything
             leave(self)
 
-    def looking(self: HostMeeting) -> bool:
+    def looking(self: HostRendezvous) -> bool:
         if self._me == victim and self._unserved:
             leave(self)
         try:
@@ -140,8 +140,8 @@ def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
             is_seen.set()
             raise
 
-    monkeypatch.setattr(HostMeeting, "_connect", connecting)
-    monkeypatch.setattr(HostMeeting, "turn", looking)
+    monkeypatch.setattr(HostRendezvous, "_connect", connecting)
+    monkeypatch.setattr(HostRendezvous, "turn", looking)
     job, config = unique_job(), configured(daemon.addresses, *over(MEMORY))
     ranks = start_job(config, 3, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(ranks.pop(victim), ZeroDivisionError)

@@ -287,8 +287,8 @@ def test_a_refusal_says_whose_it_is() -> None:
 def test_an_elastic_job_takes_the_room_of_its_last_generation() -> None:
     bench, elastic = Bench(limits=dataclasses.replace(LIMITS, max_jobs=1)), {"min_ranks": 1, "world_size": 2}
     bench.come(0, **elastic)
-    seat = RankAssignment(0, 2, 5, b"")
-    bench.say(bench.connect(), welcome(0, relayed=1, seat=seat))
+    assignment = RankAssignment(0, 2, 5, b"")
+    bench.say(bench.connect(), welcome(0, relayed=1, assignment=assignment))
     bench.come(1, **elastic)
     assert bench.told(1) == []
     bench.come(2, job="other")

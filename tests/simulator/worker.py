@@ -110,7 +110,7 @@ class Worker(Process):
         self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
         self._machine: WorkerMachine
         self.joining: Joining
-        self._seat: RankAssignment | None = None
+        self._assignment: RankAssignment | None = None
         self._place_given: Joined | None = None
         self.meets_at = b""  # where it waits for the other ranks of its host
         self._group: Group | None = None  # what it shares with the other ranks of its host
@@ -189,7 +189,7 @@ class Worker(Process):
 
     def _join(self) -> None:
         """Begin to join, or to form the job anew."""
-        protocol, seat = self.protocol, self._seat
+        protocol, assignment = self.protocol, self._assignment
         hello = Hello(
             PROTOCOL_VERSION, self.job.name, self.rank, self.ranks, 0, protocol.shards,
             protocol.slots, protocol.slot_bytes, f"host{self.rank}", self.pid, protocol.stripe_blocks,
@@ -197,8 +197,8 @@ class Worker(Process):
             min_ranks=self.job.min_ranks, last_call_s=self.job.last_call_s, launch=self.job.launch,
             memory=self._memory_key, state_bytes=self.job.state_bytes,
         )  # fmt: skip
-        if seat is not None:
-            hello = replace(hello, survived=seat.formation, ticket=seat.ticket)
+        if assignment is not None:
+            hello = replace(hello, survived=assignment.formation, ticket=assignment.ticket)
         self.joining = Joining(hello, self.addresses, self.secret, protocol.join_timeout_s)
         self._perform(self.joining.start(self.now()))
         self.wake()
@@ -228,25 +228,25 @@ class Worker(Process):
     def _perform(self, effects: Iterator[JoinEffect]) -> None:
         perform(effects, self._do)
 
-    def _do(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
-        if isinstance(deed, Connect):
-            return self._connect(deed.shard)
-        if isinstance(deed, Tell):
-            told = deed.message
+    def _do(self, action: JoinAction) -> Iterator[JoinEffect] | None:
+        if isinstance(action, Connect):
+            return self._connect(action.shard)
+        if isinstance(action, Tell):
+            told = action.message
             if isinstance(told, Hello):
                 told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()
             elif isinstance(told, Leave) and told.cause is not None:
                 self.excuses.add(str(error_of(told.cause)))
-            self.links[deed.peer].send_control(encode_control(told))
-        elif isinstance(deed, Meet):
-            self.meets_at = deed.token
-            self.cluster.meet(self, deed)
-        elif isinstance(deed, HangUp):
-            self._hang_up(deed.first)
-            if not deed.first:  # else the attempt goes on
+            self.links[action.peer].send_control(encode_control(told))
+        elif isinstance(action, Meet):
+            self.meets_at = action.token
+            self.cluster.meet(self, action)
+        elif isinstance(action, HangUp):
+            self._hang_up(action.first)
+            if not action.first:  # else the attempt goes on
                 self.cluster.gave_up(self)
-        elif isinstance(deed, Joined):
-            self._place_given = deed
+        elif isinstance(action, Joined):
+            self._place_given = action
         return None
 
     def _connect(self, shard: int) -> Iterator[JoinEffect]:
@@ -282,8 +282,9 @@ class Worker(Process):
             else:
                 link.attach(private_slots(*shape), private_slots(*shape))
         host = None if self._group is None else self._host_exchange(self._group, joined)
-        self.place, self._seat, local_ranks = (joined.rank, joined.size), joined.seat, joined.local_ranks
-        formation = joined.generation if joined.seat is None else joined.seat.formation  # no shard gives it twice
+        self.place, self._assignment, local_ranks = (joined.rank, joined.size), joined.assignment, joined.local_ranks
+        # No shard gives a formation twice.
+        formation = joined.generation if joined.assignment is None else joined.assignment.formation
         self._generation = self.job.name, self.job.launch, formation
         places = self.cluster.places.setdefault(self._generation, {})
         places[joined.rank] = self.protocol.way(self.rank), local_ranks.host if local_ranks.hosts > 1 else -1

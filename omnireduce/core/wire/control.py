@@ -15,7 +15,7 @@ from omnireduce.errors import ProtocolError
 PROTOCOL_VERSION = 22
 TOKEN_BYTES = 16
 NONCE_BYTES = PROOF_BYTES = 32  # a proof is HMAC-SHA256
-MOST_NEIGHBOURS = 256  # the most ranks of a host that share memory: each maps the memory of all
+MOST_LOCAL_RANKS = 256  # the most ranks of a host that share memory: each maps the memory of all
 RELAY_CHARACTERS = 255  # the longest address of a relay
 MOST_RELAYS = 8  # the most relays that a worker may come through: more are most likely a circle
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -155,10 +155,10 @@ class RankAssignment(msgspec.Struct, frozen=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Aggregator to worker: all ranks are here; collectives may start.
 
-    `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why. `seat` is
-    the worker's place in an elastic job. `whole_bytes`: the smallest that a rank sent. `meeting`: the token of the
-    place where the ranks of this worker's host meet. These ranks are `neighbours`, ascending, on host number `host` of
-    `hosts`. Without neighbours each rank of the job sends its own blocks. `place`: in memory that local ranks share
+    `verbs` answers the `verbs` of the Hello. Without it blocks go over this connection, and `note` says why.
+    `assignment` is the worker's rank in an elastic job. `whole_bytes`: the smallest that a rank sent. `host_token`
+    names the place where the ranks of this worker's host meet. These ranks are `local_ranks`, ascending, on host number
+    `host` of `hosts`. Without them each rank of the job sends its own blocks. `place`: in memory that local ranks share
     with an aggregator, this worker's slots begin at slot `place` × slots. `relayed`: the number of ranks of this
     generation that have come through the same relay; 0 without a relay. `shards`: the number of shards of the
     aggregator; 0 if it is not known.
@@ -167,9 +167,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     generation: _Positive
     verbs: Endpoint | None = None
     note: _Text = ""
-    seat: RankAssignment | None = None
-    meeting: _Token | None = None
-    neighbours: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MOST_NEIGHBOURS)] = ()
+    assignment: RankAssignment | None = None
+    host_token: _Token | None = None
+    local_ranks: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MOST_LOCAL_RANKS)] = ()
     host: _U32 = 0
     hosts: _U32 = 1
     whole_bytes: _I32 = 0

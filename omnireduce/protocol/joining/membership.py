@@ -179,12 +179,14 @@ def welcomes_of(generation: int, hellos: Sequence[Hello], draw: Callable[[], byt
     whole_bytes = min(hello.whole_bytes for hello in hellos)
     welcomes = [Welcome(generation, whole_bytes=whole_bytes) for _ in hellos]
     if hellos[0].shard == 0:
-        welcomes = [replace(welcome, seat=_assignment(rank, hellos[rank])) for rank, welcome in enumerate(welcomes)]
+        welcomes = [
+            replace(welcome, assignment=_assignment(rank, hellos[rank])) for rank, welcome in enumerate(welcomes)
+        ]
     for host in hosts_of(hellos):
         token = draw() if hellos[0].shard == 0 else None  # the first shard tells the ranks
         for rank in host.ranks:
             welcomes[rank] = replace(
-                welcomes[rank], meeting=token, neighbours=host.ranks, host=host.host, hosts=host.hosts
+                welcomes[rank], host_token=token, local_ranks=host.ranks, host=host.host, hosts=host.hosts
             )
     return placed(welcomes, hellos)
 
@@ -203,7 +205,7 @@ def members_of(welcomes: Sequence[Welcome], hellos: Sequence[Hello]) -> list[Job
         JobRank(
             hello.rank,
             hello.relay,
-            LocalRanks(welcome.neighbours, welcome.host, welcome.hosts) if welcome.neighbours else None,
+            LocalRanks(welcome.local_ranks, welcome.host, welcome.hosts) if welcome.local_ranks else None,
         )
         for welcome, hello in zip(welcomes, hellos, strict=True)
     ]

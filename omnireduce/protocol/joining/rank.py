@@ -4,8 +4,8 @@
     then                         wait until all of them have said Welcome
 
 In an elastic job the first aggregator decides the ranks. The worker says Hello first to this aggregator alone. Its
-Welcome has a seat, and the worker shows the seat to the other aggregators. It has less time for that: a worker that has
-a seat and does not come to them is left out of the next attempt. The ranks of a group of a job go to the first
+Welcome assigns a rank, and the worker shows this assignment to the other aggregators. It has less time for that: a
+worker that does not come to them then is left out of the next attempt. The ranks of a group of a job go to the first
 aggregator alone, too. If it refuses them because a rank does not come, no other aggregator knows of this attempt when
 they come again.
 
@@ -74,8 +74,9 @@ class Notice(NamedTuple):
 class Joined(NamedTuple):
     """Every aggregator has welcomed this worker. It is rank `rank` of `size` now, unless HangUp follows.
 
-    `generation`: the first aggregator's number. `seat` proves later that this worker was in this generation. Tensors of
-    up to `whole_bytes` go to the first aggregator as a whole. `local_ranks`: the ranks that share memory with it.
+    `generation`: the first aggregator's number. `assignment` proves later that this worker was in this generation.
+    Tensors of up to `whole_bytes` go to the first aggregator as a whole. `local_ranks`: the ranks that share memory
+    with this worker.
     """
 
     welcomes: list[Welcome]
@@ -83,7 +84,7 @@ class Joined(NamedTuple):
     size: int
     generation: int
     whole_bytes: int
-    seat: RankAssignment | None
+    assignment: RankAssignment | None
     local_ranks: LocalRanks
 
 
@@ -161,7 +162,7 @@ class Joining:
         self._reason = ""  # why the current aggregator could not be reached, or was lost before the Hello
         self._visits: list[_Visit] = []
         self._shards = 0  # the number of aggregators to visit so far
-        self._seat: RankAssignment | None = None
+        self._assignment: RankAssignment | None = None
         self.newcomers = 0  # workers that wait for the next generation
         self._said: set[str] = set()
         self._has_joined = self._has_failed = False
@@ -280,13 +281,13 @@ class Joining:
 
     def _attempt(self, now: float) -> Connect:
         self._begun, self._by, self._pauses, self._again_at = now, self._join_by, False, None
-        self._reminders, self._seat, self.newcomers = Reminders(now), None, 0
+        self._reminders, self._assignment, self.newcomers = Reminders(now), None, 0
         self._shards = 1 if self._is_elastic or self._hello.parent_rank >= 0 else len(self._addresses)
         return Connect(0, self._by)
 
     @property
     def _me(self) -> str:
-        rank = self._hello.rank if self._seat is None else self._seat.rank
+        rank = self._hello.rank if self._assignment is None else self._assignment.rank
         return worker_name(rank, self._hello.host, self._hello.pid)
 
     @property
@@ -306,11 +307,11 @@ class Joining:
         return is_news
 
     def _hello_to(self, shard: int) -> Hello:
-        hello, seat = replace(self._hello, shard=shard), self._seat
-        if seat is None:
+        hello, assignment = replace(self._hello, shard=shard), self._assignment
+        if assignment is None:
             return hello
         return replace(
-            hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,
+            hello, rank=assignment.rank, world_size=assignment.world_size, formation=assignment.formation,
             min_ranks=0, last_call_s=0.0, survived=0, ticket=b"",
         )  # fmt: skip
 
@@ -329,7 +330,7 @@ class Joining:
         rank that waits for the second shard."""
         address = self._addresses[shard]
         if isinstance(message, Pending):
-            if message.compiling and self._seat is None:
+            if message.compiling and self._assignment is None:
                 more_s = max(self._limit_s, NEWS_LATE_S)
                 self._by = self._join_by = min(max(self._join_by, now + more_s), self._latest + more_s)
             if message.note and self._is_news(message.note):
@@ -346,14 +347,18 @@ class Joining:
         welcomes = [visit.request.welcome for visit in self._visits if visit.request.welcome is not None]
         if len(welcomes) < self._shards:
             return
-        if self._is_elastic and self._seat is None:
-            seat = self._seat = welcomes[0].seat
-            if seat is None or seat.rank >= seat.world_size or seat.world_size > self._hello.world_size:
+        if self._is_elastic and self._assignment is None:
+            assignment = self._assignment = welcomes[0].assignment
+            if (
+                assignment is None
+                or assignment.rank >= assignment.world_size
+                or assignment.world_size > self._hello.world_size
+            ):
                 error = TransportError(f"aggregator {self._addresses[0]} gave no valid place in an elastic job")
                 yield from self.failed(error, now)
                 return
             if self._hello.survived:
-                self._hello = replace(self._hello, survived=seat.formation, ticket=seat.ticket)
+                self._hello = replace(self._hello, survived=assignment.formation, ticket=assignment.ticket)
             self._seated_at = now
             self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.last_call_s))
         if self._shards < len(self._addresses):
@@ -368,35 +373,42 @@ class Joining:
             error = TransportError(f"the aggregators disagree about which tensors stay whole: up to {sizes} bytes")
             yield from self.failed(error, now)
             return
-        if len({(welcome.neighbours, welcome.host, welcome.hosts) for welcome in welcomes}) > 1:
+        if len({(welcome.local_ranks, welcome.host, welcome.hosts) for welcome in welcomes}) > 1:
             error = TransportError("the aggregators disagree about which ranks share a host")
             yield from self.failed(error, now)
             return
-        seat, first = self._seat, welcomes[0]
-        rank, size = (self._hello.rank, self._hello.world_size) if seat is None else (seat.rank, seat.world_size)
+        assignment, first = self._assignment, welcomes[0]
+        given = self._hello if assignment is None else assignment
+        rank, size = given.rank, given.world_size
         local_ranks = LocalRanks((rank,))
         if max(welcome.place for welcome in welcomes) > rank:
             error = TransportError(f"an aggregator gave slots that do not belong to rank {rank}")
             yield from self.failed(error, now)
             return
-        if first.neighbours:
-            local_ranks = LocalRanks(first.neighbours, first.host, first.hosts)
+        if first.local_ranks:
+            local_ranks = LocalRanks(first.local_ranks, first.host, first.hosts)
             shares_none = len(local_ranks.ranks) > 1 and not self._hello.memory
             if shares_none or not local_ranks.can_be(rank, size):
                 error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
                 yield from self.failed(error, now)
                 return
         place = Joined(
-            welcomes, rank, size, first.generation, first.whole_bytes, seat=first.seat, local_ranks=local_ranks
+            welcomes,
+            rank,
+            size,
+            first.generation,
+            first.whole_bytes,
+            assignment=first.assignment,
+            local_ranks=local_ranks,
         )
         most = max(welcome.shards for welcome in welcomes)
         is_first = rank == 0 and not self._hello.survived and not self._hello.job.endswith(URGENT)
         if is_first and len(welcomes) < most:
             text = f"has {most} shards, and cluster.aggregators lists {len(welcomes)}: the others have nothing to do"
             yield Notice("idle_shards", f"aggregator {self._addresses[0]} {text}", 0)
-        if first.meeting is not None and len(local_ranks.ranks) > 1:
+        if first.host_token is not None and len(local_ranks.ranks) > 1:
             self._place = place
-            yield Meet(first.meeting, local_ranks.ranks.index(rank), len(local_ranks.ranks), local_ranks.hosts)
+            yield Meet(first.host_token, local_ranks.ranks.index(rank), len(local_ranks.ranks), local_ranks.hosts)
         else:
             self._has_joined = True
             yield place

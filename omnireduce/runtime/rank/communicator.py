@@ -215,8 +215,8 @@ class Communicator:
         hello = replace(
             self._hello, world_size=max_ranks, min_ranks=min_ranks, last_call_s=self.config.elastic.last_call_s
         )
-        if self._seat is not None:
-            hello = replace(hello, survived=self._seat.formation, ticket=self._seat.ticket)
+        if self._assignment is not None:
+            hello = replace(hello, survived=self._assignment.formation, ticket=self._assignment.ticket)
         self._form(hello)
 
     def create_group(self, ranks: Sequence[int] | None = None, *, name: str, state_bytes: int = 0) -> Communicator:
@@ -325,7 +325,7 @@ class Communicator:
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
     def _enter(self, arrival: Arrival, hello: Hello, secret: Secret | None) -> None:
-        self._seat = arrival.joined.seat
+        self._assignment = arrival.joined.assignment
         channels = [Channel(self.config, self._job, arrival, self._pools[0])]
         if self.config.protocol.urgent_bytes:
             try:

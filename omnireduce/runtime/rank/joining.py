@@ -60,7 +60,7 @@ from omnireduce.support.os_errors import from_a_handler
 from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
-from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting, RankGoneError
+from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous, RankGoneError
 from omnireduce.transport.memory import touch
 from omnireduce.transport.rdma import offer_rdma, take_answer
 from omnireduce.transport.tls import worker_context
@@ -315,7 +315,7 @@ class _PendingRank:
         self._offers: list[Offer | None] = []
         self._joined: Joined | None = None
         self._selector = selectors.DefaultSelector()
-        self._meeting: HostMeeting | None = None
+        self._rendezvous: HostRendezvous | None = None
 
     def run(self, gave_up: Callable[[], bool]) -> Arrival:
         """Return when this worker is a rank of the job, or raise why it cannot be."""
@@ -330,18 +330,18 @@ class _PendingRank:
                 self._hang_up()
                 raise
         assert self._joined is not None
-        group = None if self._meeting is None else self._meeting.group
+        group = None if self._rendezvous is None else self._rendezvous.group
         return Arrival(self._links, self._joined, self._machine.newcomers, group)
 
     def _wait(self) -> None:
         deadline = self._machine.deadline
         patience_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - time.monotonic()))
-        if self._meeting is not None and self._meeting.must_try_again:
+        if self._rendezvous is not None and self._rendezvous.must_try_again:
             patience_s = min(patience_s, RETRY_S)
         for key, _ in self._selector.select(patience_s):
             link, shard = key.fileobj, key.data
             if not isinstance(link, Link):
-                continue  # the meeting of local ranks has its turn below
+                continue  # the rendezvous of local ranks has its turn below
             for event in link.poll() if link in self._links else ():
                 if link in self._links:  # an earlier event may have ended this attempt
                     self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
@@ -349,10 +349,10 @@ class _PendingRank:
         self._perform(self._machine.timer(time.monotonic()))
 
     def _go_on_meeting(self) -> None:
-        if self._meeting is None or self._meeting.group is not None:
+        if self._rendezvous is None or self._rendezvous.group is not None:
             return
         try:
-            has_met = self._meeting.turn()
+            has_met = self._rendezvous.turn()
         except RankGoneError:
             self._end_meeting()  # an aggregator will say which rank failed, and why
             return
@@ -360,7 +360,7 @@ class _PendingRank:
             self._could_not_share(error)
             return
         if has_met:
-            self._selector.unregister(self._meeting)
+            self._selector.unregister(self._rendezvous)
             self._perform(self._machine.met(time.monotonic()))
 
     def _arrived(self) -> bool:
@@ -394,36 +394,36 @@ class _PendingRank:
         protocol = self._config.protocol
         size = region_bytes(protocol.slots, protocol.slot_bytes, meet.hosts)
         try:
-            self._meeting = HostMeeting(meet.token, meet.size, meet.rank, size)
+            self._rendezvous = HostRendezvous(meet.token, meet.size, meet.rank, size)
         except (TransportError, OSError) as error:
             self._could_not_share(error)
         else:
-            self._selector.register(self._meeting, selectors.EVENT_READ)
+            self._selector.register(self._rendezvous, selectors.EVENT_READ)
 
     def _perform(self, effects: Iterator[JoinEffect]) -> None:
         perform(effects, self._do)
 
-    def _do(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
+    def _do(self, action: JoinAction) -> Iterator[JoinEffect] | None:
         """Carry out an effect; return the further effects of the machine."""
         try:
-            return self._carry_out(deed)
+            return self._carry_out(action)
         except TransportError as error:
             return self._machine.failed(error, time.monotonic())
 
-    def _carry_out(self, deed: JoinAction) -> Iterator[JoinEffect] | None:
-        if isinstance(deed, Connect):
-            return self._connect(deed)
-        if isinstance(deed, Tell):
-            self._tell(deed)
-        elif isinstance(deed, HangUp):
-            self._hang_up(deed.first)
-        elif isinstance(deed, Meet):
-            self._meet(deed)
-        elif isinstance(deed, Notice):
-            about = {} if deed.shard < 0 else {"aggregator": self._config.cluster.aggregators[deed.shard]}
-            self._log.warning("%s", deed.text, extra=tagged(deed.event, **about))
+    def _carry_out(self, action: JoinAction) -> Iterator[JoinEffect] | None:
+        if isinstance(action, Connect):
+            return self._connect(action)
+        if isinstance(action, Tell):
+            self._tell(action)
+        elif isinstance(action, HangUp):
+            self._hang_up(action.first)
+        elif isinstance(action, Meet):
+            self._meet(action)
+        elif isinstance(action, Notice):
+            about = {} if action.shard < 0 else {"aggregator": self._config.cluster.aggregators[action.shard]}
+            self._log.warning("%s", action.text, extra=tagged(action.event, **about))
         else:
-            self._joined = deed
+            self._joined = action
         return None
 
     def _connect(self, wanted: Connect) -> Iterator[JoinEffect]:
@@ -465,15 +465,15 @@ class _PendingRank:
         del self._links[first:], self._offers[first:]
 
     def _end_meeting(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is None:
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is None:
             return
-        if meeting.group is not None:
-            meeting.group.close()
+        if rendezvous.group is not None:
+            rendezvous.group.close()
             return
-        if meeting in self._selector.get_map():
-            self._selector.unregister(meeting)
-        meeting.close()
+        if rendezvous in self._selector.get_map():
+            self._selector.unregister(rendezvous)
+        rendezvous.close()
 
 
 def _attach(link: Link, welcome: Welcome, offered: Offer | None, config: Config, log: BoundLog) -> Link:

@@ -186,7 +186,7 @@ class Job:
             undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
         self.links = [*self.links, *above.uplinks]
         only = above.welcomes[0]
-        in_memory = bool(only.neighbours) and only.hosts == 1
+        in_memory = bool(only.local_ranks) and only.hosts == 1
         return partial(RelayMachine, sums=self._sums.slots, upstream=above.address, in_memory=in_memory)
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, welcome: Welcome, undo: ExitStack) -> Welcome:

@@ -84,12 +84,12 @@ class PendingUplink:
 
 def rank_of(hello: Hello, welcome: Welcome) -> int:
     """The rank of a worker in its job. In an elastic job the upstream gives it."""
-    return hello.rank if welcome.seat is None else welcome.seat.rank
+    return hello.rank if welcome.assignment is None else welcome.assignment.rank
 
 
 def seated(hello: Hello, welcome: Welcome) -> Hello:
     """The hello with the rank and world size that the upstream gave."""
-    size = hello.world_size if welcome.seat is None else welcome.seat.world_size
+    size = hello.world_size if welcome.assignment is None else welcome.assignment.world_size
     return replace(hello, rank=rank_of(hello, welcome), world_size=size)
 
 

@@ -68,11 +68,11 @@ MUTATIONS = (
         within=4000,
     ),
     Mutation(
-        "the seat is forgotten",
+        "the assignment is forgotten",
         _JOINING,
         "workers go to the other shards with the ranks that they were launched with",
-        "            hello, rank=seat.rank, world_size=seat.world_size, formation=seat.formation,\n",
-        "            hello, formation=seat.formation,\n",
+        "            hello, rank=assignment.rank, world_size=assignment.world_size, formation=assignment.formation,\n",
+        "            hello, formation=assignment.formation,\n",
         test="tests/protocol/test_joining.py::test_a_seat_is_taken_to_the_other_aggregators",
     ),
     Mutation(

@@ -53,7 +53,7 @@ class RankGoneError(TransportError):
     """A rank of this host has left while the others met it."""
 
 
-class HostMeeting:
+class HostRendezvous:
     """The part of rank number `me` of `ranks` in the meeting of its host. In the end it has `group`. `token` tells this
     meeting from others.
 

@@ -16,8 +16,8 @@ import pytest
 
 from omnireduce.errors import TransportError
 from omnireduce.support.os_errors import from_a_handler
-from omnireduce.transport import host_meeting
-from omnireduce.transport.host_meeting import RETRY_S, HostGroup, HostMeeting
+from omnireduce.transport import host_rendezvous
+from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous
 from omnireduce.transport.memory import Regions
 
 BYTES, WAIT_S = 8192, 20.0
@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def meet(token: bytes, ranks: int, me: int) -> HostGroup:
-    meeting = HostMeeting(token, ranks, me, BYTES)
+    meeting = HostRendezvous(token, ranks, me, BYTES)
     for _ in range(int(WAIT_S / RETRY_S)):
         if meeting.turn():
             assert meeting.group is not None
@@ -106,13 +106,13 @@ def test_memory_that_could_shrink_is_refused() -> None:
 
 def test_who_sends_nonsense_is_left_out() -> None:
     token = secrets.token_bytes(16)
-    first = HostMeeting(token, 2, 0, BYTES)
+    first = HostRendezvous(token, 2, 0, BYTES)
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(f"\0omnireduce-host/{token.hex()}")
     first.turn()
     stranger.send(b"nonsense")
     first.turn()
-    second = HostMeeting(token, 2, 1, BYTES)
+    second = HostRendezvous(token, 2, 1, BYTES)
     for _ in range(4):
         second.turn()
         first.turn()
@@ -126,7 +126,7 @@ def test_who_sends_nonsense_is_left_out() -> None:
 @pytest.mark.parametrize("what", ["a pipe", "an eventfd that blocks"])
 def test_a_bell_that_could_keep_others_waiting_is_refused(what: str) -> None:
     token = secrets.token_bytes(16)
-    first, second = HostMeeting(token, 2, 0, BYTES), HostMeeting(token, 2, 1, BYTES)
+    first, second = HostRendezvous(token, 2, 0, BYTES), HostRendezvous(token, 2, 1, BYTES)
     os.close(second._eventfds[1])
     second._eventfds[1] = os.eventfd(0) if what == "an eventfd that blocks" else os.pipe2(os.O_NONBLOCK)[1]
 
@@ -146,13 +146,13 @@ def test_what_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EMFILE, "Too many open files")
 
     before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(host_meeting.selectors, "EpollSelector", no_more)
+    monkeypatch.setattr(host_rendezvous.selectors, "EpollSelector", no_more)
     with pytest.raises(OSError, match="Too many open files"):
-        HostMeeting(secrets.token_bytes(16), 2, 0, BYTES)
+        HostRendezvous(secrets.token_bytes(16), 2, 0, BYTES)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_the_system_refuses_is_no_error_of_a_signal_handler() -> None:
     with pytest.raises(OSError, match="Invalid argument") as caught:
-        HostMeeting(secrets.token_bytes(16), 2, 0, -BYTES)
+        HostRendezvous(secrets.token_bytes(16), 2, 0, -BYTES)
     assert not from_a_handler(caught.value)
