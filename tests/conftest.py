@@ -58,9 +58,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seconds, tests = Counter[str](), dict[str, set[str]]()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            tier = dict(report.user_properties)["tier"]
-            seconds[tier] += report.duration
-            tests.setdefault(tier, set()).add(report.nodeid)
+            tier = dict(report.user_properties).get("tier")  # none if the process of the tests has crashed
+            if tier is not None:
+                seconds[tier] += report.duration
+                tests.setdefault(tier, set()).add(report.nodeid)
     for tier in (tier for tier in TIERS if tier in tests):
         terminalreporter.write_line(f"tier {tier:<12} {len(tests[tier]):6} tests {seconds[tier]:6.0f} s of tests")
 

@@ -12,6 +12,7 @@ from itertools import cycle
 from typing import Any
 
 from omnireduce import Communicator
+from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import TransportError
 from omnireduce.runtime.rank import engine
 from omnireduce.transport.kinds import TABLE
@@ -32,6 +33,8 @@ KINDS = [*(transport.name for transport in TABLE), *(["verbs"] if RDMA else [])]
 WAYS = [*KINDS, MEMORY]
 HOST_EXCHANGE = "transport.host_exchange"
 BY_SHARDS = f"{HOST_EXCHANGE}=off"  # all tensors, though the ranks could share memory
+# For `by_ways`: the first type goes by every way, and tools/test_rdma.sh takes it for RDMA.
+TYPES = sorted(ELEMENT_TYPES, key=lambda name: name != "float32")
 
 
 def by_ways(cases: Iterable[Any], ways: Sequence[str] = WAYS) -> list[tuple[Any, str]]:

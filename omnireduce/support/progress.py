@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
@@ -59,8 +60,8 @@ class Seldom:
 
 
 class Ticker:
-    """Calls `tell` every `every_s` seconds, in a separate thread, while the block runs. Once `tell` has raised, it is
-    not called any more, and `check` raises the error."""
+    """Calls `tell` every `every_s` seconds, in a separate thread, while the block runs; never, if no thread can be
+    started. Once `tell` has raised, it is not called any more, and `check` raises the error."""
 
     def __init__(self, tell: Callable[[], None], every_s: float) -> None:
         self._tell, self._every_s, self._over = tell, every_s, threading.Event()
@@ -80,11 +81,13 @@ class Ticker:
             self._error = error
 
     def __enter__(self) -> Ticker:
-        self._thread.start()
+        with suppress(RuntimeError):  # the system has no room for a thread, or Python is about to end
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         if kind is None:
             self.check()

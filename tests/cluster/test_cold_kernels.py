@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually, unique_job
 
-from omnireduce.errors import AbortedError, RefusedError, TransportError
+from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError, UsageError
 from omnireduce.kernels.claims import Kernel
 from omnireduce.kernels.warm import Progress
 from omnireduce.runtime.rank import communicator, kernels_ready
@@ -156,6 +156,69 @@ def test_what_the_first_collective_of_a_kind_compiles_does_not_count_as_its_time
     finally:
         compiler.is_done.set()
     assert ranks.results(READY_S) == [2.0, 2.0]
+
+
+def test_ranks_that_wait_in_another_group_see_that_a_rank_compiles(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks 0 and 1 sum in a group first, where rank 1 compiles for longer than the time limit; rank 2 is ahead."""
+    config, job = configured([], "cluster.timeout_s=1"), unique_job()
+
+    def run(rank: int) -> float:
+        with Communicator(config, rank=rank, size=3, job=job) as comm:
+            comm.allreduce(np.ones(3, np.float32))
+            if rank < 2:
+                with comm.create_group([0, 1], name="pair") as group:
+                    if rank == 1:
+                        compiler.begin()
+                    group.allreduce(np.ones(3, np.int16))
+            return float(comm.allreduce(np.ones(3, np.float32))[0])
+
+    ranks = Ranks(3, run)
+    try:
+        assert eventually(lambda: "since 4" in caplog.text, READY_S), caplog.text
+    finally:
+        compiler.is_done.set()
+    assert ranks.results(READY_S) == [3.0, 3.0, 3.0]
+
+
+def test_a_rank_that_compiles_hides_no_other_that_is_late(compiler: Compiler) -> None:
+    config, job, is_over = configured([], "cluster.timeout_s=1"), unique_job(), threading.Event()
+
+    def run(rank: int) -> None:
+        try:
+            with Communicator(config, rank=rank, size=3, job=job) as comm:
+                comm.allreduce(np.ones(3, np.float32))
+                if rank == 1:
+                    compiler.begin()
+                if rank < 2 or not is_over.wait(READY_S):
+                    comm.allreduce(np.ones(3, np.int16))
+        finally:
+            is_over.set()
+
+    ranks = Ranks(3, run)
+    assert is_over.wait(READY_S)
+    compiler.is_done.set()
+    error = ranks.outcomes(READY_S)[0]
+    assert isinstance(error, AbortedError)
+    assert "not complete after 1 s" in str(error)
+
+
+def test_a_rank_that_refuses_compiles_nothing_before_it_says_so(compiler: Compiler) -> None:
+    config, job = configured([]), unique_job()
+
+    def run(rank: int) -> None:
+        with Communicator(config, rank=rank, size=2, job=job) as comm:
+            comm.allreduce(np.ones(3, np.float32))
+            if rank:
+                compiler.begin()
+                comm.allreduce(np.ones(3, np.complex64))
+            comm.allreduce(np.ones(3, np.float32))
+
+    told, refused = Ranks(2, run).outcomes(WAIT_S)
+    assert isinstance(refused, UsageError)
+    assert isinstance(told, OmniReduceError)
+    assert "complex64" in str(told)
 
 
 def test_a_rank_that_says_no_more_that_it_compiles_is_late(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_state_goes_on_elsewhere() -> None:
 
 
 def test_a_state_of_another_memory_and_a_gradient_of_another_size() -> None:
-    with pytest.raises(UsageError, match="a state of residuals; expected one of momenta, sums"):
+    with pytest.raises(UsageError, match="a state of residuals; expected a state of momenta, sums"):
         DgcMomentum().load_state_dict(Residual().state_dict())
     memory = Residual()
     memory.compensate(np.ones(4, np.float32), "w")

@@ -8,7 +8,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
-from transports import BY_SHARDS, WAYS, by_ways, over
+from transports import BY_SHARDS, TYPES, WAYS, by_ways, over
 
 from omnireduce import Communicator, Config
 from omnireduce.core.dtypes import ELEMENT_TYPES
@@ -21,7 +21,7 @@ def ops_of(dtype: str) -> list[str]:
     return ["sum", "mean", "min", "max", "prod"] if ELEMENT_TYPES[dtype].is_float else ["sum", "min", "max", "prod"]
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(ELEMENT_TYPES), indirect=["config"])
+@pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
 def test_every_dtype_op_and_shape(config: Config, dtype: str) -> None:
     cases = [(op, shape) for op in ops_of(dtype) for shape in SHAPES]
 
@@ -39,7 +39,7 @@ def test_every_dtype_op_and_shape(config: Config, dtype: str) -> None:
         assert_results([each[i] for each in results], expected)
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(ELEMENT_TYPES), indirect=["config"])
+@pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
 def test_out_takes_the_result_and_x_is_only_read(config: Config, dtype: str) -> None:
     def run(comm: Communicator) -> Array:
         x, out = sparse(comm.rank, dtype, (4, 1001)), np.ones((4, 1001), ELEMENT_TYPES[dtype].dtype)

@@ -10,7 +10,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from oracle import NARROW, assert_results, reduce_in_rank_order
 from pairwise import pairwise
 from tensors import Array
-from transports import WAYS, by_ways
+from transports import TYPES, WAYS, by_ways
 
 from omnireduce import AbortedError, Communicator, Config, Op, RowOp, UsageError
 from omnireduce.core.dtypes import ELEMENT_TYPES
@@ -104,7 +104,7 @@ def test_a_dense_result_that_does_not_fit(local: Config) -> None:
     run_job(local, 1, run)
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(ELEMENT_TYPES), indirect=["config"])
+@pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
 def test_duplicates_in_any_order(config: Config, dtype: str) -> None:
     check(config, [some_rows(rank, dtype, 300 + 50 * rank, 7, 500) for rank in range(3)], 500)
 
@@ -142,7 +142,7 @@ def test_more_rows_than_a_message_holds(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "config"),
-    by_ways(name for name, kind in ELEMENT_TYPES.items() if kind.is_float),
+    by_ways(name for name in TYPES if ELEMENT_TYPES[name].is_float),
     indirect=["config"],
 )
 def test_the_mean_divides_by_all_ranks(config: Config, dtype: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.threads import MOST_BY_ITSELF, Threads, threads_for
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
-from omnireduce.transport.inproc import InprocLink, pair
+from omnireduce.transport.inproc import pair
+from omnireduce.transport.local import Peer
 
 BLOCK = 256
 QUOTA = "omnireduce.runtime.rank.threads.quota"
@@ -36,7 +37,7 @@ QUOTA = "omnireduce.runtime.rank.threads.quota"
 def links(count: int, local: int = 0) -> list[Link]:
     found: list[Link] = [pair("shard", "rank")[0] for _ in range(count)]
     for each in found[:local]:
-        cast(InprocLink, each).kind = "shm"
+        each.process = Peer(os.getpid(), os.geteuid())
     return found
 
 

@@ -13,7 +13,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
 from omnireduce.runtime.aggregator_client import ask
-from omnireduce.runtime.rank import channels
+from omnireduce.runtime.rank import channels, joining
 from omnireduce.runtime.rank.channels import for_urgent
 from omnireduce.runtime.rank.joining import join
 from omnireduce.support.config import Config, schema
@@ -311,12 +311,12 @@ def test_where_one_job_is_allowed_a_rank_reads_that_it_wants_two() -> None:
 def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it there, and learn it from the first channel."""
 
-    def joining(config: Config, hello: object, *arguments: object) -> object:
+    def joined(config: Config, hello: object, *arguments: object) -> object:
         if hello.job.endswith(schema.URGENT) and hello.rank == 1:  # type: ignore[attr-defined]
             raise ZeroDivisionError("a bug")
         return join(config, hello, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(joining, "join", joining)
+    monkeypatch.setattr(joining, "join", joined)
     config = configured(daemon.addresses, *URGENT, "cluster.join_timeout_s=600")
     first, second = start_job(config, 2, lambda comm: comm.size).outcomes(WAIT_S)
     assert isinstance(first, AbortedError)
@@ -328,7 +328,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
     """Nobody else comes: only the shutdown ends that."""
     known: list[Communicator] = []
 
-    def joining(config: Config, hello: object, secret: object, gave_up: Callable[[], bool]) -> object:
+    def joined(config: Config, hello: object, secret: object, gave_up: Callable[[], bool]) -> object:
         if hello.job.endswith(schema.URGENT):  # type: ignore[attr-defined]
             hello = channels.replace(hello, world_size=2)  # type: ignore[type-var]
             threading.Thread(target=known[0].shutdown).start()
@@ -341,7 +341,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
         self._channels = []
         form(self, hello, parent)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(joining, "join", joining)
+    monkeypatch.setattr(joining, "join", joined)
     monkeypatch.setattr(Communicator, "_form", forming)
     with pytest.raises(ClosedError, match="while it joined"):
         Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job())

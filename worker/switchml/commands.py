@@ -59,7 +59,7 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
             help="Largest error of a float, in per cent.",
         ),
         _switch("--random", "Sum random values."),
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="For --random."),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of sums."),
     )  # fmt: skip
 
     def add(command: _F) -> _F:

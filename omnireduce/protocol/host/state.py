@@ -67,13 +67,13 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind)
         chunks = 1
     elif is_sum:  # hosts wait for each other even if the tensor is empty
         chunks = max(chunks, 1)
-    state = np.zeros(1, STATE)
+    state, storage = np.zeros(1, STATE), _STORAGE_OF[element.name]
     for name, value in {
         "me": group.me, "ranks": group.ranks, "slots": group.slots, "region_words": group.region_words,
         "slot_words": group.slot_words, "chunks": chunks, "full_blocks": full, "tail_blocks": tail,
         "chunk_blocks": blocks, "indices": group.count_words, "rows": rows,
         "width": block_bytes // 8, "size": layout.block_size,
-        "storage": _STORAGE_OF[element.name], "reducer": reducer_of(_STORAGE_OF[element.name]),
+        "storage": storage, "reducer": reducer_of(storage) if layout.blocks or has_rows else 0,
         "op": op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element),
         "number_chunks": has_rows, "is_listing": has_rows, "may_begin": form != "returned rows",
         "row_shards": layout.shards if form == "sums of rows" else 0,

@@ -44,10 +44,11 @@ from omnireduce.runtime.rank.joining import (
     tell_aggregators,
 )
 from omnireduce.runtime.rank.kernels_ready import (
+    CompilingSigns,
     KernelsOnDemand,
+    aggregator_sums,
     make_kernels_ready,
     needed_at_first,
-    only_in_memory,
     progress_of,
     say_trouble,
 )
@@ -155,13 +156,17 @@ class Communicator:
             check_told_apart(config, rank, size, is_named=is_named)
         else:
             place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
-            self._embedded = embed(config, place, name, is_named=is_named, sums=not only_in_memory(config, size))
+            self._embedded = embed(config, place, name, is_named=is_named, sums=aggregator_sums(config, size))
         self._has_embedded = self._embedded is not None or (_parent is not None and _parent._has_embedded)
         self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
         try:
             self._progress = progress = progress_of(rank, self._log)
+            self._compiling_signs: CompilingSigns = (
+                CompilingSigns(config.cluster.timeout_s) if _parent is None else _parent._compiling_signs
+            )
             make_kernels_ready(
-                needed_at_first(config, size, is_embedded=self._has_embedded), progress, lambda: self._meet(progress),
+                needed_at_first(config, size, is_embedded=self._has_embedded), progress, self._compiling_signs,
+                lambda: self._meet(progress),
                 lambda over: tell_aggregators(self.config, self._hello, self._own_secret, over),
             )  # fmt: skip
             say_trouble(self._log, is_first=0 in (rank, self.local_rank))
@@ -348,7 +353,8 @@ class Communicator:
             first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)
             last.engine.names = first.engine.names
         hosts = [channel.machine.host for channel in channels if channel.machine.host is not None]
-        on_demand = KernelsOnDemand(hosts, self.config.cluster.timeout_s, self._progress)
+        self._compiling_signs.also_in(hosts)
+        on_demand = KernelsOnDemand(self._compiling_signs, self._progress)
         for channel in channels:
             channel.engine.on_closed = _weakly(self._has_closed)
             channel.engine.make_ready = on_demand if self._has_embedded and hosts else None

@@ -233,12 +233,12 @@ class Engine(Interruptible):
         """
         self._refuse_nested()
         if self.make_ready is not None:
+            self._refuse_if_over()
             for call in calls:
                 self.make_ready(call.descriptor)
         handles = [Started(self, call) for call in calls]
         with self._lock:
-            if self._machine.ended is not None or self._leaving:
-                raise self.end_error()
+            self._refuse_if_over()
             for call in calls:
                 check_fits(call.operand.block_bytes, self._machine.largest_block_bytes)
             other = None if self.other is None else self.other()
@@ -450,6 +450,10 @@ class Engine(Interruptible):
         """End the job on every rank; `reason` says what happened to this rank."""
         with self._lock:
             self._leave(reason)
+
+    def _refuse_if_over(self) -> None:
+        if self._machine.ended is not None or self._leaving or self._asked_to_leave:
+            raise self.end_error()
 
     @property
     def _wants_to_leave(self) -> bool:

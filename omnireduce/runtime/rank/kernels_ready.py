@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import OmniReduceError
@@ -51,6 +52,12 @@ def progress_of(rank: int, log: BoundLog) -> Progress:
     return Seldom(say)
 
 
+def aggregator_sums(config: Config, size: int) -> bool:
+    """Whether the aggregator that rank 0 starts for a job of `size` has to be able to sum: for the job itself, or for a
+    group of it, if then nobody else could compile the kernels for it."""
+    return not only_in_memory(config, size) or kernel_files().folder is None
+
+
 def only_in_memory(config: Config, size: int) -> bool:
     """Whether the ranks of a job on one host exchange tensors only in memory, and the aggregator sums nothing."""
     shares = config.transport.host_exchange != "off" and not config.protocol.state_bytes
@@ -71,12 +78,39 @@ def needed_at_first(config: Config, size: int, *, is_embedded: bool) -> list[Ker
     return [*kernels, *others]  # for an aggregator that has compiled none: it loads them
 
 
+class CompilingSigns:
+    """Signs in the memory of a job and of its groups, while this rank compiles kernels: the ranks there that wait for
+    this one do not count that time towards their time limit, `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._every_s = min(SIGN_S, timeout_s / 4)
+        self._exchanges = list[weakref.ref[HostExchange]]()
+
+    def also_in(self, exchanges: Sequence[HostExchange]) -> None:
+        """From now on, sign in these exchanges as well."""
+        kept = [exchange for exchange in self._exchanges if exchange() is not None]
+        self._exchanges = [*kept, *map(weakref.ref, exchanges)]
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Sign while the block runs."""
+        self._sign()
+        with Ticker(self._sign, self._every_s):
+            yield
+
+    def _sign(self) -> None:
+        for reference in self._exchanges:
+            if (exchange := reference()) is not None:
+                exchange.say_compiling(time.monotonic())
+
+
 def make_kernels_ready(
-    kernels: Sequence[Kernel], progress: Progress, meet: Callable[[], None], tell: Callable[[threading.Event], None]
-) -> None:
+    kernels: Sequence[Kernel], progress: Progress, signs: CompilingSigns, meet: Callable[[], None],
+    tell: Callable[[threading.Event], None],
+) -> None:  # fmt: skip
     """Compile, or load, what this rank needs, and `meet` the other ranks of its host. If there is something to compile,
-    both go on at the same time, and then `tell` tells the aggregators, until the event is set. Raises what `meet`
-    raises."""
+    both go on at the same time, and then `tell` tells the aggregators, until the event is set. `signs` are for ranks of
+    the job whose group this is. Raises what `meet` raises."""
     if are_kept(kernels):
         make_ready(kernels, progress)
         meet()
@@ -100,34 +134,29 @@ def make_kernels_ready(
 
     threading.Thread(target=meet_and_tell, name="omnireduce-meet", daemon=True).start()
     try:
-        make_ready(kernels, progress_or_end)
+        with signs.given():
+            make_ready(kernels, progress_or_end)
     finally:
         over.set()
     has_met.result()
 
 
 class KernelsOnDemand:
-    """Makes ready what a collective needs in memory, before it begins. `hosts`: the exchanges in which other ranks may
-    wait for this one meanwhile, for `timeout_s` at most."""
+    """Makes ready what a collective needs in memory, before it begins."""
 
-    def __init__(self, hosts: Sequence[HostExchange], timeout_s: float, progress: Progress) -> None:
-        self._hosts, self._every_s, self._progress = hosts, min(SIGN_S, timeout_s / 4), progress
+    def __init__(self, signs: CompilingSigns, progress: Progress) -> None:
+        self._signs, self._progress = signs, progress
         self._ready = set[tuple[str, bool]]()  # element types, and whether for rows
 
     def __call__(self, descriptor: Descriptor) -> None:
         """Return once the kernels for such a collective are ready."""
         key = descriptor.element.name, descriptor.has_rows
-        if key in self._ready:
+        if key in self._ready or descriptor.refused:  # a refusal has no elements, and the other ranks wait for it
             return
         kernels = [reducer_kernel(storage_of(descriptor.element)), *(row_kernels() if descriptor.has_rows else [])]
-        self._say_so()
-        with Ticker(self._say_so, self._every_s):
+        with self._signs.given():
             make_ready(kernels, self._progress)
         self._ready.add(key)
-
-    def _say_so(self) -> None:
-        for host in self._hosts:
-            host.say_compiling(time.monotonic())
 
 
 def say_trouble(log: BoundLog, *, is_first: bool) -> None:
