@@ -182,28 +182,6 @@ def test_ranks_that_wait_in_another_group_see_that_a_rank_compiles(
     assert ranks.results(READY_S) == [3.0, 3.0, 3.0]
 
 
-def test_a_rank_that_compiles_hides_no_other_that_is_late(compiler: Compiler) -> None:
-    config, job, is_over = configured([], "cluster.timeout_s=1"), unique_job(), threading.Event()
-
-    def run(rank: int) -> None:
-        try:
-            with Communicator(config, rank=rank, size=3, job=job) as comm:
-                comm.allreduce(np.ones(3, np.float32))
-                if rank == 1:
-                    compiler.begin()
-                if rank < 2 or not is_over.wait(READY_S):
-                    comm.allreduce(np.ones(3, np.int16))
-        finally:
-            is_over.set()
-
-    ranks = Ranks(3, run)
-    assert is_over.wait(READY_S)
-    compiler.is_done.set()
-    error = ranks.outcomes(READY_S)[0]
-    assert isinstance(error, AbortedError)
-    assert "not complete after 1 s" in str(error)
-
-
 def test_a_rank_that_refuses_compiles_nothing_before_it_says_so(compiler: Compiler) -> None:
     config, job = configured([]), unique_job()
 

@@ -9,14 +9,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually, run_job, start_job, unique_job
+from msgspec.structs import replace
 from transports import WAYS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
+from omnireduce.core import names
 from omnireduce.runtime.aggregator_client import ask
-from omnireduce.runtime.rank import channels, joining
+from omnireduce.runtime.rank import joining
 from omnireduce.runtime.rank.channels import for_urgent
 from omnireduce.runtime.rank.joining import join
-from omnireduce.support.config import Config, schema
+from omnireduce.support.config import Config
 from omnireduce.support.config.loading import load_config, override_config
 
 URGENT = ("protocol.urgent_bytes=65536", "security.allow_no_secret=true")
@@ -312,7 +314,7 @@ def test_who_dies_while_the_second_channel_forms_is_named(daemon: Daemon, monkey
     """The others wait for it there, and learn it from the first channel."""
 
     def joined(config: Config, hello: object, *arguments: object) -> object:
-        if hello.job.endswith(schema.URGENT) and hello.rank == 1:  # type: ignore[attr-defined]
+        if hello.job.endswith(names.URGENT) and hello.rank == 1:  # type: ignore[attr-defined]
             raise ZeroDivisionError("a bug")
         return join(config, hello, *arguments)  # type: ignore[arg-type]
 
@@ -329,8 +331,8 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
     known: list[Communicator] = []
 
     def joined(config: Config, hello: object, secret: object, gave_up: Callable[[], bool]) -> object:
-        if hello.job.endswith(schema.URGENT):  # type: ignore[attr-defined]
-            hello = channels.replace(hello, world_size=2)  # type: ignore[type-var]
+        if hello.job.endswith(names.URGENT):  # type: ignore[attr-defined]
+            hello = replace(hello, world_size=2)  # type: ignore[type-var]
             threading.Thread(target=known[0].shutdown).start()
         return join(config, hello, secret, gave_up)  # type: ignore[arg-type]
 

@@ -426,8 +426,9 @@ class HostExchange:
             set_counter(ints, self.me * self._region_words + COMPILED, int(now * 1e9))
 
     def compiled_at(self) -> float:
-        """The time since which a rank that this one waits for has not said that it compiles. 0: never."""
-        return min((self._read(rank, COMPILED) / 1e9 for rank in self.waited_for()), default=0.0)
+        """When a rank that this one waits for has last said that it compiles; 0: never. The other late ranks may wait
+        for that rank themselves, in a group."""
+        return max((self._read(rank, COMPILED) / 1e9 for rank in self.waited_for()), default=0.0)
 
     def _read(self, rank: int, line: int) -> int:
         return int(get_counter(self._ints, rank * self._region_words + line))
