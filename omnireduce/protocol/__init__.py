@@ -4,7 +4,8 @@ Theory of operation, for one collective on one shard with N ranks:
 
 1. A worker scans the shard's stripes in ascending order and packs its non-zero blocks into slots. A message goes out
    when its slot is full, when `scan_span` blocks were scanned, or at the end. It carries a frontier: all my non-zero
-   blocks of this shard below it have been sent. An all-zero tensor is one message without blocks.
+   blocks of this shard below it have been sent. An all-zero tensor is one message without blocks for every
+   `scan_span` blocks.
 2. The aggregator keeps received slots until their blocks are used. Below the lowest frontier of all ranks nothing can
    be missing, so there it walks the ranks' sorted indices and writes the sum of each block in the union, in rank
    order, into a result slot, which goes to all ranks when it is full, when much has gathered and no input waits, or
