@@ -81,7 +81,7 @@ class CountedLink(InprocLink):
         self._cluster, self._ends = cluster, (shard, rank, down)
 
     def _send(self, slot: int, nbytes: int) -> None:
-        assert len(self._under_way) <= len(self.send_slots)
+        assert len(self._in_flight) <= len(self.send_slots)
         if self._cluster.record is not None:
             header = read_header(self.send_slots[slot], nbytes)
             indices = indices_of(self.send_slots[slot], header, self._cluster.shards, self._cluster.stripe_blocks)
@@ -353,7 +353,7 @@ class InprocCluster:
             assert machine.idle
             assert sorted(machine._slots.free) == everything, f"aggregator {shard} lacks result slots"
         for link in [link for links in (*self.up, *self.down) for link in links]:
-            assert not link._under_way
+            assert not link._in_flight
             assert not link._held
 
     def check_guards(self) -> None:

@@ -90,7 +90,7 @@ class Link(ABC):
         self.counters = Counters()
         self.send_slots = NO_SLOTS
         self.receive_slots = NO_SLOTS
-        self._under_way: set[int] = set()  # send slots without credit
+        self._in_flight: set[int] = set()  # send slots without credit
         self._held: set[int] = set()  # receive slots that this side still reads
 
     def __str__(self) -> str:
@@ -134,9 +134,9 @@ class Link(ABC):
 
     def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
         """Send the first `nbytes` bytes of send slot `slot`, or all of `instead` (uint8), if this link is `inline`."""
-        assert slot not in self._under_way, f"send slot {slot} was sent twice without a credit"
+        assert slot not in self._in_flight, f"send slot {slot} was sent twice without a credit"
         assert instead is None or self.inline, f"a link by {self.kind} sends slots"
-        self._under_way.add(slot)
+        self._in_flight.add(slot)
         self.counters.message_bytes += nbytes if instead is None else instead.size
         if instead is None:
             self._send(slot, nbytes)
@@ -158,9 +158,9 @@ class Link(ABC):
             self._held.add(event.slot)
             self.counters.message_bytes += event.nbytes
         else:
-            if event.slot not in self._under_way:
+            if event.slot not in self._in_flight:
                 return f"credit for slot {event.slot}, which is not under way"
-            self._under_way.remove(event.slot)
+            self._in_flight.remove(event.slot)
         return ""
 
     @abstractmethod

@@ -140,8 +140,8 @@ def _audit_relay(machine: RelayMachine) -> Iterator[str]:
 def audit_worker(machine: WorkerMachine, links: list[SimLink]) -> Iterator[str]:
     """What is wrong with a worker's credits."""
     for stream, link in zip(machine._streams, links, strict=True):
-        if not link.over and sorted([*stream._free, *link._under_way]) != list(range(len(link.send_slots))):
-            yield f"send slots: {stream._free} free, {link._under_way} under way, of {len(link.send_slots)}"
+        if not link.over and sorted([*stream._free, *link._in_flight]) != list(range(len(link.send_slots))):
+            yield f"send slots: {stream._free} free, {link._in_flight} in flight, of {len(link.send_slots)}"
         if not link.over and link._held:
             yield f"receive slots {link._held} are kept"
         yield from _audit_output(link)

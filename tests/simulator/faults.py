@@ -158,7 +158,7 @@ def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     elif fault.number == 1:
         link.other.deliver(Received(999, 64))
     else:
-        for slot in link._under_way:
+        for slot in link._in_flight:
             link.send_slots[slot, :64] = 0xFF
 
 

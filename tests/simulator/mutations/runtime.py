@@ -16,7 +16,7 @@ MUTATIONS = (
         "a link takes any credit",
         _LINK,
         "a credit that nobody gave makes a slot free",
-        "            if event.slot not in self._under_way:\n",
+        "            if event.slot not in self._in_flight:\n",
         "            if event.slot < 0:\n",
     ),
     Mutation(
