@@ -141,7 +141,9 @@ class Daemon:
             log.warning("the next start would fail: %s", error, extra=tagged("restart_needed"))
             return
         if keys:
-            log.warning("changed, but counts only after a restart: %s", ", ".join(keys), extra=tagged("restart_needed"))
+            log.warning(
+                "changed, but takes effect only after a restart: %s", ", ".join(keys), extra=tagged("restart_needed")
+            )
 
     def _give_advice(self) -> None:
         for event, text in advice(self._config, self._access):

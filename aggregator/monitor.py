@@ -108,7 +108,10 @@ class Monitor:
             return _page(start, "404 Not Found", "try /, /metrics, /healthz or /readyz")
         if path in GUARDED and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
             log.warning("refused %s", path, extra=tagged("metrics_refused", peer=environ.get("REMOTE_ADDR"), page=path))
-            text = "this page wants a token that metrics.token_file has: Authorization: Bearer TOKEN, or a password"
+            text = (
+                "this page needs a token from metrics.token_file: send `Authorization: Bearer TOKEN`, or the token as"
+                " the password"
+            )
             return _page(
                 start, "401 Unauthorized", text, *(("WWW-Authenticate", challenge) for challenge in CHALLENGES)
             )

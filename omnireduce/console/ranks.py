@@ -54,7 +54,7 @@ def run_on_ranks(
     if status:
         sys.exit(status)
     if not data:
-        raise UsageError("rank 0 ended before it could say what came of it")
+        raise UsageError("rank 0 ended without a result")
     return msgspec.json.decode(data, type=result)
 
 

@@ -94,9 +94,13 @@ def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
     under_way = windows(lanes)
     nbytes = sizes(lanes)[: len(under_way[str(lanes[0].origin)][0])]
     most = max(np.unique(nbytes), key=lambda size: int(nbytes[nbytes == size].sum()), default=0)
-    chosen = np.flatnonzero(nbytes == most)[skip:]
+    complete = np.flatnonzero(nbytes == most)
+    chosen = complete[skip:]
     if not chosen.size:
-        raise UsageError(f"fewer than {skip + 1} collectives were recorded whole; raise trace.events")
+        raise UsageError(
+            f"no complete collective is left after the first {skip}: the trace has {complete.size} of one size;"
+            " raise trace.events"
+        )
     spans = {name: (begin[chosen], end[chosen]) for name, (begin, end) in under_way.items()}
     return Breakdown(
         int(most),

@@ -46,6 +46,8 @@ from omnireduce.programs.stages import FusedAllReduce
 IN_PLACE = {"+": Operation.ADD, "-": Operation.SUBTRACT, "*": Operation.MULTIPLY, "/": Operation.DIVIDE}
 FROM_RIGHT = {"+": Operation.ADD, "-": Operation.SUBTRACT_FROM, "*": Operation.MULTIPLY, "/": Operation.DIVIDE_INTO}
 
+NO_REGISTER = f"the program needs more than {REGISTERS} values at once, and a shard has no more registers"
+
 
 class Lowered(NamedTuple):
     """A pipeline as block programs. `columns`: of which tensor, or value of an earlier phase, each column is;
@@ -242,7 +244,7 @@ class _Lowering:
 
     def _register(self, node: Expression) -> int:
         if not self._free:
-            raise UsageError(f"{short(node)} finds no register: more than {REGISTERS} values are needed at once")
+            raise UsageError(f"{short(node)}: {NO_REGISTER}")
         return self._free.pop()
 
     # instructions
@@ -338,7 +340,7 @@ class _Lowering:
     def _by_filled(self, phase: Phase, operation: Operation, target: int, number: Scalar) -> None:
         """An operation with an array of one number."""
         if not self._free:
-            raise UsageError(f"a number finds no register: more than {REGISTERS} values are needed at once")
+            raise UsageError(NO_REGISTER)
         phase.add(Operation.FILL, self._free[-1], 0, number)
         phase.add(operation, target, self._free[-1])
 

@@ -86,7 +86,8 @@ def test_what_changed_in_the_configuration_and_does_not_count_is_named(tmp_path:
         file.write_text("[aggregator]\nmax_jobs = 9\n[train]\nsteps = 6\n[log]\nlevel = 'debug'\n")
         daemon.signal(signal.SIGHUP)
         what = (
-            "changed, but counts only after a restart: aggregator.max_jobs (3, now 9), log.level ('info', now 'debug')"
+            "changed, but takes effect only after a restart:"
+            " aggregator.max_jobs (3, now 9), log.level ('info', now 'debug')"
         )
         assert eventually(lambda: what in daemon.log.replace('\\"', "'")), daemon.log
         file.write_text("[aggregator]\nmax_jobs = 'many'\n")

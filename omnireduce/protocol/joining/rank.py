@@ -354,7 +354,7 @@ class Joining:
                 or assignment.rank >= assignment.world_size
                 or assignment.world_size > self._hello.world_size
             ):
-                error = TransportError(f"aggregator {self._addresses[0]} gave no valid place in an elastic job")
+                error = TransportError(f"aggregator {self._addresses[0]} assigned no valid rank in an elastic job")
                 yield from self.failed(error, now)
                 return
             if self._hello.survived:
@@ -389,7 +389,7 @@ class Joining:
             local_ranks = LocalRanks(first.local_ranks, first.host, first.hosts)
             shares_none = len(local_ranks.ranks) > 1 and not self._hello.memory
             if shares_none or not local_ranks.can_be(rank, size):
-                error = TransportError(f"aggregator {self._addresses[0]} gave no place among the ranks of this host")
+                error = TransportError(f"aggregator {self._addresses[0]} assigned no rank among those of this host")
                 yield from self.failed(error, now)
                 return
         place = Joined(
