@@ -218,7 +218,7 @@ def _chunk_and_counter(state: Array, did: int) -> tuple[int, int]:
 
 @inner
 def _note(state: Array, line: int, chunks: int) -> None:
-    """So many chunks are dealt with now."""
+    """Set the number of chunks that have taken the step `line`."""
     s = state[0]
     if line == STAGED:
         s["staged"] = chunks

@@ -246,7 +246,7 @@ def _write_mode(builder: Any, mode: Any) -> None:
 
 
 def _exchange_mode(builder: Any, instruction: str, place: Any) -> None:
-    """It reads or writes the lower half of the word."""
+    """Emit `instruction` (stmxcsr or ldmxcsr), which uses the lower 32 bits at `place`."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
     function = _insert_function(builder.module, kind, instruction)
     builder.call(function, [builder.bitcast(place, cgutils.voidptr_t)])

@@ -185,7 +185,8 @@ def _operand(number: int, block: Array, registers: Array, kept: Array) -> Array:
 
 @inlined
 def _scalar(scalars: Array, at: int) -> float:
-    """Behind the last one anything: who has none asks, too."""
+    """Scalar `at`. Operations without scalars call this, too, perhaps with an index behind the last, and do not use the
+    result."""
     found: float = scalars[min(at, scalars.size - 1)]
     return found
 

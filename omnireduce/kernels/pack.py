@@ -15,8 +15,8 @@ NEAR = 512  # the same for what is written: the aggregator has read it, so it li
 
 @inlined
 def _clear(target: Array, block: int, bits: np.uint64, in_place: bool) -> None:
-    """Of a zero block with these bits: -0 becomes +0, and a separate target starts as zero. Without a target nothing
-    does."""
+    """Set a zero block of `target` to +0: in place only if it has a -0, otherwise always. A `target` without rows stays
+    as it is."""
     if (bits != 0 or not in_place) and block < target.shape[0]:
         target[block, :] = 0
 

@@ -75,7 +75,7 @@ def _accumulate(op: int, total: Array, item: Array) -> None:
 
 @inlined
 def _divide(total: Array, divisor: int) -> None:
-    """In the type of `total`: by an integer, Numba divides float32 as float64."""
+    """Divide `total` by `divisor` in the type of `total`. By an int, Numba would divide float32 in float64."""
     if divisor & (divisor - 1) == 0:
         share = total.dtype.type(1 / divisor)  # exact, and a product takes less time
         for i in range(total.size):

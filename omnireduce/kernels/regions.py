@@ -34,7 +34,7 @@ STATE = np.dtype(
         for name in (
             "me", "ranks", "slots", "region_words", "slot_words",  # of the group
             "number", "base",  # of the collective; chunks in all collectives before it
-            "may_begin", "has_begun", "has_agreed",  # may: no shard owes this rank what it is to share
+            "may_begin", "has_begun", "has_agreed",  # may_begin: no shard owes this rank rows to pass on
             "chunks", "staged", "combined", "collected",  # of these chunks so far
             "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
             "width", "size",  # of a block, in words and in elements

@@ -140,7 +140,7 @@ def _nothing_lost_in_callbacks() -> Iterator[None]:
 
 
 def take_trouble() -> str:
-    """What was wrong with the files of compiled kernels; empty for nothing, and once somebody has asked."""
+    """What was wrong with the files of compiled kernels, or an empty text. Each trouble is returned once."""
     return kernel_files().take_trouble() if has_compiler() else ""
 
 

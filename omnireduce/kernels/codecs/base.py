@@ -13,7 +13,7 @@ PIECE_ELEMENTS = 1 << 17  # of float32 that are between a tensor and a message, 
 
 
 def pieces(blocks: int, block_size: int) -> Iterator[slice]:
-    """So many blocks in steps of PIECE_ELEMENTS at most."""
+    """Slices over the blocks, each of at most PIECE_ELEMENTS elements, or of one block."""
     most = max(1, PIECE_ELEMENTS // block_size)
     return (slice(at, min(at + most, blocks)) for at in range(0, blocks, most))
 

@@ -65,7 +65,7 @@ def exponent_for(largest: np.int32) -> np.int32:
 
 @inlined
 def _rounded(scaled: np.float32) -> np.int8:
-    """The nearest number. One that is too large is next to the largest float32."""
+    """The nearest int8 within ±LARGEST. The limit matters only in blocks near the largest float32."""
     number = np.int32(np.rint(scaled))
     return np.int8(min(max(number, np.int32(-LARGEST)), np.int32(LARGEST)))
 
