@@ -168,9 +168,10 @@ class Averaging:
         self.agreements += 1
 
     def _catch_up(self, comm: Communicator, found: list[Array | None], before: set[int]) -> None:
-        """Exchange what travels now and did not travel in this step."""
+        """Exchange the gradients that were agreed on just now and were not part of this step. Those that no rank has
+        any more become None."""
         now = set(self._travelling.places)
-        for at in before - now:  # no rank has it any more: those were zeros
+        for at in before - now:  # those were zeros
             found[at] = None
         late = sorted(now - before)
         if late:

@@ -364,7 +364,8 @@ class Dispatcher:
         return buffer
 
     def _is_marked(self, *, spoils: bool) -> bool:
-        """A mark goes before what does not take one along; return whether some rank spoils."""
+        """Exchange the mark by itself, before operations that cannot carry it; return whether some rank spoils the
+        batch."""
         return bool(self._comm.allreduce(np.full(1, spoils, np.int8), op="max", name=OF_QUEUE + "mark")[0])
 
     def _operation(self, request: Request) -> Any:

@@ -184,8 +184,9 @@ class Queue:
 
     def refuse(self, error: Exception, *names: object) -> None:
         """Let the ranks that wait for what has these names know that this one refuses it, because of `error`: their
-        tasks raise UsageError, and the next ones of these names are sound. For programs that find by themselves that
-        they cannot submit. Does nothing where they know of the error, and for a name that cannot be. Raises nothing.
+        tasks raise UsageError. Later collectives of these names work as usual. For programs that find by themselves
+        that they cannot submit. Does nothing where they know of the error, and for a name that cannot be. Raises
+        nothing.
         """
         for name in names:
             if isinstance(name, str) and not _wrong_name(name) and not is_told(error, name):

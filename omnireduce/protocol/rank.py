@@ -63,7 +63,8 @@ class WorkerMachine:
         self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
         self._next, self._waiting_for = 0, ""
         self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
-        self._after_own = False  # in the collective before the oldest, each rank got the result from the shards itself
+        # The collective before the oldest one was not summed by the host: each rank got its result from the shards.
+        self._after_own = False
         self._said_whom = False  # the last report said whom this rank waits for: when the wait ends, it reports again
         self._accused: Cause | None = None  # the reason to end the job that the memory of the host shows
         self._goodbyes: set[int] = set()
@@ -97,7 +98,7 @@ class WorkerMachine:
 
     @property
     def _is_judged(self) -> bool:
-        """The job ends for the reason that memory shows: no other rank has ended it before."""
+        """Whether this rank ends the job for the fault in `_accused`: no other rank of the host has ended it yet."""
         return self._accused is not None and not self._is_old_news
 
     def _warn_at(self, host: HostExchange) -> float:
@@ -123,7 +124,8 @@ class WorkerMachine:
         if not self._under_way:
             self._collective_deadline.begin(now)
         for stream in self._streams if not self._under_way else ():
-            stream.waiting = None  # the wait is over, or was most likely for this worker
+            # The shard's last wait is over, or was most likely for the collective that begins here.
+            stream.waiting = None
         for stream in taking_part:
             stream.submit(collective)
         self._under_way.append(collective)
@@ -282,16 +284,16 @@ class WorkerMachine:
         if self.ended is None and self.host is not None:
             self.host.fatal_reasons = [BY_ITSELF, RETIRED]
             if self.host.is_busy:
-                yield Tell(
-                    shard, self.host.report(now)
-                )  # it waits a while for collectives in memory, which it cannot see
+                # The stopping shard waits a while for collectives in memory. Only this report tells it of them.
+                yield Tell(shard, self.host.report(now))
 
     def heard(self, shard: int, now: float) -> None:
         """A part of a message came from `shard`."""
         self._streams[shard].heard(now)
 
     def lost(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
-        """The link to `shard` is over. That shard is told, too: where RDMA failed, control messages may still pass."""
+        """The link to `shard` is over. This shard also gets the Leave: if only RDMA failed, control
+        messages may still arrive."""
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
         elif self.ended is None:
@@ -335,7 +337,7 @@ class WorkerMachine:
             yield from self._end(cause)
 
     def _moments_more(self, cause: Cause, now: float) -> int:
-        """The moments in which others may judge first."""
+        """How many `moment_s` to wait, so that ranks that know more can name the cause first."""
         if self._local_ranks.hosts == 1:
             return 0 if self.host is not None else self._collective_deadline.moments_before(cause)
         oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
@@ -411,8 +413,7 @@ class WorkerMachine:
         if self.host is not None:
             yield from self.host.leave(BY_ITSELF if cause is None else RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
-            if stream.shard != told_by or (
-                cause is not None and cause.orderly
-            ):  # the shard learns that this rank lives
+            # A shard that stops in order gets the Leave, too: it shows that this rank is alive.
+            if stream.shard != told_by or (cause is not None and cause.orderly):
                 yield Tell(stream.shard, Leave(cause))
         yield self.ended

@@ -123,7 +123,7 @@ class GraceGradients(StepGradients):
         self._is_combined = False
 
     def check_idle(self) -> None:
-        """They never are while other code runs."""
+        """Do nothing: a hook's gradients are never under way while other code runs."""
 
 
 def _dense(name: str, parameter: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Text(NamedTuple):
     precedence: int = WHOLE
 
     def within(self, least: int) -> str:
-        """It as an operand."""
+        """The text as an operand: in brackets if its precedence is below `least`."""
         return self.text if self.precedence >= least else f"({self.text})"
 
 

@@ -43,7 +43,8 @@ class ShardStream:
         self._result_frontier = 0
         self.heard_at = 0.0  # when the shard was heard last
         self.waiting: Waiting | None = None  # the last Waiting; None if work has gone on since
-        # Results of messages that were placed ahead. A text is an error: an exception would keep objects alive.
+        # Outcomes of messages that a thread placed before `received`: the finished collective, None, or the text of an
+        # error (an exception would keep arrays alive).
         self._placed: deque[Collective | str | None] = deque()
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._lister = Lister(0)

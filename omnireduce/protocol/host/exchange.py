@@ -115,7 +115,8 @@ def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
     late = ~has_begun
     late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has done the pass before
     staged, combined, collected = (column - s["base"] for column in (staged, combined, collected))
-    summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined  # a rank is not late if a shard is
+    # With several hosts compare the ranks' own sums, not results: a rank that waits for a shard is not late.
+    summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined
     free = np.minimum(summed, _lowest_of_others(summed)) if s["shards"] else _lowest_of_others(collected)
     could = has_begun & (staged < s["chunks"]) & (free > staged - s["slots"])
     if has_begun.all():

@@ -378,7 +378,8 @@ class Engine(Interruptible):
         try:
             self._driver.turn()
             while not done() and self._machine.ended is None and not self._wants_to_leave:
-                self._driver.flush()  # not after the last turn: its credits can leave with the next first message
+                # Not after the last turn: its credits leave with the first message of the next collective.
+                self._driver.flush()
                 self._block(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
@@ -403,13 +404,14 @@ class Engine(Interruptible):
             else:
                 os.sched_yield()  # another thread may want the lock
                 self._poller.check()
-        finally:  # written in C, and no signal interrupts it
+        finally:  # `_acquire_restore` is C code: no signal handler can run inside it
             self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
 
     # ends
 
     def _on_finish(self, collective: int) -> None:
-        self._handles[collective].finish()  # an interrupt before the next line must find it in the table
+        # Finish it first: if Ctrl-C comes before the next line, the table still has the handle, marked as finished.
+        self._handles[collective].finish()
         del self._handles[collective]
         if self._waiters or self._background:
             self._changed.notify_all()

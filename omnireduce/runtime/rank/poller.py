@@ -14,7 +14,7 @@ from omnireduce.support.os_errors import from_a_handler
 from omnireduce.transport.base import Link
 
 UNKNOWN = -1  # the mask of a link while it changes
-PEEKED = [(-2, 0)]  # news without a descriptor
+PEEKED = [(-2, 0)]  # stands for "something came that no descriptor shows"
 Ready = list[tuple[int, int]]  # descriptors, with their events
 
 
