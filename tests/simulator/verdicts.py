@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
 from omnireduce.protocol.collective.block_lists import MessageSizing
-from omnireduce.protocol.joining.rank import SEATED_S
+from omnireduce.protocol.joining.rank import ASSIGNED_S
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons
@@ -334,7 +334,7 @@ class Verdicts:
 
     def _seated_s(self, worker: Worker) -> float:
         """How long a rank of an elastic job has for what comes after the first aggregator."""
-        return max(SEATED_S, 2 * worker.job.last_call_s)
+        return max(ASSIGNED_S, 2 * worker.job.last_call_s)
 
     @property
     def _had_no_time_left(self) -> bool:

@@ -125,7 +125,7 @@ def perform(effects: Iterator[JoinEffect], do: Callable[[JoinAction], Iterator[J
 
 RETRY_S = 0.1  # pause between attempts to reach an aggregator that is not up yet; first pause between attempts to join
 LONGEST_PAUSE_S = 2.0
-SEATED_S = 5.0  # the least time that a worker has from the first aggregator of an elastic job to the others
+ASSIGNED_S = 5.0  # the least time that a worker has from the first aggregator of an elastic job to the others
 MOST_SAID = 400  # the most characters of an error that the other ranks are told
 NEWS_LATE_S = 5.0  # news that a rank compiles comes once a second, and extends the time to join by at least this
 QUIET_S = 2.0  # the error of an attempt, or of a wait for a proof, that took longer tells something
@@ -152,7 +152,9 @@ class Joining:
     ) -> None:
         self._hello, self._addresses, self._secret = hello, addresses, secret
         self._limit_s, self._transport = limit_s, transport
-        self._join_by = self._latest = self._by = self._begun = self._seated_at = 0.0  # `_by`: the end of this attempt
+        self._join_by = self._latest = self._by = self._begun = self._assigned_at = (
+            0.0  # `_by`: the end of this attempt
+        )
         self._last_error: OmniReduceError | None = None  # the error of the attempt before
         self._reminders = Reminders(0.0)  # reminders of the wait of this attempt
         self._failures = Reminders(0.0)  # reminders of attempts that fail for the same reason
@@ -359,8 +361,8 @@ class Joining:
                 return
             if self._hello.survived:
                 self._hello = replace(self._hello, survived=assignment.formation, ticket=assignment.ticket)
-            self._seated_at = now
-            self._by = min(self._join_by, now + max(SEATED_S, 2 * self._hello.last_call_s))
+            self._assigned_at = now
+            self._by = min(self._join_by, now + max(ASSIGNED_S, 2 * self._hello.last_call_s))
         if self._shards < len(self._addresses):
             self._shards, self._reminders = len(self._addresses), Reminders(now)
             yield Connect(1, self._by)
@@ -442,7 +444,7 @@ class Joining:
             return unreachable(self._addresses[at], self._transport, self._reason)
         limit = f"cluster.join_timeout_s = {self._limit_s:g}"
         if self._by < self._join_by:
-            limit = f"{self._by - self._seated_at:.2g} s, which a worker has from the first aggregator to the others"
+            limit = f"{self._by - self._assigned_at:.2g} s, which a worker has from the first aggregator to the others"
         is_known = any(visit.request.pending for visit in self._visits if visit.request.welcome is None)
         hint = "; were all workers started, with the same world size and job?" if is_known else ""
         if self._place is None and not self._has_answer:
