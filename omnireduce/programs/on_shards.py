@@ -73,10 +73,9 @@ class OnShards:
         arrays = run_agreed(comm, f"{name}.values", lambda: self._placed(comm, values))
         alike = given_alike(pipeline, self._seat.sizes, arrays.items())
         check_agreement(comm, [("lazy", str(lazy)), *alike], f"{name}.inputs")
-        self._group = comm.create_group(
-            name=name,
-            state_bytes=comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns)),
-        )
+        state_bytes = comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns))
+        # Without state the ranks of a host would sum in memory, where no program runs.
+        self._group = comm.create_group(name=name, state_bytes=max(1, state_bytes))
         try:
             for tensor, array in arrays.items():
                 self._send(tensor, array)

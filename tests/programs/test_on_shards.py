@@ -190,6 +190,24 @@ def test_the_sum_itself_may_be_kept(daemon: Daemon) -> None:
         np.testing.assert_allclose(weights, -whole / (1 + np.linalg.norm(whole)), rtol=1e-6)
 
 
+def test_a_program_that_keeps_nothing(daemon: Daemon) -> None:
+    size = Variable(Int32, "N")
+    g = Tensor(Float32, size, Local, "g")
+    g1 = AllReduce(Summation, g)
+    doubled = g1 + g1
+    pipeline = Pipeline("doubled", [g], [doubled]).split(g1).reorder([doubled], g1)
+    pipeline = pipeline.fuse_into(["g1_rs", doubled, "doubled_ag"])
+
+    def run(comm: Communicator) -> Array:
+        with pipeline.on_shards(comm, {"N": N}) as running:
+            [result] = running.run({"g": gradient(comm.rank, 0)}).values()
+            return result
+
+    whole = np.sum([gradient(rank, 0) for rank in range(SIZE)], axis=0, dtype=np.float64)
+    for result in run_job(configured(daemon.addresses), SIZE, run):
+        np.testing.assert_array_equal(result, 2 * whole)
+
+
 def test_lazy_leaves_blocks_of_zeros_as_they_are(daemon: Daemon) -> None:
     pipeline = written(lambda g, w, m, a: (w + g + 1.0, m + g + 1.0))
 
