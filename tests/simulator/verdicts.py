@@ -270,6 +270,9 @@ class Verdicts:
             numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
             if named & numbers or (worker.job.min_ranks and " as number " in error.reason):
                 return True
+        called = re.match(r"refused collective \d+, which rank (\d+) called", error.reason)
+        if called and any(culprit.startswith(f"rank {called[1]} ") for culprit in culprits):
+            return True  # with a false word its own refusal looks like a call, which another rank refused
         if reasons.NOT_LEFT in error.reason:
             return True  # it names all who are still there, by numbers that change when the job is formed anew
         misled = bool(worker.misled) and str(error).startswith(worker.misled)
