@@ -5,7 +5,7 @@ export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,15 +22,15 @@ demo: $(READY) ## start two aggregator shards, run the bench, density and train 
 
 test-unit: $(READY) ## run the tests of the pure parts, which start no processes: a minute
 	@echo "running the unit tests"
-	@$(PYTEST) -m unit $(ARGS)
+	@$(PYTEST) -n 3 -m unit $(ARGS)
 
 test: $(READY) ## run these and the tests with real daemons and ranks: four minutes. ARGS="-n 0 tests/cluster/test_tls.py -k expired" runs those alone
 	@echo "running the tests"
-	@$(PYTEST) $(if $(findstring tests/,$(ARGS)),,-m "not slow") $(ARGS)
+	@$(PYTEST) -n 4 $(if $(findstring tests/,$(ARGS)),,-m "not slow") $(ARGS)
 
 test-all: $(READY) ## run all tests: twenty minutes
 	@echo "running all tests"
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -n 3 $(ARGS)
 
 lint: $(READY) ## ruff: lint and format; import-linter: layers and circles of imports
 	@echo "checking lint, format and layers"

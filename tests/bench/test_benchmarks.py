@@ -288,6 +288,7 @@ def test_on_shared_hosts_dense_tensors_are_compared_with_gloo_the_best_and_the_b
     assert [each.met for each in verdicts_of(setting, without, 9.5)] == [True, None, True]
 
 
+@pytest.mark.slow
 def test_figures_of_the_same_rows_are_the_same_files(tmp_path: Path) -> None:
     done = command("plot", "--results", tmp_path)
     assert (done.exit_code, f"no rows to draw in {tmp_path}" in done.output) == (2, True)

@@ -43,7 +43,11 @@ def lines(rank: Process, timeout_s: float = 4 * WAIT_S) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "debug", "device"),
-    [(2, "OFF", "cpu"), (3, "DETAIL", "cpu"), pytest.param(2, "OFF", "cuda", marks=needs_gpu)],
+    [
+        (2, "OFF", "cpu"),
+        pytest.param(3, "DETAIL", "cpu", marks=pytest.mark.slow),
+        pytest.param(2, "OFF", "cuda", marks=needs_gpu),
+    ],
 )
 def test_models_are_the_same_on_all_ranks_and_as_with_gloo(tmp_path: Path, size: int, debug: str, device: str) -> None:
     """With two ranks there is one order of sums, so gloo's parameters have the same bits."""

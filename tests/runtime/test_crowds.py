@@ -184,6 +184,7 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
     assert crowd.server._patience(600.0) > 50.0  # until its job has gathered for too long
 
 
+@pytest.mark.slow
 def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None:
     with listen_tcp("127.0.0.1", 0) as listener:
         server = ShardServer("a:1", [Listener(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)

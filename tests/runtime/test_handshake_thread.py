@@ -118,6 +118,7 @@ def test_who_leaves_has_no_task_done_any_more(crowd: Crowd) -> None:
     assert crowd.server._handshake_thread._executor is None
 
 
+@pytest.mark.slow
 def test_a_shard_that_stops_waits_for_one_task_only(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, waiting, close = Slow(crowd), Slow(crowd), crowd.server._handshake_thread.close
 

@@ -292,6 +292,7 @@ def lone_engine() -> tuple[engine.Engine, ShmLink, socket.socket]:
     return engine.Engine(machine, [link], 0.0, BoundLog(logging.getLogger(__name__))), link, far
 
 
+@pytest.mark.slow
 def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every pair of lines of what watches and closes links."""
     monkeypatch.setattr(engine, "GOODBYE_S", 0.01)

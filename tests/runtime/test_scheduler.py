@@ -260,6 +260,7 @@ def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypa
     assert Refused in answers
 
 
+@pytest.mark.slow
 def test_a_turn_accepts_all_who_wait() -> None:
     with listen_tcp("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
         server = ShardServer("a:1", [Listener(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
