@@ -20,11 +20,11 @@ install: $(READY) ## make .venv and install omnireduce there, with what the test
 demo: $(READY) ## start two aggregator shards, run the bench, density and train workers, stop everything
 	@$(BIN)/python examples/demo.py
 
-test-unit: $(READY) ## run the tests of the pure parts, which start no processes: a minute
+test-unit: $(READY) ## run the tests of the pure parts, which start no processes: a minute and a half
 	@echo "running the unit tests"
 	@$(PYTEST) -n 3 -m unit $(ARGS)
 
-test: $(READY) ## run these and the tests with real daemons and ranks: four minutes. ARGS="-n 0 tests/cluster/test_tls.py -k expired" runs those alone
+test: $(READY) ## run these and the tests with real daemons and ranks: five minutes. ARGS="-n 0 tests/cluster/test_tls.py -k expired" runs those alone
 	@echo "running the tests"
 	@$(PYTEST) -n 4 $(if $(findstring tests/,$(ARGS)),,-m "not slow") $(ARGS)
 
