@@ -17,14 +17,14 @@ items = chance.standard_normal((ITEMS, WIDTH)).astype(np.float32) / 8
 
 
 def ratings(step):
-    """Who has rated what in this step, and how; a few items are popular."""
+    """Users, items and ratings of a step; a few items are popular."""
     drawn = np.random.default_rng([1, step])
     who, what = drawn.integers(USERS, size=BATCH), (ITEMS * drawn.random(BATCH) ** 4).astype(int)
     return who, what, (tastes[who] * kinds[what]).sum(1).astype(np.float32)
 
 
 def errors(who, what, score):
-    """How much too high the model predicts each rating."""
+    """The difference between prediction and rating, for each rating."""
     return (users[who] * items[what]).sum(1) - score
 
 

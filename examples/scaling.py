@@ -1,4 +1,4 @@
-"""How much faster more ranks are: a table of the seconds of a program that prints "Total time: S second".
+"""The speedup by more ranks: a table of the seconds of a program that prints "Total time: S second".
 
 python scaling.py --np 1,2,4,8 python keras_warmup.py --epochs 4
 """

@@ -1,4 +1,4 @@
-"""How long it takes to submit an all-reduce, and to wait for it: the third exercise of SwitchML's tutorial.
+"""The time to submit an all-reduce, and the time to wait for it: the third exercise of SwitchML's tutorial.
 
 python examples/switchml_job.py                        # alone
 mpirun -n 2 python examples/switchml_job.py 1000000    # two ranks; how many elements

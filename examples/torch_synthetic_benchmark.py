@@ -1,4 +1,4 @@
-"""How many images a second all ranks train, on random images: omnireduce run -np 2 python torch_synthetic_benchmark.py
+"""Images per second that all ranks train, on random images: omnireduce run -np 2 python torch_synthetic_benchmark.py
 
 It prints the lines that Horovod's benchmark of this name prints.
 """

@@ -51,7 +51,8 @@ def _let_barriers_be_monitored() -> None:
 
 
 def _let_ranks_meet() -> None:
-    """Where `init_process_group` would miss RANK, and under `omnireduce run`, load what knows the other launchers."""
+    """Load the rendezvous that knows the other launchers, under `omnireduce run`, and if `init_process_group` would
+    miss RANK."""
     from torch.distributed.rendezvous import _rendezvous_handlers
 
     way_of_torch = _rendezvous_handlers["env"]

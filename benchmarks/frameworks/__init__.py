@@ -1,0 +1,1 @@
+"""The service through torch and Needle, against what they have themselves."""

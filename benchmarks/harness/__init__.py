@@ -1,0 +1,1 @@
+"""Ranks as processes, hosts with shaped links, and verdicts, for all benchmarks."""

@@ -1,0 +1,1 @@
+"""Single parts of the service: codecs, selection, threads, queues, urgent tensors."""

@@ -1,0 +1,1 @@
+"""Programs of the language: experiments, inputs, overlap."""

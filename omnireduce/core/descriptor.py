@@ -267,19 +267,22 @@ def distinguish(one: Descriptor, other: Descriptor) -> tuple[str, str]:
     return f"{one}, {mine}", f"{other}, {theirs}"
 
 
-def _unshown(each: Descriptor) -> list[str]:
+def _unshown(descriptor: Descriptor) -> list[str]:
     """Facts that the text of a descriptor may not show. Of a long shape it shows only the beginning."""
     return [
-        f"block_size {each.block_size}",
-        f"protocol.max_part_bytes in KiB, rounded up, {each.packets}",
-        f"{len(each.shape)} dimensions",
-        *(f"dimension {at} is {size}" for at, size in enumerate((*each.shape, *[0] * MAX_DIMENSIONS)[:MAX_DIMENSIONS])),
-        f"elements of {each.item_bytes} bytes",
-        f"{each.parts} parts",
-        f"root {each.root}",
-        f"seed {each.seed}",
-        f"scalars {[] if each.program is None else each.program.numbers}"[:SHOWN],
-        f"{each.program}"[:SHOWN],
+        f"block_size {descriptor.block_size}",
+        f"protocol.max_part_bytes in KiB, rounded up, {descriptor.packets}",
+        f"{len(descriptor.shape)} dimensions",
+        *(
+            f"dimension {at} is {size}"
+            for at, size in enumerate((*descriptor.shape, *[0] * MAX_DIMENSIONS)[:MAX_DIMENSIONS])
+        ),
+        f"elements of {descriptor.item_bytes} bytes",
+        f"{descriptor.parts} parts",
+        f"root {descriptor.root}",
+        f"seed {descriptor.seed}",
+        f"scalars {[] if descriptor.program is None else descriptor.program.numbers}"[:SHOWN],
+        f"{descriptor.program}"[:SHOWN],
     ]
 
 

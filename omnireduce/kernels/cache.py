@@ -94,7 +94,7 @@ class KernelFiles:
 
     @property
     def folder(self) -> Path | None:
-        """Where new kernels would be kept; None where they cannot be. Makes the folder."""
+        """The folder for new kernels, which this makes; None if they cannot be kept."""
         for place in self._folders:
             with suppress(OSError):
                 _make(place)

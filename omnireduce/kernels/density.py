@@ -1,4 +1,4 @@
-"""Which blocks are non-zero: the scan without the copy."""
+"""The non-zero blocks of a tensor: the scan without the copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nonzero_blocks(words: Array, mask: np.uint64, found: Array) -> int:
 
 
 def find_blocks(values: Array, block_size: int) -> Array:
-    """Which blocks of `values`, (elements,), are not zero: bool (blocks,).
+    """A mask of the blocks of `values`, (elements,), that are not zero: bool (blocks,).
 
     `values` may be of any dtype that the service reduces, in any byte order. `block_size`: elements, a multiple of 8.
     Raises UsageError for another dtype.

@@ -112,7 +112,7 @@ def _has_free_slot(state: Array, ints: Array) -> bool:
 
 @kernel
 def next_step(state: Array, ints: Array) -> int:
-    """Which step the others' counters allow now: the one that helps them most. WAITS: none; DONE: all are taken."""
+    """The step that the others' counters allow now, and that helps them most. WAITS: none; DONE: all are taken."""
     s = state[0]
     base = s["base"]
     if not s["has_begun"]:

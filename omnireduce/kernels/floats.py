@@ -1,4 +1,4 @@
-"""How a float32 is made: a sign, an exponent of 8 bits, a fraction of 23."""
+"""The parts of a float32: a sign, an exponent of 8 bits, a fraction of 23."""
 
 from __future__ import annotations
 

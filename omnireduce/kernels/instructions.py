@@ -123,7 +123,7 @@ def prefetch_to_write(words: Array, index: int) -> None:
 
 
 def _instruction(write: int) -> Any:
-    """What emits the machine's instruction: `prefetch`, or with `write` 1 `prefetch_to_write`."""
+    """The intrinsic for the machine's instruction: `prefetch`, or with `write` 1 `prefetch_to_write`."""
 
     @intrinsic
     def emit(typing_context: Any, words: Any, index: Any) -> Any:

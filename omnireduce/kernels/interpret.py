@@ -304,5 +304,5 @@ def _is_there(part: Array) -> bool:
 
 @inlined
 def _index_in_shard(number: int, shards: int, stripe_blocks: int) -> int:
-    """Where among the blocks of its shard a block is."""
+    """The place of a block among the blocks of its shard."""
     return number // (shards * stripe_blocks) * stripe_blocks + number % stripe_blocks

@@ -113,7 +113,7 @@ def _on_disk(compiled: F, function: Callable[..., object], stored: Callable[[Any
 
 
 class _OnDisk(caching._Cache):
-    """What numba asks for a kernel that may have been compiled before."""
+    """The cache that numba asks for a kernel that may have been compiled before."""
 
     def __init__(self, function: Callable[..., object], stored: Callable[[Any], Any]) -> None:
         self._function, self._stored, self._is_on = function, stored, True
@@ -166,7 +166,7 @@ class _OnDisk(caching._Cache):
 
 @cache
 def _digest_of(file: str) -> str | None:
-    """What tells this state of a user's own module from others; None where it is no file."""
+    """A digest of a user's own module, as it is now; None if it is no file."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
@@ -178,7 +178,7 @@ def _all_of(result: Any) -> Any:
 
 
 def _machine_code_only(result: Any) -> Any:
-    """What numba stores of a compiled kernel, with empty functions in the place of those to build into others."""
+    """The data that numba stores of a compiled kernel, with empty functions in place of those to build into others."""
     (name, kind, (machine_code, bitcode)), *rest = result._reduce()
     names = [each.name for each in llvm.parse_bitcode(bitcode).functions if not each.is_declaration]
     empty = llvm.parse_assembly("\n".join(f'define void @"{each}"() {{ ret void }}' for each in names))
@@ -192,7 +192,7 @@ def has_compiler() -> bool:
 
 @cache
 def kernel_files() -> KernelFiles:
-    """Where compiled kernels are kept: for this source, this compiler and this processor, so that a folder may serve
+    """The files of compiled kernels: for this source, this compiler and this processor, so that a folder may serve
     many of each."""
     compiler = (sys.version_info[:2], sys.implementation.cache_tag, numba.__version__, llvmlite.__version__)
     processor = cpu_target.target_context.codegen().magic_tuple()
@@ -204,8 +204,8 @@ def kernel_files() -> KernelFiles:
 
 @cache
 def source_stamp() -> str:
-    """What tells this state of the kernels from others: what the files of this folder have in them that have kernels,
-    and those whose constants they take."""
+    """A digest of the kernels as they are now: of the files of this folder that have kernels, and of those whose
+    constants they take."""
     here = Path(__file__).parent
     kernels = (file for file in here.rglob("*.py") if file.name not in NO_KERNELS)
     files = [*sorted(kernels), *(here.parent / f"{name}.py" for name in CONSTANTS)]

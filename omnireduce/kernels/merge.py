@@ -11,7 +11,7 @@ SOLE_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
 
 @inner
 def _fitting(indices: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int) -> int:
-    """How many of the first `indices` ascend strictly, lie in [low, high) and are in stripes of `shard`."""
+    """The number of the first `indices` that ascend strictly, lie in [low, high) and are in stripes of `shard`."""
     previous, stop = low - 1, 0  # of a stripe of this shard
     for k in range(indices.size):
         index = indices[k]

@@ -97,7 +97,7 @@ def pack_blocks(
 
 @inlined
 def _end_of_run(cursor: int, stop: int, stripe: int, shards: int) -> int:
-    """Where the blocks of the shard end that follow on each other from `cursor` on; `stop` at most."""
+    """The end of the blocks of the shard that follow on each other from `cursor` on; `stop` at most."""
     return min(stop, (cursor // stripe + 1) * stripe) if shards > 1 else stop
 
 

@@ -117,7 +117,7 @@ def has_arrived(state: Array, chunk: int) -> bool:
 
 @inner
 def slot_of(state: Array, rank: int, chunk: int) -> int:
-    """Where the region of `rank` has the slot of a chunk."""
+    """The place of the slot of a chunk in the region of `rank`."""
     s = state[0]
     at: int = rank * s["region_words"] + SLOTS + (s["base"] + chunk) % s["slots"] * s["slot_words"]
     return at
@@ -125,8 +125,8 @@ def slot_of(state: Array, rank: int, chunk: int) -> int:
 
 @inner
 def result_slot_of(state: Array, rank: int, chunk: int) -> int:
-    """Where the region of `rank` has the slot of its result of a chunk. With several hosts that comes much later than
-    what is staged, and has slots of its own."""
+    """The place of the slot for the result of a chunk in the region of `rank`. With several hosts a result comes much
+    later than what is staged, and has separate slots."""
     s = state[0]
     behind = s["slots"] * s["slot_words"] if s["shards"] else 0
     return slot_of(state, rank, chunk) + behind

@@ -1,4 +1,4 @@
-"""Which elements of a tensor are largest, or which blocks: found by counting, without a sort.
+"""The largest elements or blocks of a tensor, found by counting, without a sort.
 
 The bits of a float32 without its sign order as magnitudes do, with NaN at the end.
 """
@@ -42,7 +42,7 @@ def list_at_least(bits: Array, least: int, indices: Array) -> int:
 
 @kernel
 def count_at_least(bits: Array, least: int) -> int:
-    """How many of `bits`, int32 (n,), have a magnitude with bits of `least` or more."""
+    """The number of `bits`, int32 (n,), that have a magnitude with bits of `least` or more."""
     found = 0
     for i in range(bits.size):
         found += (bits[i] & MAGNITUDE) >= least

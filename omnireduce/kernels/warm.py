@@ -90,7 +90,7 @@ def make_ready(kernels: Sequence[Kernel], progress: Progress = _silent) -> None:
 
 
 class _Work:
-    """How far the work on some kernels is, in seconds of a processor. A kernel that is compiled now counts by the time
+    """Progress of the work on some kernels, in seconds of a processor. A kernel that is compiled now counts by the time
     that this process has worked on it."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
@@ -140,7 +140,7 @@ def _nothing_lost_in_callbacks() -> Iterator[None]:
 
 
 def take_trouble() -> str:
-    """What was wrong with the files of compiled kernels, or an empty text. Each trouble is returned once."""
+    """The trouble with the files of compiled kernels, or an empty text. Each trouble is returned once."""
     return kernel_files().take_trouble() if has_compiler() else ""
 
 
@@ -164,7 +164,7 @@ def reducer_kernel(storage: int) -> Kernel:
 
 
 def exchange_kernel() -> Kernel:
-    """What every exchange inside a host needs. One process compiles it all: most is part of several of its kernels."""
+    """The kernels that every exchange inside a host needs. One process compiles them all: they share most code."""
     return Kernel("exchange", 6.0, _call_exchange)
 
 
@@ -173,11 +173,10 @@ def row_kernels() -> list[Kernel]:
     plan, floats, marked = np.zeros((0, 2), np.int64), np.zeros((2, 0), np.float32), np.zeros(0, np.int64)
     state, ints = _of_no_tensor()
     rows, lists = np.zeros((0, 1), np.uint8), np.zeros((5, 1), np.int64)
-    exchange = _kernel(
+    return [_kernel(
         3.3, run_with_rows, state, ints, ints.view(np.uint64), marked, lists, marked, marked, rows, rows, plan, floats,
         floats.view(np.uint32), marked, steps=1, looks=1,
-    )  # fmt: skip
-    return [exchange]
+    )]  # fmt: skip
 
 
 def aggregator_kernels() -> list[Kernel]:

@@ -38,7 +38,7 @@ def _present(folder: Path) -> dict[int, set[int]]:
 
 
 def _starts(size: int, parts: int) -> list[int]:
-    """Where the parts of a flat array begin, and the last one ends: the first ones may have one number more."""
+    """The starts of the parts of a flat array, and the end of the last one. The first parts may be longer by one."""
     return [part * (size // parts) + min(part, size % parts) for part in range(parts + 1)]
 
 
@@ -50,7 +50,7 @@ def check_steps(steps: object) -> int:
 
 
 def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, dict[str, Array]]:
-    """What a `state_dict` keeps, by parameter. Raises UsageError for one that has no arrays of these shapes."""
+    """The arrays of a `state_dict`, by parameter. Raises UsageError if arrays of these shapes are missing."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise UsageError(f"the state is {a_type(state)}; expected what state_dict has returned on this rank")
     check_steps(state.get(STEP))
@@ -69,7 +69,7 @@ def key_of(parameter: str, what: str) -> str:
 
 
 def share_of(values: Array, rank: int, size: int) -> Array:
-    """What `rank` of `size` writes of an array: a copy."""
+    """A copy of the part of an array that `rank` of `size` writes."""
     start, stop = _starts(values.size, size)[rank : rank + 2]
     return values.reshape(-1)[start:stop].copy()
 

@@ -133,7 +133,7 @@ def _in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[
 
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
 _opened: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()
-"""How many groups were made for optimizers of each name, in the present formation of a communicator."""
+"""The number of groups made for optimizers of each name, in the present formation of a communicator."""
 
 
 class ShardedOptimizer:

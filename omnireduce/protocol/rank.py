@@ -337,7 +337,7 @@ class WorkerMachine:
             yield from self._end(cause)
 
     def _moments_more(self, cause: Cause, now: float) -> int:
-        """How many `moment_s` to wait, so that ranks that know more can name the cause first."""
+        """The number of `moment_s` to wait, so that ranks that know more can name the cause first."""
         if self._local_ranks.hosts == 1:
             return 0 if self.host is not None else self._collective_deadline.moments_before(cause)
         oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .workload import Collective
 
@@ -154,9 +154,6 @@ class Plan:
     jobs: tuple[JobPlan, ...]
     faults: tuple[Fault, ...] = field(default=())
     options: tuple[str, ...] = field(default=())
-
-    def without_faults(self) -> Plan:
-        return replace(self, faults=(), options=())
 
     @property
     def max_jobs(self) -> int:

@@ -148,8 +148,8 @@ def _table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
-def _cells(each: Candidate) -> list[str]:
-    plan, prediction = each
+def _cells(candidate: Candidate) -> list[str]:
+    plan, prediction = candidate
     where = "hosts of their own" if plan.dedicated else "beside ranks"
     return [
         str(plan.shards),

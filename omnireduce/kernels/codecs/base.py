@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""Base of codecs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pieces(blocks: int, block_size: int) -> Iterator[slice]:
 
 
 class Codec(ABC):
-    """How a block of float32 travels. A class of a user's own derives from this, and has no arguments.
+    """The form in which a block of float32 travels. A class of a user's own derives from this, and has no arguments.
 
     Arrays are C-contiguous. `values` and `totals`: float32, (blocks, block size). `encoded`: uint8, (blocks,
     `block_bytes(block size)`), which begins at an even address if a block takes an even number of bytes. There is one
@@ -29,7 +29,7 @@ class Codec(ABC):
 
     @abstractmethod
     def block_bytes(self, block_size: int) -> int:
-        """How many bytes a block of so many elements takes: at least one, and no more than as float32."""
+        """The number of bytes that a block of so many elements takes: at least one, and no more than as float32."""
 
     @abstractmethod
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:

@@ -50,7 +50,7 @@ def fill_uniform(key: np.uint64, out: Array) -> None:
 
 
 def stream_key(seed: int, collective: int, sender: int) -> int:
-    """What the keys of all blocks have in common that `sender` encodes for a collective."""
+    """The common part of the keys of all blocks that `sender` encodes for a collective."""
     state = 0
     for part in (seed, collective, sender):
         state = (state + part + int(STEP)) & _WORD

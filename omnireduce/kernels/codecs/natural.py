@@ -61,7 +61,7 @@ def _encode(bits: Array, where: Array, encoded: Array, keys: Array) -> None:
 
 @inlined
 def _value(code: np.int64, top: np.int64) -> np.float32:
-    """What a code without its sign stands for, in a block with exponent `top`."""
+    """The value of a code without its sign, in a block with exponent `top`."""
     if code == NOT_A_NUMBER:
         return np.float32(np.nan)
     if code == INFINITY:
