@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from omnireduce.aggregator.heartbeats import Watch
-from omnireduce.core.administration import Order
+from omnireduce.core.admin_messages import Order
 from omnireduce.support.config import Config
 
 LONGEST = 16384  # bytes of a packet

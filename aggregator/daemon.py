@@ -34,16 +34,16 @@ from omnireduce.aggregator.children import (
     RemainingJobs,
     where_it_hangs,
 )
-from omnireduce.aggregator.draining import Draining
+from omnireduce.aggregator.drain_state import Draining
 from omnireduce.aggregator.heartbeats import Pulse, Watch, look_s
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.page_access import make_pages, why_open
-from omnireduce.aggregator.reload import reloaded
+from omnireduce.aggregator.reload_in_children import reloaded
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
 from omnireduce.aggregator.systemd import notify, watchdog_s
-from omnireduce.core.administration import Order
+from omnireduce.core.admin_messages import Order
 from omnireduce.errors import ConfigError
-from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_aggregator
+from omnireduce.kernels.compiling.warm import progress_text, take_trouble, warm_up_aggregator
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.addresses import parse_listen
@@ -165,7 +165,7 @@ class Daemon:
         return [open_listeners(host, port + i if port else 0, kind, monitor) for i in range(settings.shards)]
 
     def _start_monitor(self, bound: Sequence[Listeners]) -> None:
-        from omnireduce.aggregator.monitor import open_http, run_monitor
+        from omnireduce.aggregator.http_monitor import open_http, run_monitor
 
         listener, address = open_http(self._config.metrics.listen)
         scheme = "http" if self._pages.tls is None else "https"

@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from omnireduce.core.status import JobStatus, Status, Traffic
+from omnireduce.core.status_messages import JobStatus, Status, Traffic
 
 Answers = Mapping[str, Status | Exception]
 _Value = float | None  # None: no sample

@@ -14,16 +14,16 @@ from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.children import ClientOrder, Line, RemainingJobs, process_count
 from omnireduce.aggregator.heartbeats import Pulse, look_s
 from omnireduce.aggregator.ignored_signals import ignore
-from omnireduce.aggregator.reload import reload_on_hangup
-from omnireduce.aggregator.uplinks import Callers
-from omnireduce.core.administration import Order
+from omnireduce.aggregator.reload_in_children import reload_on_hangup
+from omnireduce.aggregator.uplink_dialer import Callers
+from omnireduce.core.admin_messages import Order
 from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.file_descriptors import allow_all_descriptors
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.listening import Listener
-from omnireduce.runtime.shard.relay import Upstream
+from omnireduce.runtime.shard.relay_admission import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder

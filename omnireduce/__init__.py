@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from omnireduce.kernels.codecs.base import Codec
     from omnireduce.launch.functions import run
     from omnireduce.optimizers.sharded import ShardedOptimizer
-    from omnireduce.runtime.rank.batched_calls import Table
-    from omnireduce.runtime.rank.calls import Rows
+    from omnireduce.runtime.rank.calls.batched import Table
+    from omnireduce.runtime.rank.calls.single import Rows
     from omnireduce.runtime.rank.channels import Statistics
     from omnireduce.runtime.rank.communicator import Communicator
     from omnireduce.runtime.rank.handles import Handle
@@ -112,10 +112,10 @@ else:
         "omnireduce.kernels.codecs.base": ("Codec",),
         "omnireduce.launch.functions": ("run",),
         "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
-        "omnireduce.runtime.rank.calls": ("Rows",),
+        "omnireduce.runtime.rank.calls.single": ("Rows",),
         "omnireduce.runtime.rank.communicator": ("Communicator",),
         "omnireduce.elastic": ("ElasticState", "run_elastic"),
-        "omnireduce.runtime.rank.batched_calls": ("Table",),
+        "omnireduce.runtime.rank.calls.batched": ("Table",),
         "omnireduce.runtime.rank.handles": ("Handle",),
         "omnireduce.runtime.rank.channels": ("Statistics",),
     }

@@ -17,7 +17,7 @@ from typing import Any
 
 BACKEND = "omnireduce"
 DEVICES = ["cpu", "cuda"]
-PACKAGE, GROUPS = "omnireduce.torch", "omnireduce.torch.process_group"
+PACKAGE, GROUPS = "omnireduce.torch", "omnireduce.torch.backend.process_group"
 
 
 def register() -> None:

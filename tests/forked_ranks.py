@@ -11,8 +11,8 @@ from typing import NamedTuple
 from free_ports import free_ports
 from local_cluster import ROOT, WAIT_S, Process, unique_job
 
-from omnireduce.launch.environment import of_rank
 from omnireduce.launch.hosts import Host, place
+from omnireduce.launch.rank_variables import of_rank
 from omnireduce.support.config import Protocol
 
 

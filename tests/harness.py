@@ -23,13 +23,13 @@ from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.collective.packets import Packets, packed
-from omnireduce.protocol.collective.rows import RowSet
+from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange, region_bytes
 from omnireduce.protocol.host.groups import LocalRanks, Sharding
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.protocol.shard import AggregatorMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.rank.calls import Pool
+from omnireduce.runtime.rank.calls.single import Pool
 from omnireduce.transport.base import Event
 from omnireduce.transport.inproc import InprocLink
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from nursery import Forked
 from transports import carriers, meant_by
 
-from omnireduce.kernels.jit import kernel_files
+from omnireduce.kernels.compiling.jit import kernel_files
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config, load_config
 

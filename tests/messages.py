@@ -6,8 +6,8 @@ import struct
 
 import msgspec
 
-from omnireduce.core.administration import AdminAnswer, AdminRequest
-from omnireduce.core.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.core.admin_messages import AdminAnswer, AdminRequest
+from omnireduce.core.status_messages import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Aborted,

@@ -9,8 +9,8 @@ import numpy as np
 
 from omnireduce.core.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, REGISTERS, BlockProgram, Operation
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import has_compiler
 from omnireduce.kernels.instructions import FLUSHES
-from omnireduce.kernels.jit import has_compiler
 
 F = np.float32
 FLUSHES_HERE = has_compiler() and platform.machine() in FLUSHES

@@ -65,7 +65,7 @@ def bench(
 ) -> None:
     config = _load(config_file, overrides)
     from omnireduce.console.bench.run import run_bench
-    from omnireduce.runtime.rank.environment import own_launch
+    from omnireduce.runtime.rank.launcher_detection import own_launch
 
     launch = own_launch(rank=rank, size=size)
     wrong = run_bench(config, launch, pattern=pattern, json_path=json_path, against_mpi=against == "mpi")
@@ -96,7 +96,7 @@ def lab(
     rounds: int,
 ) -> None:
     config = _load(config_file, overrides)
-    from omnireduce.runtime.rank.environment import own_launch
+    from omnireduce.runtime.rank.launcher_detection import own_launch
     from omnireduce.worker.lab.command import run_lab
 
     sizes = numbers(elements, "--elements")

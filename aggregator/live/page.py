@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from omnireduce.aggregator.live.history import KEPT_S, History, Rate
 from omnireduce.console.status import duration, waits_for
 from omnireduce.console.summary import Answers, summed_jobs
-from omnireduce.core.status import Status
+from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.support.printing import density_text, short_count
 from omnireduce.support.version import __version__

@@ -16,7 +16,7 @@ from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.collective.codecs import Coder
-from omnireduce.runtime.rank.calls import check_codec
+from omnireduce.runtime.rank.calls.single import check_codec
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.refusals import told_to_others
 

@@ -16,7 +16,7 @@ import numpy as np
 from omnireduce.compression.sums import check_seed, check_values
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.kernels.floats import MAGNITUDE
+from omnireduce.kernels.float32_bits import MAGNITUDE
 from omnireduce.kernels.select import (
     BINS,
     LANES,
@@ -26,7 +26,7 @@ from omnireduce.kernels.select import (
     list_at_least,
     sum_squares,
 )
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole
 
 Unit = Literal["elements", "blocks"]
 Selects = Literal["largest", "about", "some", "none"]

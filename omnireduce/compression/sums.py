@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole
 
 NAME_CHARACTERS = 160
 SENT_CHARACTERS = 180  # the longest common name of collectives; single collectives add to it

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from omnireduce.core.administration import WHY_CHARACTERS, Action, AdminRequest
+from omnireduce.core.admin_messages import WHY_CHARACTERS, Action, AdminRequest
 from omnireduce.core.names import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
-from omnireduce.core.status import Status
+from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import OmniReduceError, UsageError, show

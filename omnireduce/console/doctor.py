@@ -20,12 +20,12 @@ from rich.text import Text
 
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError, UsageError
-from omnireduce.kernels.jit import has_compiler, kernel_files
-from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_all
+from omnireduce.kernels.compiling.jit import has_compiler, kernel_files
+from omnireduce.kernels.compiling.warm import progress_text, take_trouble, warm_up_all
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
 from omnireduce.runtime.aggregator_client import AT_ONCE, question, reach
-from omnireduce.runtime.rank.embedded import identify
-from omnireduce.runtime.rank.environment import alone_though, detect_launch, job_name
+from omnireduce.runtime.rank.embedded_aggregator import identify
+from omnireduce.runtime.rank.launcher_detection import alone_though, detect_launch, job_name
 from omnireduce.support import processors
 from omnireduce.support.config import Config
 from omnireduce.support.config.schema import SECRET_VARIABLE

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from omnireduce.console.fitting_table import FittingTable
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
-from omnireduce.core.status import Status, Stragglers, Traffic
+from omnireduce.core.status_messages import Status, Stragglers, Traffic
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import RefusedError
 from omnireduce.runtime.aggregator_client import ask_all

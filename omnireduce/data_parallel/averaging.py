@@ -24,9 +24,9 @@ from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.data_parallel.fusion_buffer import Buffer
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.agreement import check_agreement
-from omnireduce.runtime.rank.arguments import two_that_share
+from omnireduce.runtime.rank.calls.arguments import two_that_share
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.support.rounding import scaled
 
 

@@ -14,9 +14,9 @@ from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.optimizer_state import OptimizerState
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.agreement import check_agreement
-from omnireduce.runtime.rank.arguments import check_root
+from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.runtime.rank.refusals import told_to_others
 
 NAME = "broadcast_parameters"

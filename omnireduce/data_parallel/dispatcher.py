@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel.agreement import Agreement
 from omnireduce.data_parallel.fusion_buffer import Buffer
+from omnireduce.data_parallel.negotiation import Agreement
 from omnireduce.data_parallel.operations import (
     JOIN,
     OF_QUEUE,

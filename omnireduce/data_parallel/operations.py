@@ -11,8 +11,8 @@ import numpy as np
 from omnireduce.core.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.core.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.arguments import check_array, check_root, check_rows, flat_view, two_that_share
-from omnireduce.runtime.rank.calls import Rows
+from omnireduce.runtime.rank.calls.arguments import check_array, check_root, check_rows, flat_view, two_that_share
+from omnireduce.runtime.rank.calls.single import Rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.tracing.timeline import INNER
 from omnireduce.support.rounding import integer_mean, scaled

@@ -18,8 +18,8 @@ from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.agreement import check_agreement
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.runtime.rank.refusals import told_to_others
 
 ToTensor = Callable[[Array], Any]

@@ -11,8 +11,8 @@ import numpy as np
 from omnireduce.core.descriptor import NAME_CHARACTERS, Op, RowOp
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import operations
-from omnireduce.data_parallel.agreement import MOST_NAMES
 from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics, Task
+from omnireduce.data_parallel.negotiation import MOST_NAMES
 from omnireduce.data_parallel.operations import JOIN, Operation, Reduction, ReductionTemplate, RowReduction
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator

@@ -18,8 +18,8 @@ from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank import engine, world
-from omnireduce.runtime.rank.agreement import run_agreed_by
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import run_agreed_by
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.broadcasting import moved
 from omnireduce.data_parallel.global_job import communicator
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.agreement import check_agreement
-from omnireduce.runtime.rank.arguments import check_root
+from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.support.rounding import scaled
 

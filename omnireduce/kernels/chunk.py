@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import inlined, inner
 from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
-from omnireduce.kernels.jit import inlined, inner
 from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.reducers import reduce_at

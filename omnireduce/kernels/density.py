@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from omnireduce.core.dtypes import Array, ElementType, number_type
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.compiling.jit import kernel
 
 _CHUNK_ELEMENTS = 1 << 20
 

@@ -34,8 +34,8 @@ from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
+from omnireduce.kernels.compiling.jit import entry, inner, kernel, spliced
 from omnireduce.kernels.instructions import give_way, publish
-from omnireduce.kernels.jit import entry, inner, kernel, spliced
 from omnireduce.kernels.regions import (
     BEGUN,
     BEGUN_AT,

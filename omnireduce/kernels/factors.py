@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.compiling.jit import kernel
 
 
 @kernel

@@ -13,7 +13,8 @@ import numpy as np
 
 from omnireduce.core.block_program import FIRST_COLUMN, Operation
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.floats import EXPONENT, SIGN
+from omnireduce.kernels.compiling.jit import inlined, inner, kernel
+from omnireduce.kernels.float32_bits import EXPONENT, SIGN
 from omnireduce.kernels.instructions import (
     LINE_BYTES,
     flush_denormals,
@@ -22,7 +23,6 @@ from omnireduce.kernels.instructions import (
     row_of,
     span_of,
 )
-from omnireduce.kernels.jit import inlined, inner, kernel
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import reduce_block
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.jit import inner, kernel
+from omnireduce.kernels.compiling.jit import inner, kernel
 
 ABSENT = -1  # in `parts`: this rank's block is zero
 SOLE_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import inlined, inner, kernel
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, prefetch_to_write, row_of
-from omnireduce.kernels.jit import inlined, inner, kernel
 
 LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is scanned and what is fetched: the processor alone looks less far

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array, ElementType
+from omnireduce.kernels.compiling.jit import inlined, inner, kernel
 from omnireduce.kernels.instructions import row_of, span_of, span_or
-from omnireduce.kernels.jit import inlined, inner, kernel
 from omnireduce.kernels.merge import ABSENT
 
 OWN = -2  # in the part of a block: the block that the caller has in an array of its own

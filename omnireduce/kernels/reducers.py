@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba.extending import intrinsic, overload
 
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import address_of, by_address, has_compiler
 from omnireduce.kernels.instructions import row_of, span_of
-from omnireduce.kernels.jit import address_of, by_address, has_compiler
 from omnireduce.kernels.reduce import reduce_block, reduce_half_block
 from omnireduce.kernels.regions import STORAGES
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import inner, kernel
 from omnireduce.kernels.instructions import LINE_BYTES, counter, publish
-from omnireduce.kernels.jit import inner, kernel
 
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import inner
 from omnireduce.kernels.instructions import counter
-from omnireduce.kernels.jit import inner
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.reducers import reduce_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.merge import SOLE_SHIFT
 
 NUMBER = (1 << SOLE_SHIFT) - 1  # the bits of an index that are its block number

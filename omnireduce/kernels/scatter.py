@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
+from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, prefetch_to_write
-from omnireduce.kernels.jit import kernel
 
 LINE = LINE_BYTES // 8  # words
 AHEAD = 1024  # words between what is copied and what is fetched

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.floats import MAGNITUDE
+from omnireduce.kernels.compiling.jit import kernel, reordering
+from omnireduce.kernels.float32_bits import MAGNITUDE
 from omnireduce.kernels.instructions import row_of
-from omnireduce.kernels.jit import kernel, reordering
 
 SHIFT, BINS = 20, 1 << 11  # a bin holds the magnitudes that differ in their last 20 bits only
 LANES = 4  # neighbours count in tables of their own: the next one need not wait for the last one

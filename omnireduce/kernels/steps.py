@@ -6,7 +6,7 @@ A byte has seven bits of a step, the lowest ones first. Its highest bit says tha
 from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.jit import kernel
+from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.runs import NUMBER
 
 STEP_BYTES = 7  # of the longest step

@@ -20,13 +20,13 @@ from typing import Protocol
 
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launch.connection import CHUNK, STDERR, STDOUT, Connection, Signal
-from omnireduce.launch.environment import Rank, how_it_ended
 from omnireduce.launch.hosts import Host, Slot, parse_lines, place
 from omnireduce.launch.job import InterruptedLaunchError, Job
 from omnireduce.launch.launch import HERE, connect
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import Descriptor, Prefixed
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
+from omnireduce.launch.rank_variables import Rank, how_it_ended
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.config import override_config
 from omnireduce.support.files.paths import decode_text

@@ -21,11 +21,11 @@ from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageE
 from omnireduce.launch.command import read_words
 from omnireduce.launch.command import run as command
 from omnireduce.launch.connection import STDERR, STDOUT
-from omnireduce.launch.environment import Rank
 from omnireduce.launch.job import Job
 from omnireduce.launch.launch import STARTED_BY_US, connect, names_of_hosts, prefixed, start_ranks
 from omnireduce.launch.output import Stream
 from omnireduce.launch.plan import LaunchRequest
+from omnireduce.launch.rank_variables import Rank
 from omnireduce.support.config import Config
 from omnireduce.support.extras import install
 from omnireduce.support.interpreters import TREE, program_of

@@ -33,9 +33,9 @@ from omnireduce.launch.connection import (
     Start,
     Started,
 )
-from omnireduce.launch.environment import Rank, how_it_ended
 from omnireduce.launch.loop import FATAL, Loop
 from omnireduce.launch.output import Descriptor, Lines, Plain, Prefixed
+from omnireduce.launch.rank_variables import Rank, how_it_ended
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import tagged
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import AGGREGATOR, Connection, Start
-from omnireduce.launch.environment import (
+from omnireduce.launch.hosts import Host, Slot, is_here
+from omnireduce.launch.job import Job
+from omnireduce.launch.rank_variables import (
     as_bytes,
     draw_job,
     draw_secret,
@@ -21,8 +23,6 @@ from omnireduce.launch.environment import (
     of_rank,
     of_service,
 )
-from omnireduce.launch.hosts import Host, Slot, is_here
-from omnireduce.launch.job import Job
 from omnireduce.support.addresses import (
     ANYWHERE,
     Address,

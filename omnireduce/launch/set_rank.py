@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.environment import Launch, number_in, own_launch
+from omnireduce.runtime.rank.launcher_detection import Launch, number_in, own_launch
 
 
 def variables(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:

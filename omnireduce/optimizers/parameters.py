@@ -12,7 +12,7 @@ from omnireduce.core.block_program import PROGRAM_ELEMENTS, BlockProgram
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.arguments import check_rows
+from omnireduce.runtime.rank.calls.arguments import check_rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 

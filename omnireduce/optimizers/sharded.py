@@ -34,9 +34,9 @@ from omnireduce.optimizers.saved_state import (
     write_part,
 )
 from omnireduce.runtime.rank import world
-from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
-from omnireduce.runtime.rank.arguments import check_root, two_that_share
+from omnireduce.runtime.rank.calls.arguments import check_root, two_that_share
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.refusals import told_to_others
 

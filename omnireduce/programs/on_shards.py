@@ -25,8 +25,8 @@ from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
 from omnireduce.programs.runner import given_alike
-from omnireduce.runtime.rank.agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.refusals import told_to_others
 
 STATE = 0  # the number of the state; the communicator has no other

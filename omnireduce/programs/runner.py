@@ -11,18 +11,18 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.kernels.checksum import checksum
+from omnireduce.kernels.array_checksum import checksum
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
 from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Region, Type
 from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, compute, input_value, sizes_in
-from omnireduce.programs.ranks import Ranks, Rooms, Waiting, meeting_of, ranks_of_a_group
+from omnireduce.programs.rank_groups import Ranks, Rooms, Waiting, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage, kind_of, nodes_of
 from omnireduce.protocol.collective.operands import as_writable
-from omnireduce.runtime.rank.agreement import Comparison
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import Comparison
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.refusals import told_to_others
 

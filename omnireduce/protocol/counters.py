@@ -11,7 +11,7 @@ from copy import copy
 from typing import NamedTuple
 
 from omnireduce.core.descriptor import Descriptor
-from omnireduce.core.status import MOST, Late, Traffic
+from omnireduce.core.status_messages import MOST, Late, Traffic
 from omnireduce.core.wire.control import Report
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.reduction import Reduction

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from omnireduce.core.dtypes import Array
-from omnireduce.core.status import LISTED
+from omnireduce.core.status_messages import LISTED
 from omnireduce.core.wire.blocks import Header, read_header
 from omnireduce.core.wire.control import (
     Aborted,

@@ -27,11 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
 from omnireduce.launch.connection import STDERR, STDOUT, Connection, words_of_supervisor
-from omnireduce.launch.environment import draw_job, of_rank
 from omnireduce.launch.hosts import place_on
 from omnireduce.launch.job import READY_S, Job
 from omnireduce.launch.output import Prefixed, Stream
 from omnireduce.launch.plan import LaunchRequest, Plan
+from omnireduce.launch.rank_variables import draw_job, of_rank
 from omnireduce.launch.supervisor import free_port
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.addresses import loopback

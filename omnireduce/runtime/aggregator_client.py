@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
-from omnireduce.core.administration import AdminAnswer, AdminRequest
-from omnireduce.core.status import FIRST_KEY, JobStatus, Status, StatusRequest
+from omnireduce.core.admin_messages import AdminAnswer, AdminRequest
+from omnireduce.core.status_messages import FIRST_KEY, JobStatus, Status, StatusRequest
 from omnireduce.core.wire.control import (
     NONCE_BYTES,
     PROTOCOL_VERSION,

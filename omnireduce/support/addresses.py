@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omnireduce.errors import ConfigError, show
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 
 ANYWHERE = "::"  # to listen at every address of this host, of both families
 BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn

@@ -47,7 +47,7 @@ class Variables:
     one_per_host: bool = False
 
 
-OWN = Variables(  # omnireduce/launch/environment.py sets them
+OWN = Variables(  # omnireduce/launch/rank_variables.py sets them
     launcher="omnireduce run",
     rank="OMNIRUN_RANK",
     size=("OMNIRUN_SIZE",),

@@ -16,7 +16,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError, a_type
-from omnireduce.runtime.rank.arguments import flat_view
+from omnireduce.runtime.rank.calls.arguments import flat_view
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omnireduce.errors import ConfigError, UsageError, show
-from omnireduce.runtime.rank.environment import detect_launch
+from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.config import Config, load_config
 from omnireduce.support.config.validation import unknown
 from omnireduce.support.files.paths import read_text

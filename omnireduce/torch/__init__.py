@@ -48,6 +48,9 @@ from omnireduce.data_parallel.session import (
 )
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
+from omnireduce.torch.backend.launch_variables import local_first, tell_torch
+from omnireduce.torch.backend.process_group import ProcessGroup
+from omnireduce.torch.backend.rendezvous import meet_at
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.broadcasting import (
     allgather_object,
@@ -80,12 +83,9 @@ from omnireduce.torch.collectives import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from omnireduce.torch.ddp_hooks import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.grace import grace_hook
-from omnireduce.torch.hooks import State, allreduce_hook, block_topk_hook
-from omnireduce.torch.launch_variables import local_first, tell_torch
 from omnireduce.torch.optimizer import DistributedOptimizer
-from omnireduce.torch.process_group import ProcessGroup
-from omnireduce.torch.rendezvous import meet_at
 from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.tensor_objects import let_tensors_travel
 from omnireduce.torch.tensors import barrier, join, poll, synchronize

@@ -12,7 +12,7 @@ from omnireduce.data_parallel.scaling import root_of
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
 from omnireduce.errors import UsageError
 from omnireduce.torch.collectives import broadcast_async_
-from omnireduce.torch.gradients import Named
+from omnireduce.torch.gradient_hooks import Named
 from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.tensors import synchronize
 

@@ -17,7 +17,7 @@ from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.refusals import told_to_others
-from omnireduce.torch.gradients import ParameterNames, StepGradients
+from omnireduce.torch.gradient_hooks import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
 
 

@@ -24,7 +24,7 @@ from omnireduce.data_parallel.scaling import Average, scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of
 from omnireduce.errors import UsageError, a_type
 from omnireduce.torch.grace import GraceGradients
-from omnireduce.torch.gradients import Gradients, Named, ParameterNames, ReductionSettings, StepGradients
+from omnireduce.torch.gradient_hooks import Gradients, Named, ParameterNames, ReductionSettings, StepGradients
 from omnireduce.torch.sharded import ShardedOptimizer
 
 P = ParamSpec("P")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omnireduce.core.dtypes import Array
-from omnireduce.runtime.rank.calls import Rows
+from omnireduce.runtime.rank.calls.single import Rows
 from omnireduce.torch.tensors import array_of, settle, staged, tensor_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from omnireduce.core.wire.blocks import MAX_ELEMENTS
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.objects import ADVICE, ObjectCodec, add_form
+from omnireduce.runtime.rank.calls.objects import ADVICE, ObjectCodec, add_form
 from omnireduce.torch.tensors import TORCH_TYPES, bytes_of, staged
 
 _NAMES: dict[torch.dtype, str] = {

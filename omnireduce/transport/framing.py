@@ -20,7 +20,7 @@ from itertools import islice
 from operator import add
 
 from omnireduce.core.dtypes import Array
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 
 TLS = "TLS"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.support.addresses import BACKLOG
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.local import peer_of
 from omnireduce.transport.memory import Regions

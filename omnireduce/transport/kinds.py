@@ -18,7 +18,7 @@ from typing import NamedTuple
 from omnireduce.errors import TransportError
 from omnireduce.support.addresses import Address, host_of, loopback
 from omnireduce.support.config import Config
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.transport.base import Link
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.local import holder_of, listen_local, name_of, peer_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omnireduce.support.addresses import BACKLOG, Address, is_own, is_wildcard, look_up, where_to_listen
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # user_namespaces(7): the first one here, the first one outside, how many
 WILDCARD = "*"  # in place of an address, of an aggregator that listens at all of them

@@ -26,7 +26,7 @@ from omnireduce.errors import ConfigError, TransportError
 from omnireduce.support.addresses import Address, connect
 from omnireduce.support.config import Metrics, Security
 from omnireduce.support.files.paths import without_waiting
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.support.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
 from omnireduce.transport.framing import CONTROL, EVENTS_PER_POLL, TLS, spoken

@@ -25,9 +25,9 @@ from transports import over
 
 from omnireduce import AbortedError, Communicator, RefusedError
 from omnireduce.aggregator.children import Child
-from omnireduce.aggregator.draining import LEAST_S, Draining
-from omnireduce.core.administration import Action, AdminRequest, Order
-from omnireduce.core.status import StatusRequest
+from omnireduce.aggregator.drain_state import LEAST_S, Draining
+from omnireduce.core.admin_messages import Action, AdminRequest, Order
+from omnireduce.core.status_messages import StatusRequest
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.protocol.joining.intake import DRAINING
 from omnireduce.runtime.aggregator_client import ask, request

@@ -32,8 +32,8 @@ from local_cluster import (
 from users import set_user
 
 from omnireduce import AbortedError, ClosedError, Communicator, ConfigError, RefusedError, TransportError, connect
-from omnireduce.runtime.rank.embedded import identify, place_of
-from omnireduce.runtime.rank.environment import Launch
+from omnireduce.runtime.rank.embedded_aggregator import identify, place_of
+from omnireduce.runtime.rank.launcher_detection import Launch
 from omnireduce.support.config import Config
 
 NOBODY = 65534

@@ -16,7 +16,7 @@ from omnireduce import Communicator
 from omnireduce.aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
 from omnireduce.aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
-from omnireduce.core.status import Below, JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import Below, JobStatus, Late, Status, Stragglers, Traffic
 from omnireduce.errors import TransportError
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"

@@ -34,7 +34,7 @@ from local_cluster import (
 from prometheus_client.parser import text_string_to_metric_families
 from transports import BY_SHARDS
 
-from omnireduce.aggregator.monitor import CONNECTIONS
+from omnireduce.aggregator.http_monitor import CONNECTIONS
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.addresses import parse_address

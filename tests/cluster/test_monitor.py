@@ -16,7 +16,7 @@ from local_cluster import WAIT_S, configured, descriptors_below, eventually
 from test_metrics import get
 
 from omnireduce.aggregator.heartbeats import Pulse
-from omnireduce.aggregator.monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
+from omnireduce.aggregator.http_monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import A_SECOND, LimitedHandler, tagged

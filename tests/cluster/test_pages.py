@@ -18,7 +18,7 @@ from local_cluster import READY_S, WAIT_S, Daemon, Process, eventually
 from test_metrics import LISTEN, base, get
 from test_monitor import serving
 
-from omnireduce.aggregator.monitor import CONNECTIONS
+from omnireduce.aggregator.http_monitor import CONNECTIONS
 from omnireduce.aggregator.page_access import CHALLENGES, make_pages, why_open
 from omnireduce.errors import ConfigError
 from omnireduce.support.addresses import parse_address

@@ -22,7 +22,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError, UsageError
 from omnireduce.aggregator.metrics import ShardCollector
-from omnireduce.core.status import Below, JobStatus, Status, Traffic
+from omnireduce.core.status_messages import Below, JobStatus, Status, Traffic
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.config import Config
 

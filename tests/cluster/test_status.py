@@ -22,7 +22,7 @@ from raw_peer import RawPeer, await_pending
 from transports import KINDS, MEMORY, WAYS, over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
-from omnireduce.core.status import JobStatus, Status, StatusRequest, Traffic
+from omnireduce.core.status_messages import JobStatus, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Refused
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 from omnireduce.runtime.aggregator_client import ask, ask_all

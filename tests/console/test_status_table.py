@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from omnireduce.console.status import View, duration
-from omnireduce.core.status import Below, JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import Below, JobStatus, Late, Status, Stragglers, Traffic
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 

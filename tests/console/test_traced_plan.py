@@ -16,7 +16,7 @@ from transports import WAYS, over
 
 from omnireduce import Communicator
 from omnireduce.console.commands import main
-from omnireduce.console.plan.traced import MOST_SIZES, Size, few, read_reduced
+from omnireduce.console.plan.traced_jobs import MOST_SIZES, Size, few, read_reduced
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What
 from omnireduce.support.config import Trace

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnireduce.data_parallel.agreement import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
+from omnireduce.data_parallel.negotiation import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
 from omnireduce.data_parallel.operations import JOIN, Batch, Request, TensorType, fused
 from omnireduce.errors import UsageError
 

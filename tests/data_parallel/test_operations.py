@@ -13,8 +13,8 @@ from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, Op, UsageError
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel.agreement import ALIKE_STEPS
 from omnireduce.data_parallel.fusion_buffer import Buffer
+from omnireduce.data_parallel.negotiation import ALIKE_STEPS
 from omnireduce.data_parallel.operations import Reduction, adasum
 from omnireduce.data_parallel.queue import Queue
 

@@ -11,7 +11,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator, UsageError
-from omnireduce.data_parallel.agreement import MOST_PENDING
+from omnireduce.data_parallel.negotiation import MOST_PENDING
 from omnireduce.data_parallel.queue import Queue
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {  # proper arguments of all methods, for two ranks

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from local_cluster import ROOT
 
-from omnireduce.kernels.jit import kernel_files
+from omnireduce.kernels.compiling.jit import kernel_files
 
 Object = dict[str, Any]
 TOOLS = ("unshare", "nsenter", "mount", "setpriv", "chroot", "ip")

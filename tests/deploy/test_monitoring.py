@@ -14,7 +14,7 @@ import yaml
 from local_cluster import ROOT
 
 from omnireduce.aggregator.metrics import ShardCollector
-from omnireduce.core.status import JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import JobStatus, Late, Status, Stragglers, Traffic
 
 RULES = ROOT / "deploy" / "prometheus" / "omnireduce.rules.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "omnireduce.json"

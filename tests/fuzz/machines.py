@@ -25,8 +25,8 @@ from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.protocol.shard import AggregatorMachine
-from omnireduce.runtime.rank.calls import Pool
-from omnireduce.runtime.rank.objects import from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.single import Pool
 
 from .oracles import (
     control_is_proper,

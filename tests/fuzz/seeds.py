@@ -25,7 +25,7 @@ from messages import (
 )
 from msgspec.msgpack import Ext, encode
 
-from omnireduce.core.administration import AdminRequest
+from omnireduce.core.admin_messages import AdminRequest
 from omnireduce.core.block_program import BlockProgram, packed
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.wire.blocks import seal
@@ -45,7 +45,7 @@ from omnireduce.core.wire.control import (
     encode_control,
 )
 from omnireduce.protocol.joining.authentication import Candidate
-from omnireduce.runtime.rank.objects import FORMS, to_bytes
+from omnireduce.runtime.rank.calls.objects import FORMS, to_bytes
 from omnireduce.support.secret import Secret
 from omnireduce.transport.framing import CONTROL, CREDIT, DATA, FRAME
 

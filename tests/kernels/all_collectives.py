@@ -19,12 +19,12 @@ from transports import WAYS, over
 from omnireduce import Communicator
 from omnireduce.core.block_program import BlockProgram, Operation
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array, ElementType
-from omnireduce.kernels import jit
-from omnireduce.kernels.checksum import checksum
+from omnireduce.kernels.array_checksum import checksum
 from omnireduce.kernels.codecs.table import BUILT_IN, codec_named
-from omnireduce.kernels.warm import make_ready, warm_up_aggregator, worker_kernels
+from omnireduce.kernels.compiling import jit
+from omnireduce.kernels.compiling.warm import make_ready, warm_up_aggregator, worker_kernels
 from omnireduce.protocol.collective.operands import as_writable
-from omnireduce.runtime.rank.arguments import combine_duplicates
+from omnireduce.runtime.rank.calls.arguments import combine_duplicates
 from tests.simulator import draw
 from tests.simulator.campaign import Task, run_task
 

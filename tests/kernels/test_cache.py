@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 
 from omnireduce.console import doctor
-from omnireduce.kernels import cache, jit
-from omnireduce.kernels.cache import KEPT, UNFINISHED, UNFINISHED_S, KernelFiles
+from omnireduce.kernels.compiling import cache, jit
+from omnireduce.kernels.compiling.cache import KEPT, UNFINISHED, UNFINISHED_S, KernelFiles
 from omnireduce.support.files.cache import cache_folders
 
 PROGRAM = """
 import numpy as np
-from omnireduce.kernels.jit import {0}, kernel_files
+from omnireduce.kernels.compiling.jit import {0}, kernel_files
 
 @{0}
 def total(numbers):
@@ -37,7 +37,11 @@ print(kernel_files().trouble)
 COMPILE_S = 120.0
 NAME, CONTENT = "one.kernel", b"machine code"
 compiled = pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
-FOLDER = Path(jit.__file__).parent
+FOLDER = Path(jit.__file__).parents[1]
+
+
+def kernel_sources() -> list[Path]:
+    return [file for file in FOLDER.rglob("*.py") if file.parent.name != "compiling"]
 
 
 def run(folder: Path, program: str = "program.py", **options: object) -> list[str]:
@@ -106,26 +110,25 @@ def test_a_file_that_is_damaged_is_compiled_once_more(tmp_path: Path) -> None:
 
 def test_what_constants_and_kernels_come_from_makes_all_compile_anew() -> None:
     """Modules of which a kernel may take a constant, and no others: an edit costs minutes of compiling."""
-    sources = {file: ast.parse(file.read_text()) for file in FOLDER.rglob("*.py") if file.name not in jit.NO_KERNELS}
+    sources = [ast.parse(file.read_text()) for file in (*kernel_sources(), FOLDER / "compiling/jit.py")]
     taken = {
         node.module.removeprefix("omnireduce.").replace(".", "/")
-        for tree in sources.values()
+        for tree in sources
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("omnireduce")
     }
-    constants = {each for each in taken if not each.startswith("kernels")}
+    constants = {name for name in taken if not name.startswith("kernels")}
     assert constants - {"errors", "support/loading", "support/files/cache", "support/version"} == set(jit.CONSTANTS)
-    for name in jit.NO_KERNELS:
-        functions = [
-            each for each in ast.walk(ast.parse((FOLDER / name).read_text())) if isinstance(each, ast.FunctionDef)
-        ]
-        marks = {each.id for function in functions for each in function.decorator_list if isinstance(each, ast.Name)}
+    for name in ("cache.py", "claims.py", "warm.py"):
+        tree = ast.parse((FOLDER / "compiling" / name).read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        marks = {mark.id for function in functions for mark in function.decorator_list if isinstance(mark, ast.Name)}
         assert not marks & {"kernel", "inlined", "entry", "reordering"}, name
 
 
 def test_no_kernel_calls_an_entry() -> None:
     """It would call an empty function, once both are loaded from their files."""
-    trees = [ast.parse(file.read_text()) for file in FOLDER.glob("*.py")]
+    trees = [ast.parse(file.read_text()) for file in kernel_sources()]
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     marks = {node: {each.id for each in node.decorator_list if isinstance(each, ast.Name)} for node in functions}
     entries = {node.name for node, names in marks.items() if "entry" in names}
@@ -279,7 +282,7 @@ def test_the_folders_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 @compiled
 def test_numbas_own_variable_counts_too(tmp_path: Path) -> None:
-    program = "from omnireduce.kernels.jit import kernel_files; print(kernel_files().folder.parents[1])"
+    program = "from omnireduce.kernels.compiling.jit import kernel_files; print(kernel_files().folder.parents[1])"
     for environ, expected in (
         ({"NUMBA_CACHE_DIR": str(tmp_path / "n")}, tmp_path / "n" / "omnireduce"),
         ({"NUMBA_CACHE_DIR": str(tmp_path / "n"), "OMNIREDUCE_CACHE": str(tmp_path / "o")}, tmp_path / "o"),

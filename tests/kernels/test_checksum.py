@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.checksum import _FIRST, _SECOND, LANES, checksum
+from omnireduce.kernels.array_checksum import _FIRST, _SECOND, LANES, checksum
 
 MASK = 2**64 - 1
 BYTES = st.binary(max_size=100)

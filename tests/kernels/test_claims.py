@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from local_cluster import ROOT
 
-from omnireduce.kernels import claims
-from omnireduce.kernels.cache import KernelFiles
-from omnireduce.kernels.claims import Kernel
-from omnireduce.kernels.jit import kernel_files
+from omnireduce.kernels.compiling import claims
+from omnireduce.kernels.compiling.cache import KernelFiles
+from omnireduce.kernels.compiling.claims import Kernel
+from omnireduce.kernels.compiling.jit import kernel_files
 
 pytestmark = pytest.mark.skipif("NUMBA_DISABLE_JIT" in os.environ, reason="nothing is compiled")
 SHARE = """
 import sys
-from omnireduce.kernels.claims import Kernel, share_out
+from omnireduce.kernels.compiling.claims import Kernel, share_out
 
 for kernel in share_out([Kernel(name, 1.0, print) for name in ("one", "two", "three", "four")]):
     print(kernel.name, flush=True)

@@ -14,8 +14,8 @@ from local_cluster import READY_S, SETTLE, WAIT_S
 
 from omnireduce.launch.command import read_words
 from omnireduce.launch.elastic_job import ElasticJob
-from omnireduce.launch.environment import Rank
 from omnireduce.launch.output import Prefixed
+from omnireduce.launch.rank_variables import Rank
 
 GATE = """
 import os, sys

@@ -18,7 +18,7 @@ from omnireduce.launch.output import LINE
 TOLD = """
 import json, os
 from dataclasses import asdict
-from omnireduce.runtime.rank.environment import detect_launch, launch_id
+from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id
 found = detect_launch()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK",
          "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "MASTER_ADDR")

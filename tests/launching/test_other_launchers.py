@@ -21,7 +21,7 @@ from omnireduce.launch.job import InterruptedLaunchError, Job
 from omnireduce.launch.other_launchers import _is_open_mpi, words_of, wrapped
 from omnireduce.launch.output import Plain
 from omnireduce.launch.plan import LaunchRequest
-from omnireduce.runtime.rank.environment import detect_launch, launch_id
+from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id
 from omnireduce.support.config import Config
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -14,7 +14,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import Communicator, UsageError
-from omnireduce.kernels.jit import kernel_files
+from omnireduce.kernels.compiling.jit import kernel_files
 from omnireduce.programs import (
     AllReduce,
     Float32,

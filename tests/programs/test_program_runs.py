@@ -42,7 +42,7 @@ from omnireduce.programs import (
 )
 from omnireduce.programs.communication import Recv
 from omnireduce.programs.library import schedules
-from omnireduce.programs.ranks import meeting_of
+from omnireduce.programs.rank_groups import meeting_of
 
 RANKS, SIZE, STEPS = 3, 1000, 3
 N = Variable(Int32, "N")

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_bench import BLOCKS, Bench, aggregator, message
 
-from omnireduce.core.status import MOST, Late, Status, StatusRequest, Traffic
+from omnireduce.core.status_messages import MOST, Late, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Report, decode_control, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.counters import Account
 from omnireduce.protocol.shard import AggregatorMachine
-from omnireduce.runtime.shard.status import StatusPages
+from omnireduce.runtime.shard.status_requests import StatusPages
 
 BLOCK = 8
 

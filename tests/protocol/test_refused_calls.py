@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed, packed_refusal
-from omnireduce.runtime.rank.calls import Pool
+from omnireduce.runtime.rank.calls.single import Pool
 
 SHAPES: dict[str, list[list[int]]] = {  # the ranks of each host
     "by shards": [],

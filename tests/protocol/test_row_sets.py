@@ -8,8 +8,8 @@ import pytest
 from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.rows import RowSet, RowsInto
-from omnireduce.runtime.rank.calls import Pool
+from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
+from omnireduce.runtime.rank.calls.single import Pool
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])

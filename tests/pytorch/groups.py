@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from local_cluster import WAIT_S, Ranks
 
-from omnireduce.torch.gloo import gloo_group
-from omnireduce.torch.process_group import ProcessGroup
+from omnireduce.torch.backend.gloo import gloo_group
+from omnireduce.torch.backend.process_group import ProcessGroup
 
 T = TypeVar("T")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here, or a torch without CUDA")

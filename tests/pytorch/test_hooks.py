@@ -9,7 +9,7 @@ from torch import nn
 
 from omnireduce import UsageError
 from omnireduce.torch import ProcessGroup
-from omnireduce.torch.hooks import State, keep_largest
+from omnireduce.torch.ddp_hooks import State, keep_largest
 
 
 @pytest.mark.parametrize(

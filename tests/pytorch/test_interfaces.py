@@ -15,9 +15,9 @@ from local_cluster import READY_S, Daemon, Process
 from separate_hosts import separate_hosts
 
 from benchmarks.harness.testbed import Host
-from omnireduce.runtime.rank.environment import this_host
+from omnireduce.runtime.rank.launcher_detection import this_host
 from omnireduce.support.addresses import Address, is_ipv6, parse_address
-from omnireduce.torch.rendezvous import (
+from omnireduce.torch.backend.rendezvous import (
     CHOSEN_BY_USER,
     MOST_SAID,
     HostOfRank,

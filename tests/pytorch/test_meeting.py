@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from local_cluster import WAIT_S, Ranks
 
 from omnireduce.protocol import reminders
-from omnireduce.torch import rendezvous
-from omnireduce.torch.rendezvous import LISTED, Met, meet
+from omnireduce.torch.backend import rendezvous
+from omnireduce.torch.backend.rendezvous import LISTED, Met, meet
 
 WAIT = timedelta(seconds=WAIT_S)
 SHORT = timedelta(seconds=0.2)

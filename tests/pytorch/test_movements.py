@@ -16,10 +16,10 @@ from local_cluster import WAIT_S
 from torch import Tensor
 
 from omnireduce.protocol import reminders
-from omnireduce.torch import messages
-from omnireduce.torch.messages import Messages
-from omnireduce.torch.process_group import ProcessGroup
-from omnireduce.torch.reduce_ops import COMPLEX
+from omnireduce.torch.backend import messages
+from omnireduce.torch.backend.messages import Messages
+from omnireduce.torch.backend.process_group import ProcessGroup
+from omnireduce.torch.backend.reduce_ops import COMPLEX
 from omnireduce.torch.tensors import TORCH_TYPES
 
 pytestmark = [

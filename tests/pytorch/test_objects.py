@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import omnireduce.torch  # noqa: F401  so that objects may have tensors
 from omnireduce import UsageError
-from omnireduce.runtime.rank.objects import FORMS, OfFront, from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import FORMS, OfFront, from_bytes, to_bytes
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3).T,

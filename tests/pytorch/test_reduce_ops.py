@@ -14,8 +14,8 @@ from groups import method, options, run_group
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from omnireduce.torch.process_group import ProcessGroup
-from omnireduce.torch.reduce_ops import COMPLEX, FLOATS, INTEGERS, reduction_of
+from omnireduce.torch.backend.process_group import ProcessGroup
+from omnireduce.torch.backend.reduce_ops import COMPLEX, FLOATS, INTEGERS, reduction_of
 
 pytestmark = [
     pytest.mark.usefixtures("aggregators"),

@@ -17,8 +17,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from omnireduce.protocol import reminders
 from omnireduce.support.addresses import Address
-from omnireduce.torch import rendezvous
-from omnireduce.torch.rendezvous import MeetingPoint, _Meeting, drawn_ports, meet_at
+from omnireduce.torch.backend import rendezvous
+from omnireduce.torch.backend.rendezvous import MeetingPoint, _Meeting, drawn_ports, meet_at
 
 WAIT = timedelta(seconds=WAIT_S)
 LOOPBACK = "127.0.0.1"

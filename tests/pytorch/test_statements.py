@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from omnireduce.errors import UsageError
-from omnireduce.torch.gloo import STATEMENT_BYTES, Sizes, check_agreement, statement
-from omnireduce.torch.process_group import ProcessGroup
+from omnireduce.torch.backend.gloo import STATEMENT_BYTES, Sizes, check_agreement, statement
+from omnireduce.torch.backend.process_group import ProcessGroup
 
 MOST = 1 << 62
 tables = st.integers(1, 6).flatmap(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omnireduce import UsageError
-from omnireduce.torch.reduce_ops import COMPLEX
+from omnireduce.torch.backend.reduce_ops import COMPLEX
 from omnireduce.torch.tensors import TORCH_TYPES, array_of, tensor_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # of torch: complex32

@@ -22,7 +22,7 @@ from omnireduce.data_parallel.horovod import Compression
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.data_parallel.scaling import Scaling
 from omnireduce.data_parallel.session import ProcessSet
-from omnireduce.torch.gradients import ReductionSettings
+from omnireduce.torch.gradient_hooks import ReductionSettings
 
 SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
 

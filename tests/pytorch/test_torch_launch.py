@@ -12,9 +12,9 @@ import pytest
 from free_ports import free_ports
 from local_cluster import MPIRUN, WAIT_S, Process
 
-from omnireduce.runtime.rank.environment import detect_launch, launch_id
-from omnireduce.torch.launch_variables import tell_torch
-from omnireduce.torch.rendezvous import FIRST_PORT, PORTS
+from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id
+from omnireduce.torch.backend.launch_variables import tell_torch
+from omnireduce.torch.backend.rendezvous import FIRST_PORT, PORTS
 
 PROGRAM = """
 import pathlib, torch, torch.distributed as dist

@@ -18,8 +18,8 @@ from local_cluster import WAIT_S, Daemon, Ranks, eventually
 from torch import Tensor
 
 from omnireduce.torch import ProcessGroup
-from omnireduce.torch.group_job import Job
-from omnireduce.torch.work import Completion, Pending
+from omnireduce.torch.backend.group_job import Job
+from omnireduce.torch.backend.work import Completion, Pending
 
 pytestmark = pytest.mark.usefixtures("aggregators")
 
@@ -79,7 +79,7 @@ def test_a_call_that_has_waited_says_what_it_did(monkeypatch: pytest.MonkeyPatch
         raise MemoryError("no room")
 
     assert run_group(2, run) == [[2.0, 48.0]] * 2
-    monkeypatch.setattr("omnireduce.torch.process_group.put_back", fails)
+    monkeypatch.setattr("omnireduce.torch.backend.process_group.put_back", fails)
     with pytest.raises(RuntimeError, match="omnireduce: no room"):
         run_group(2, run)
 

@@ -18,7 +18,7 @@ from local_cluster import configured
 from transports import over
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.runtime.rank import calls
+from omnireduce.runtime.rank.calls import single
 from omnireduce.runtime.rank.threads import Threads
 
 SIZE, JOBS = 1 << 20, 6
@@ -74,7 +74,7 @@ def one_job(comm: Communicator, alarm: Alarm, chance: random.Random) -> dict[str
         number += 1
         x = np.full(SIZE, number + 1, np.float32)
         try:
-            handle = comm._start(calls.reduction, "allreduce", x, op="sum", name="")
+            handle = comm._start(single.reduction, "allreduce", x, op="sum", name="")
         except AbortedError as error:  # the alarm came when the collective before was complete
             return {"wrong": wrong, "raised": said, "reason": error.reason, "culprit": error.culprit}
         said = ""

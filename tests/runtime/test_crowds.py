@@ -13,7 +13,7 @@ from cluster_checks import FAILURE_S
 from local_cluster import descriptors_below
 from msgspec.structs import replace
 
-from omnireduce.core.status import Status, StatusRequest
+from omnireduce.core.status_messages import Status, StatusRequest
 from omnireduce.core.wire.control import (
     PROTOCOL_VERSION,
     Aborted,
@@ -32,7 +32,7 @@ from omnireduce.runtime.file_descriptors import PAUSE_S
 from omnireduce.runtime.shard.connections import LINGER_S
 from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.status import STATUSES
+from omnireduce.runtime.shard.status_requests import STATUSES
 from omnireduce.transport.framing import CONTROL, FRAME
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink, listen_tcp

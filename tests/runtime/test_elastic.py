@@ -17,8 +17,8 @@ from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, Re
 from omnireduce.elastic import ObjectState, State, run
 from omnireduce.errors import NewcomersError
 from omnireduce.runtime.aggregator_client import ask
-from omnireduce.runtime.rank import calls
-from omnireduce.runtime.rank.calls import Call, CallContext
+from omnireduce.runtime.rank.calls import single
+from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.support.config import Config
 
 ELASTIC = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
@@ -184,9 +184,9 @@ def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words
 def test_a_call_that_was_made_for_one_generation_is_not_started_in_the_next(daemon: Daemon) -> None:
     """Where another thread calls reform between the two: rank, size and shards may be others by then."""
 
-    def barrier(place: CallContext) -> Call[None]:
+    def barrier(context: CallContext) -> Call[None]:
         comm.reform()
-        return calls.barrier(place, "")
+        return single.barrier(context, "")
 
     with Communicator(configured(daemon.addresses, *ELASTIC), rank=0, size=1, job=unique_job()) as comm:
         with pytest.raises(ClosedError, match="shut down"):

@@ -14,7 +14,7 @@ from tensors import Array, sparse
 from test_rows import expected_rows, some_rows
 
 from omnireduce import AbortedError, Communicator, Config, Op, UsageError
-from omnireduce.runtime.rank.batched_calls import FUSED_BYTES, _leaves
+from omnireduce.runtime.rank.calls.batched import FUSED_BYTES, _leaves
 
 LARGE = FUSED_BYTES // 4 + 1  # elements of float32
 SHAPES = [(3, 5), (), (0,), (LARGE,), (257,), (2, LARGE)]

@@ -12,7 +12,7 @@ from local_cluster import WAIT_S
 from test_crowds import REQUEST, Crowd, heard, say
 from test_scheduler import BLOCK, SoleRank
 
-from omnireduce.core.status import Status
+from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.control import Refused
 from omnireduce.transport.base import Event
 from omnireduce.transport.framing import DATA

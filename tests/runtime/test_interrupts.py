@@ -29,7 +29,7 @@ from omnireduce.protocol.collective.effects import Effect
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank import engine, poller
-from omnireduce.runtime.rank.calls import Call
+from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.support.config import Config

@@ -10,7 +10,7 @@ from local_cluster import READY_S, Ranks, descriptors_below, unique_job
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedded_messages import Compiling, EmbeddingFailed, News, Ready, decode_news, encode
-from omnireduce.runtime.rank.embedded import CARD, Invitations, be_invited, place_of
+from omnireduce.runtime.rank.embedded_aggregator import CARD, Invitations, be_invited, place_of
 
 READY = Ready("127.0.0.1:4711", bytes(32))
 

@@ -19,7 +19,7 @@ from local_cluster import MPIRUN, ROOT
 from omnireduce.core.names import JOB_PATTERN
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.runtime.rank import environment
-from omnireduce.runtime.rank.environment import (
+from omnireduce.runtime.rank.launcher_detection import (
     Launch,
     alone_though,
     check_told_apart,
@@ -332,7 +332,7 @@ def test_the_page_for_users_has_all_variables() -> None:
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_mpirun() -> None:
     program = (
-        "from omnireduce.runtime.rank.environment import detect_launch as d\n"
+        "from omnireduce.runtime.rank.launcher_detection import detect_launch as d\n"
         "import sys\n"
         "l = d()\n"
         "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.local_size} {l.launcher}\\n')"  # in one piece
@@ -435,7 +435,9 @@ def test_what_tells_hosts_apart(tmp_path: Path) -> None:
 
 
 def test_all_processes_of_a_host_say_the_same() -> None:
-    program = "import sys; from omnireduce.runtime.rank.environment import this_host; sys.stdout.write(this_host())"
+    program = (
+        "import sys; from omnireduce.runtime.rank.launcher_detection import this_host; sys.stdout.write(this_host())"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == this_host()
 
@@ -451,7 +453,7 @@ def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_dif
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun: pip install mpich")
 def test_real_launches_have_ids_of_their_own() -> None:
     program = (
-        "import sys; from omnireduce.runtime.rank.environment import detect_launch, launch_id; "
+        "import sys; from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id; "
         "launch = detect_launch(); "
         "sys.stdout.write(launch_id(launch.rank, launch.size) + '\\n')"
     )

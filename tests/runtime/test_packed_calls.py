@@ -25,7 +25,7 @@ from transports import by_ways, over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.collective.packets import packed, packet_count
-from omnireduce.runtime.rank.objects import DEEPEST, FORMS, OfFront, from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import DEEPEST, FORMS, OfFront, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [
     None, True, 3, -(2**63) + 1, 2**63, 2**200, -(2**200), 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)),

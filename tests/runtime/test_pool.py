@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnireduce.runtime.rank.calls import Pool
+from omnireduce.runtime.rank.calls.single import Pool
 
 
 def test_memory_is_lent_again_once_nobody_refers_to_it() -> None:

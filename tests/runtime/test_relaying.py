@@ -32,7 +32,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
-from omnireduce.runtime.shard.relay import RETRY_S, Connected, Relaying, Upstream
+from omnireduce.runtime.shard.relay_admission import RETRY_S, Connected, Relaying, Upstream
 from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Lost
 from omnireduce.transport.inproc import InprocLink, pair

@@ -16,7 +16,7 @@ from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
 from omnireduce.core.descriptor import Descriptor
-from omnireduce.core.status import Status
+from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import Hello, Refused, Welcome, decode_control
 from omnireduce.protocol.collective.merge import BLOCK_WORK, HALF_WORK
@@ -26,7 +26,7 @@ from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener
 from omnireduce.runtime.shard.scheduler import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.status import MOST, SHARE
+from omnireduce.runtime.shard.status_requests import MOST, SHARE
 from omnireduce.transport.base import Event
 from omnireduce.transport.framing import DATA, FRAME
 from omnireduce.transport.shm import ShmLink
@@ -249,7 +249,7 @@ def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.Monk
 
 
 def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnireduce.runtime.shard.status.MOST", 3)
+    monkeypatch.setattr("omnireduce.runtime.shard.status_requests.MOST", 3)
     peers = [crowd.connect() for _ in range(4)]
     for peer in peers:
         say(peer, REQUEST)

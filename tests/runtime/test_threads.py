@@ -12,7 +12,7 @@ import pytest
 from local_cluster import WAIT_S, Ranks, run_job, start_job
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
-from omnireduce.runtime.rank.arguments import MOST_NAMES, Names
+from omnireduce.runtime.rank.calls.arguments import MOST_NAMES, Names
 
 CALLS: dict[str, Callable[[Communicator, str], object]] = {
     "allreduce": lambda comm, name: comm.allreduce(np.ones(10), name=name),

@@ -20,7 +20,7 @@ from pictured import Timeline
 from omnireduce import Communicator
 from omnireduce.runtime.tracing.merged_timeline import merge
 from omnireduce.runtime.tracing.timeline import Timeline as Part
-from omnireduce.runtime.tracing.timeline_files import read_parts
+from omnireduce.runtime.tracing.timeline_reader import read_parts
 from omnireduce.runtime.tracing.trace import Origin
 
 WORKER = str(ROOT / "tests" / "runtime" / "pictured_worker.py")

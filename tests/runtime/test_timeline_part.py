@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.runtime.tracing.timeline import ALLREDUCE, LONGEST_LINE, OFF, QUEUE, Timeline
-from omnireduce.runtime.tracing.timeline_files import lines_of, read_parts
+from omnireduce.runtime.tracing.timeline_reader import lines_of, read_parts
 from omnireduce.runtime.tracing.trace import Origin
 
 ORIGIN = Origin(job="made up", kind="rank", number=1, ranks=2, shards=1)

@@ -25,7 +25,7 @@ from omnireduce.aggregator.shard import open_listeners
 from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.rank.engine import Engine
-from omnireduce.runtime.rank.traced import TracedEngine
+from omnireduce.runtime.rank.traced_parts import TracedEngine
 from omnireduce.runtime.shard.listening import Listener
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces, TracedReduction, TracedSelector

@@ -12,7 +12,7 @@ from omnireduce.protocol.relay import RelayMachine
 from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.relay import Relaying
+from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 

@@ -14,7 +14,7 @@ from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.rank import Meet
 from omnireduce.runtime.shard.access import Access
-from omnireduce.runtime.shard.relay import Connected, Upstream
+from omnireduce.runtime.shard.relay_admission import Connected, Upstream
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
 from omnireduce.transport.base import NO_SLOTS

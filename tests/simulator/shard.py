@@ -6,12 +6,12 @@ import selectors
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
-from omnireduce.core.administration import Order
+from omnireduce.core.admin_messages import Order
 from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK
 from omnireduce.runtime.shard.access import Access
-from omnireduce.runtime.shard.relay import Relaying, Upstream
+from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 

@@ -17,14 +17,14 @@ from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End, Tell, error_of
-from omnireduce.protocol.collective.rows import RowSet
+from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.joining.rank import Connect, HangUp, JoinAction, Joined, JoinEffect, Joining, Meet, perform
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.rank.calls import Pool
+from omnireduce.runtime.rank.calls.single import Pool
 from omnireduce.runtime.rank.engine import GOODBYE_S
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.rank.threads import ParallelDriver

@@ -16,8 +16,8 @@ from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.core.layout import Layout
 from omnireduce.protocol.collective.block_programs import ProgrammedTensor, Totals
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
-from omnireduce.protocol.collective.rows import RowSet, RowsInto
-from omnireduce.runtime.rank.calls import Pool
+from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
+from omnireduce.runtime.rank.calls.single import Pool
 from tests.oracle import is_number, reduce_by_tree
 from tests.program_oracle import add, dropped
 from tests.samples import sparse_tensor

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from omnireduce.errors import TransportError
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.transport import host_rendezvous
 from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous
 from omnireduce.transport.memory import Regions

@@ -14,7 +14,7 @@ from rich.table import Table
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.environment import Launch
+from omnireduce.runtime.rank.launcher_detection import Launch
 from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config
 from omnireduce.support.extras import install
@@ -51,7 +51,7 @@ def gloo(launch: Launch) -> Library:
         import torch.distributed as dist
     except ImportError:
         raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
-    from omnireduce.torch.launch_variables import tell_torch
+    from omnireduce.torch.backend.launch_variables import tell_torch
 
     tell_torch()
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from omnireduce.compression.sums import check_name
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import world
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE's Communicator is another class
 from omnireduce.runtime.rank.refusals import told_to_others
 from omnireduce.support.logs import tagged

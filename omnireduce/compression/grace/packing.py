@@ -22,7 +22,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
 from omnireduce.kernels.codecs.means import MEANS_BYTES
 from omnireduce.kernels.codecs.table import NONE, codec_named
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.runtime.rank.communicator import Communicator as Member
 from omnireduce.runtime.rank.refusals import told_to_others
 

@@ -12,7 +12,7 @@ from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.selectors import Selects, largest, share, wanted
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole
 
 
 class AdaqCompressor(BuiltIn):

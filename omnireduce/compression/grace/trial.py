@@ -14,7 +14,7 @@ from omnireduce.compression.grace.selecting import Selecting, gaps_of
 from omnireduce.compression.selectors import Selector
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
-from omnireduce.runtime.rank.objects import to_bytes
+from omnireduce.runtime.rank.calls.objects import to_bytes
 
 NAME = "layer.weight"
 Make = Callable[[], Compressor]

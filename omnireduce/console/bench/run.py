@@ -18,7 +18,7 @@ from omnireduce.console.bench.mpi import MpiAllreduce, finalize
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.environment import Launch
+from omnireduce.runtime.rank.launcher_detection import Launch
 from omnireduce.support.config import Config
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.printing import carriers_text, make_console

@@ -134,7 +134,7 @@ def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
 
 def _run_on_ranks(request: Any, config: Any, np: int) -> None:
     """Run the module of `request` on so many ranks. Ends with status 1 where a result is wrong."""
-    from omnireduce.console.ranks import run_on_ranks
+    from omnireduce.console.rank_processes import run_on_ranks
 
     if not run_on_ranks(request, np, config, bool):
         sys.exit(1)

@@ -11,14 +11,14 @@ import numpy as np
 from rich.table import Table
 
 import omnireduce as omni
-from omnireduce.console.ranks import RankRequest
+from omnireduce.console.rank_processes import RankRequest
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs import Local, Pipeline, Tensor
 from omnireduce.programs.library import schedules
 from omnireduce.programs.library.schedules import STATE
 from omnireduce.programs.placement import RankPlacement
-from omnireduce.programs.ranks import meeting_of
+from omnireduce.programs.rank_groups import meeting_of
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config
 from omnireduce.support.printing import carriers_text, make_console, short_count, short_time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 import omnireduce as omni
-from omnireduce.console.ranks import RankRequest
+from omnireduce.console.rank_processes import RankRequest
 from omnireduce.programs import autotune
 from omnireduce.programs.tuning import Choice
 from omnireduce.support.config import Config

@@ -12,7 +12,7 @@ from rich.table import Table
 from omnireduce.console.plan.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
 from omnireduce.console.plan.model import Costs, Hosts
 from omnireduce.console.plan.patterns import DrawnPatterns, KnownPatterns, TracedPatterns, read_all
-from omnireduce.console.plan.traced import Reduced, read_reduced
+from omnireduce.console.plan.traced_jobs import Reduced, read_reduced
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import whole_numbers

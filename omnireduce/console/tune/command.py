@@ -56,7 +56,7 @@ from omnireduce.support.logs import start_logs
 @click.option("--write", "write_path", metavar="FILE", help="Write the best configuration to FILE, for --config.")
 @click.option("--grid", is_flag=True, help="Also measure a small grid, and compare the search with its best point.")
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, shards: int, **options: Any) -> None:
-    from omnireduce.console.ranks import run_on_ranks
+    from omnireduce.console.rank_processes import run_on_ranks
     from omnireduce.console.tune.search import check_library, read_holds
     from omnireduce.console.tune.session import Request, Verdict
 

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 import omnireduce as omni
-from omnireduce.console.ranks import RankRequest
+from omnireduce.console.rank_processes import RankRequest
 from omnireduce.console.tune.report import (
     COMPLETE,
     IMPOSSIBLE,
@@ -25,7 +25,7 @@ from omnireduce.console.tune.report import (
 from omnireduce.console.tune.search import Circumstances, Point, Race, Search, Space, Value
 from omnireduce.console.tune.workload import cases_of, make_workload
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.environment import detect_launch, job_name
+from omnireduce.runtime.rank.launcher_detection import detect_launch, job_name
 from omnireduce.support.config import Config, load_config
 from omnireduce.support.printing import carriers_text, make_console, short_count
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from omnireduce.core.administration import AdminAnswer, AdminRequest
+from omnireduce.core.admin_messages import AdminAnswer, AdminRequest
 from omnireduce.core.names import TEAM_PATTERN
-from omnireduce.core.status import LISTED, MOST, Status, StatusRequest
+from omnireduce.core.status_messages import LISTED, MOST, Status, StatusRequest
 from omnireduce.core.wire.safe_text import SHOWN, UNDECODABLE, shown
 from omnireduce.errors import ProtocolError
 

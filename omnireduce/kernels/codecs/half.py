@@ -11,8 +11,8 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.instructions import row_of, span_of
-from omnireduce.kernels.jit import kernel
 from omnireduce.kernels.reduce import decode_half, encode_half
 
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
-from omnireduce.kernels.floats import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
+from omnireduce.kernels.compiling.jit import inlined, kernel
+from omnireduce.kernels.float32_bits import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, row_of, span_of
-from omnireduce.kernels.jit import inlined, kernel
 
 NOT_A_NUMBER, LARGEST = -128, 127
 LINE = LINE_BYTES // 4  # elements

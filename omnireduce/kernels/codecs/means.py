@@ -19,8 +19,8 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.sign import BITS
+from omnireduce.kernels.compiling.jit import inlined, kernel
 from omnireduce.kernels.instructions import row_of, span_of
-from omnireduce.kernels.jit import inlined, kernel
 
 MEANS_BYTES = 8
 

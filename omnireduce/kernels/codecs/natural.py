@@ -18,9 +18,9 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import drawn
-from omnireduce.kernels.floats import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS
+from omnireduce.kernels.compiling.jit import inlined, kernel
+from omnireduce.kernels.float32_bits import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS
 from omnireduce.kernels.instructions import row_of, span_of
-from omnireduce.kernels.jit import inlined, kernel
 
 LARGEST_CODE, NOT_A_NUMBER, INFINITY = 125, 126, 127
 MAGNITUDE_CODE, NEGATIVE = 127, 128  # the bits of a code

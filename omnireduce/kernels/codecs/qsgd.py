@@ -14,9 +14,9 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.draws import uniform
 from omnireduce.kernels.codecs.int8 import FIRST, LARGEST, NOT_A_NUMBER, SECOND, Int8, exponent_for, largest_finite
-from omnireduce.kernels.floats import INFINITE, MAGNITUDE
+from omnireduce.kernels.compiling.jit import inlined, kernel
+from omnireduce.kernels.float32_bits import INFINITE, MAGNITUDE
 from omnireduce.kernels.instructions import row_of
-from omnireduce.kernels.jit import inlined, kernel
 
 
 @inlined

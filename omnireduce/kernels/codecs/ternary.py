@@ -16,9 +16,9 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.codecs.draws import uniform
-from omnireduce.kernels.floats import INFINITE, MAGNITUDE
+from omnireduce.kernels.compiling.jit import inlined, kernel
+from omnireduce.kernels.float32_bits import INFINITE, MAGNITUDE
 from omnireduce.kernels.instructions import row_of, span_of
-from omnireduce.kernels.jit import inlined, kernel
 
 SCALE_BYTES, IN_BYTE, BASE = 4, 5, 3
 NOT_A_NUMBER = 0x7FC0_0000  # the bits of such a float32

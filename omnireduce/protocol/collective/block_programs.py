@@ -11,7 +11,7 @@ from omnireduce.core.layout import Layout, Stripes
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.interpret import run_on_blocks
 from omnireduce.protocol.collective.operands import DenseTensor, Memory
-from omnireduce.protocol.collective.rows import RowSet
+from omnireduce.protocol.collective.row_operands import RowSet
 
 
 class Totals:

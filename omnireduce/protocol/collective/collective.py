@@ -8,7 +8,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import stream_key
 from omnireduce.protocol.collective.operands import HostSum, Operand, RowBlocks
-from omnireduce.protocol.collective.rows import RowSum
+from omnireduce.protocol.collective.row_operands import RowSum
 
 
 def sum_of_host(operand: Operand) -> HostSum | RowSum:

@@ -15,7 +15,7 @@ from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.operands import Memory
-from omnireduce.protocol.collective.rows import RowSet
+from omnireduce.protocol.collective.row_operands import RowSet
 
 COUNT_BYTES = 8
 IS_REFUSAL = 1 << 63

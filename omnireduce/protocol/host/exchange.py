@@ -15,7 +15,7 @@ import numpy as np
 
 from omnireduce.core.descriptor import REMEMBERED, Descriptor
 from omnireduce.core.dtypes import Array
-from omnireduce.core.status import LISTED
+from omnireduce.core.status_messages import LISTED
 from omnireduce.core.wire.control import Report
 from omnireduce.kernels.chunk import BATCH
 from omnireduce.kernels.exchange import (
@@ -54,10 +54,10 @@ from omnireduce.kernels.regions import (
 from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.effects import Wake
 from omnireduce.protocol.collective.operands import AGREEMENT, RowBlocks, TensorBlocks
-from omnireduce.protocol.collective.rows import RowSum
+from omnireduce.protocol.collective.row_operands import RowSum
 from omnireduce.protocol.host.faults import HostError, ShortageError, check_begun, encoded_at
 from omnireduce.protocol.host.groups import LocalRanks
-from omnireduce.protocol.host.rows import HostRows
+from omnireduce.protocol.host.row_memory import HostRows
 from omnireduce.protocol.host.state import Counts, Group, HostAccount, PassKind, preset
 
 _NO_NOTES = np.zeros(0, np.uint8)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from itertools import takewhile
 from typing import NamedTuple
 
-from omnireduce.core.status import LISTED
+from omnireduce.core.status_messages import LISTED
 from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import difference, taken
 from omnireduce.protocol.joining.limits import Limits

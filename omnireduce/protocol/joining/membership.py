@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from omnireduce.core.status import JobStatus
+from omnireduce.core.status_messages import JobStatus
 from omnireduce.core.wire.control import (
     Aborted,
     Cause,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from omnireduce.core.status import LISTED, JobStatus
+from omnireduce.core.status_messages import LISTED, JobStatus
 from omnireduce.core.wire.control import Hello, Pending
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.support.config.schema import Terms

@@ -19,8 +19,8 @@ from omnireduce.errors import RefusedError
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.joining.rank import Joined
-from omnireduce.runtime.rank.arguments import whole
-from omnireduce.runtime.rank.calls import CallContext, Pool, WithPool
+from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.single import CallContext, Pool, WithPool
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.joining import Arrival, assemble, join_beside
 from omnireduce.support.config import Config

@@ -23,19 +23,19 @@ from omnireduce.core.layout import Layout
 from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import ClosedError, UsageError, left_because
-from omnireduce.kernels.warm import Progress
+from omnireduce.kernels.compiling.warm import Progress
 from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
 from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.runtime.rank import batched_calls, calls, engine, packet_calls
-from omnireduce.runtime.rank.agreement import check_agreement
-from omnireduce.runtime.rank.arguments import whole
-from omnireduce.runtime.rank.batched_calls import Table
-from omnireduce.runtime.rank.block_program_calls import Fused, FusedRows, fused_reduction, fused_rows
-from omnireduce.runtime.rank.calls import Call, CallContext, Pool, Rows, check_codec_of
+from omnireduce.runtime.rank import engine
+from omnireduce.runtime.rank.calls import batched, packets, single
+from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.batched import Table
+from omnireduce.runtime.rank.calls.block_programs import Fused, FusedRows, fused_reduction, fused_rows
+from omnireduce.runtime.rank.calls.single import Call, CallContext, Pool, Rows, check_codec_of
 from omnireduce.runtime.rank.channels import CallChannel, Channel, RankChannels, Statistics, join_urgent, statistics_of
-from omnireduce.runtime.rank.embedded import Embedded, embed
+from omnireduce.runtime.rank.embedded_aggregator import Embedded, embed
 from omnireduce.runtime.rank.engine import Engine
-from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of, job_name
+from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.runtime.rank.handles import Handle, Together
 from omnireduce.runtime.rank.joining import (
     Arrival,
@@ -52,6 +52,7 @@ from omnireduce.runtime.rank.kernels_ready import (
     progress_of,
     say_trouble,
 )
+from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.rank.process_groups import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.profiler import Profiler
 from omnireduce.runtime.rank.refusals import names_told, reason_of, settle, tell, told
@@ -155,8 +156,8 @@ class Communicator:
         if config.cluster.aggregators:
             check_told_apart(config, rank, size, is_named=is_named)
         else:
-            place = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
-            self._embedded = embed(config, place, name, is_named=is_named, sums=aggregator_sums(config, size))
+            context = Launch(rank, size, self.local_rank, None, "arguments", self.local_size)
+            self._embedded = embed(config, context, name, is_named=is_named, sums=aggregator_sums(config, size))
         self._has_embedded = self._embedded is not None or (_parent is not None and _parent._has_embedded)
         self._own_secret: Secret | None = None if _parent is None else _parent._own_secret
         try:
@@ -548,35 +549,35 @@ class Communicator:
         The others' `x` is only read; they get None. The result travels to all ranks, not only to the root. Raises the
         errors of `allreduce`.
         """
-        return self._start(calls.reduction_at_root, x, root, op, name).wait()
+        return self._start(single.reduction_at_root, x, root, op, name).wait()
 
     def reduce_async(
         self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = ""
     ) -> Handle[NDArray[S] | None]:
         """Start a `reduce`; see `allreduce_async`."""
-        return self._start_async(calls.reduction_at_root, x, root, op, name)
+        return self._start_async(single.reduction_at_root, x, root, op, name)
 
     def broadcast(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `x` on all ranks by the `x` of `root`, bit by bit; return it. Any dtype without Python objects.
 
         `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises the errors of `allreduce`.
         """
-        return self._start(calls.copy_of_root, x, root, name).wait()
+        return self._start(single.copy_of_root, x, root, name).wait()
 
     def broadcast_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S]]:
         """Start a `broadcast`; see `allreduce_async`."""
-        return self._start_async(calls.copy_of_root, x, root, name)
+        return self._start_async(single.copy_of_root, x, root, name)
 
     def allgather(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
         """Return the `x` of all ranks, (size, *x.shape), bit by bit. Any dtype without Python objects.
 
         `x`: a C-contiguous array, of the same dtype and shape on all ranks. Raises the errors of `allreduce`.
         """
-        return self._start(calls.all_parts, x, name).wait()
+        return self._start(single.all_parts, x, name).wait()
 
     def allgather_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
         """Start an `allgather`; see `allreduce_async`."""
-        return self._start_async(calls.all_parts, x, name)
+        return self._start_async(single.all_parts, x, name)
 
     def allgather_ragged(self, x: NDArray[S], *, name: str = "") -> list[NDArray[S]]:
         """Return the `x` of all ranks in a list, bit by bit. The length of the first dimension may differ.
@@ -585,22 +586,22 @@ class Communicator:
         `x.shape[1:]` are the same on all ranks. If it has more bytes than `protocol.max_part_bytes` (1 GiB), all ranks
         raise UsageError. Raises the errors of `allreduce`, too.
         """
-        return self._start(packet_calls.ragged_parts, x, name).wait()
+        return self._start(packets.ragged_parts, x, name).wait()
 
     def allgather_ragged_async(self, x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
         """Start an `allgather_ragged`; see `allreduce_async`."""
-        return self._start_async(packet_calls.ragged_parts, x, name)
+        return self._start_async(packets.ragged_parts, x, name)
 
     def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
         """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
 
         The parts travel to all ranks, not only to the root. Otherwise as `allgather`.
         """
-        return self._start(calls.parts_at_root, x, root, name).wait()
+        return self._start(single.parts_at_root, x, root, name).wait()
 
     def gather_async(self, x: NDArray[S], root: int = 0, *, name: str = "") -> Handle[NDArray[S] | None]:
         """Start a `gather`; see `allreduce_async`."""
-        return self._start_async(calls.parts_at_root, x, root, name)
+        return self._start_async(single.parts_at_root, x, root, name)
 
     def scatter(self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = "") -> NDArray[S]:
         """Replace `out` on each rank by the root's `parts[rank]`, bit by bit; return it.
@@ -608,13 +609,13 @@ class Communicator:
         `out`: a C-contiguous array, of the same dtype and shape on all ranks; `parts`: (size, *out.shape) of the same
         dtype on the root, ignored elsewhere. Every part travels to all ranks. Raises the errors of `allreduce`.
         """
-        return self._start(calls.part_of_root, out, parts, root, name).wait()
+        return self._start(single.part_of_root, out, parts, root, name).wait()
 
     def scatter_async(
         self, out: NDArray[S], parts: NDArray[S] | None = None, root: int = 0, *, name: str = ""
     ) -> Handle[NDArray[S]]:
         """Start a `scatter`; see `allreduce_async`."""
-        return self._start_async(calls.part_of_root, out, parts, root, name)
+        return self._start_async(single.part_of_root, out, parts, root, name)
 
     def alltoall(self, x: NDArray[S], *, name: str = "") -> NDArray[S]:
         """Send part `x[r]` to rank r; return the parts that the ranks have sent here, (size, *x.shape[1:]), bit by bit.
@@ -622,11 +623,11 @@ class Communicator:
         `x`: a C-contiguous array of `size` parts, of the same dtype and shape on all ranks. All parts travel to all
         ranks, so this moves `size` times as many bytes as are needed. Raises the errors of `allreduce`.
         """
-        return self._start(calls.exchanged_parts, x, name).wait()
+        return self._start(single.exchanged_parts, x, name).wait()
 
     def alltoall_async(self, x: NDArray[S], *, name: str = "") -> Handle[NDArray[S]]:
         """Start an `alltoall`; see `allreduce_async`."""
-        return self._start_async(calls.exchanged_parts, x, name)
+        return self._start_async(single.exchanged_parts, x, name)
 
     def broadcast_object(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Any:
         """Return the root's `x` on all ranks: the object itself on the root, an equal object elsewhere. The others' `x`
@@ -640,20 +641,20 @@ class Communicator:
         Raises UsageError on all ranks for other objects of the root, and the job goes on. On the other ranks it also
         raises UsageError for bytes of a peer that are no such object. Raises the errors of `allreduce`, too.
         """
-        return self._start(packet_calls.object_of_root, x, root, name, trust).wait()
+        return self._start(packets.object_of_root, x, root, name, trust).wait()
 
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
         """Start a `broadcast_object`; see `allreduce_async`."""
-        return self._start_async(packet_calls.object_of_root, x, root, name, trust)
+        return self._start_async(packets.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
         """Return a list with an object equal to the `x` of each rank. `broadcast_object` says what `x` may be. If the
         `x` of one rank is anything else, all ranks raise UsageError."""
-        return self._start(packet_calls.all_objects, x, name, trust).wait()
+        return self._start(packets.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
         """Start an `allgather_object`; see `allreduce_async`."""
-        return self._start_async(packet_calls.all_objects, x, name, trust)
+        return self._start_async(packets.all_objects, x, name, trust)
 
     def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.
@@ -661,19 +662,19 @@ class Communicator:
         Needs a temporary array of the size of `x`, and moves as many bytes as an allreduce. Raises the errors of
         `allreduce`.
         """
-        return self._start(calls.reduced_part, x, op, name).wait()
+        return self._start(single.reduced_part, x, op, name).wait()
 
     def reduce_scatter_async(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> Handle[NDArray[S]]:
         """Start a `reduce_scatter`; see `allreduce_async`."""
-        return self._start_async(calls.reduced_part, x, op, name)
+        return self._start_async(single.reduced_part, x, op, name)
 
     def barrier(self, *, name: str = "") -> None:
         """Return when all ranks have called it. Raises the errors of `allreduce`."""
-        self._start(calls.barrier, name).wait()
+        self._start(single.barrier, name).wait()
 
     def barrier_async(self, *, name: str = "") -> Handle[None]:
         """Start a `barrier`; its handle is done when all ranks have started theirs. See `allreduce_async`."""
-        return self._start_async(calls.barrier, name)
+        return self._start_async(single.barrier, name)
 
     def allreduce_rows(
         self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
@@ -688,13 +689,13 @@ class Communicator:
         Raises UsageError for unsuitable arrays, among them rows that fit no slot. Raises the errors of `allreduce`,
         too.
         """
-        return self._start(calls.rows, indices, values, n_rows, op=op, name=name).wait()
+        return self._start(single.rows, indices, values, n_rows, op=op, name=name).wait()
 
     def allreduce_rows_async(
         self, indices: Array, values: NDArray[S], n_rows: int, *, op: RowOp = "sum", name: str = ""
     ) -> Handle[Rows[S]]:
         """Start an `allreduce_rows`; see `allreduce_async`."""
-        return self._start_async(calls.rows, indices, values, n_rows, op=op, name=name)
+        return self._start_async(single.rows, indices, values, n_rows, op=op, name=name)
 
     def allreduce_rows_into(
         self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
@@ -704,13 +705,13 @@ class Communicator:
 
         Raises UsageError if `out` does not fit, and the errors of `allreduce_rows`.
         """
-        return self._start(calls.rows_into, out, indices, values, op=op, name=name).wait()
+        return self._start(single.rows_into, out, indices, values, op=op, name=name).wait()
 
     def allreduce_rows_into_async(
         self, out: NDArray[S], indices: Array, values: NDArray[S], *, op: RowOp = "sum", name: str = ""
     ) -> Handle[NDArray[S]]:
         """Start an `allreduce_rows_into`; see `allreduce_async`."""
-        return self._start_async(calls.rows_into, out, indices, values, op=op, name=name)
+        return self._start_async(single.rows_into, out, indices, values, op=op, name=name)
 
     def allreduce_tables(self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = "") -> list[Rows[Any]]:
         """`allreduce_rows` for several tables at once: tables of one dtype and row length travel in one exchange.
@@ -748,9 +749,9 @@ class Communicator:
     def _start(
         self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
-        place, engine = self._member.ordinary
+        context, engine = self._member.ordinary
         try:
-            [handle] = engine.submit(make(place, *args, **kwargs))
+            [handle] = engine.submit(make(context, *args, **kwargs))
         except Exception as error:
             self.refuse(error)
             raise
@@ -764,27 +765,27 @@ class Communicator:
     def _start_allreduce(
         self, way: CallChannel, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
     ) -> Handle[Any]:
-        place, engine = way
+        context, engine = way
         try:
             if not isinstance(x, GROUPS):
-                call = calls.reduction(
-                    place, "allreduce", x, op=op, name=name, out=out, block_size=block_size, codec=codec
+                call = single.reduction(
+                    context, "allreduce", x, op=op, name=name, out=out, block_size=block_size, codec=codec
                 )
                 return engine.submit(call)[0]
             if out is not None or block_size is not None:
                 raise UsageError(
                     "out and block_size go with a single array; a group is combined in place, in blocks of usual size"
                 )
-            handles = engine.submit(*batched_calls.arrays(place, x, op=op, name=name, codec=codec))
+            handles = engine.submit(*batched.arrays(context, x, op=op, name=name, codec=codec))
         except Exception as error:
             self.refuse(error)
             raise
         return Together(handles, lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
-        place, engine = self._member.ordinary
+        context, engine = self._member.ordinary
         try:
-            batch = batched_calls.tables(place, tables, op, name)
+            batch = batched.tables(context, tables, op, name)
             handles = engine.submit(*batch.calls)
         except Exception as error:
             self.refuse(error)

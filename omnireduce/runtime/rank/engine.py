@@ -24,8 +24,8 @@ from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of
 from omnireduce.protocol.collective.effects import End, error_of
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
-from omnireduce.runtime.rank.arguments import Names
-from omnireduce.runtime.rank.calls import Call
+from omnireduce.runtime.rank.calls.arguments import Names
+from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.handles import Observing, Started, check_fits, check_free
 from omnireduce.runtime.rank.poller import Poller
 from omnireduce.runtime.rank.threads import ParallelDriver

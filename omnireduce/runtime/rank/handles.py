@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.rank.arguments import Names
-from omnireduce.runtime.rank.calls import Call, once
+from omnireduce.runtime.rank.calls.arguments import Names
+from omnireduce.runtime.rank.calls.single import Call, once
 
 T = TypeVar("T")
 

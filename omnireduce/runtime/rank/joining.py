@@ -51,12 +51,12 @@ from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.engine import GOODBYE_S, Engine
 from omnireduce.runtime.rank.threads import threads_for
-from omnireduce.runtime.rank.traced import Parts, traced
+from omnireduce.runtime.rank.traced_parts import Parts, traced
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.support import config as settings
 from omnireduce.support.config import Config, whole_bytes
 from omnireduce.support.logs import BoundLog, tagged
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink

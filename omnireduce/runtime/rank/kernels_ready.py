@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import OmniReduceError
-from omnireduce.kernels.claims import Kernel, are_kept
-from omnireduce.kernels.jit import kernel_files
-from omnireduce.kernels.warm import (
+from omnireduce.kernels.compiling.claims import Kernel, are_kept
+from omnireduce.kernels.compiling.jit import kernel_files
+from omnireduce.kernels.compiling.warm import (
     Progress,
     aggregator_kernels,
     first_kernels,

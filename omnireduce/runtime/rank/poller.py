@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from omnireduce.protocol.host.exchange import HostExchange
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.transport.base import Link
 
 UNKNOWN = -1  # the mask of a link while it changes

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.channels import Channel
-from omnireduce.runtime.rank.traced import Moved, Observer
+from omnireduce.runtime.rank.traced_parts import Moved, Observer
 from omnireduce.runtime.tracing.merged_timeline import merge
 from omnireduce.runtime.tracing.profile import Profile
 from omnireduce.runtime.tracing.timeline import OFF, PART_SUFFIX, NoTimeline, Timeline
-from omnireduce.runtime.tracing.timeline_files import is_written
+from omnireduce.runtime.tracing.timeline_reader import is_written
 from omnireduce.runtime.tracing.trace import DYNAMIC, PARTS, Origin, Recorder, profile_folder, trace_folder
 from omnireduce.support.config import Trace
 from omnireduce.support.files.output import check_writable, make_folder, write_file

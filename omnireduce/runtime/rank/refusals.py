@@ -24,7 +24,7 @@ from omnireduce.core.descriptor import REFUSED_BYTES, Descriptor
 from omnireduce.core.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.runtime.rank.calls import Call, CallContext
+from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine
 

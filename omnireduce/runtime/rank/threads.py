@@ -21,7 +21,7 @@ from omnireduce.errors import UsageError
 from omnireduce.protocol.collective.parallel import Parallel, T, ThreadPool
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import Driver
-from omnireduce.runtime.rank.environment import detect_launch
+from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.processors import quota, usable
 from omnireduce.transport.base import Event, Link, Received
 

@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.environment import job_name, own_launch
+from omnireduce.runtime.rank.launcher_detection import job_name, own_launch
 from omnireduce.support.config import Config, load_config, override_config, split_list
 from omnireduce.support.logs import show_debug_lines
 

@@ -7,7 +7,7 @@ import secrets
 import ssl
 from dataclasses import dataclass, field
 
-from omnireduce.core.administration import AdminRequest, Order
+from omnireduce.core.admin_messages import AdminRequest, Order
 from omnireduce.core.wire.control import NONCE_BYTES, other_version
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.authentication import Gate

@@ -6,20 +6,20 @@ import logging
 import resource
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from omnireduce.core.administration import AdminAnswer, AdminRequest
-from omnireduce.core.status import StatusRequest
+from omnireduce.core.admin_messages import AdminAnswer, AdminRequest
+from omnireduce.core.status_messages import StatusRequest
 from omnireduce.core.wire.control import Aborted, Hello, Leave, Refused, decode_control
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access, is_operator
-from omnireduce.runtime.shard.administration import Administration
+from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.job import why_broken_off
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, Listening
-from omnireduce.runtime.shard.relay import Relaying
-from omnireduce.runtime.shard.status import StatusPages, StatusRequests
+from omnireduce.runtime.shard.relay_admission import Relaying
+from omnireduce.runtime.shard.status_requests import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.transport.base import Control, Event, Link, Lost
 

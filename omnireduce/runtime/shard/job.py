@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from omnireduce.core.dtypes import Array
-from omnireduce.core.status import LISTED, MOST, Below, JobKey, JobStatus, Stragglers, Traffic
+from omnireduce.core.status_messages import LISTED, MOST, Below, JobKey, JobStatus, Stragglers, Traffic
 from omnireduce.core.wire.control import (
     TOKEN_BYTES,
     Aborted,

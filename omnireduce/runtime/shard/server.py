@@ -23,15 +23,15 @@ from omnireduce.protocol.joining.membership import Admit, Announce, Membership, 
 from omnireduce.protocol.shard import BUDGET
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
-from omnireduce.runtime.shard.administration import Administration
+from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.admission import Admission
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
 from omnireduce.runtime.shard.job import WARN_AFTER_S, Above, Job, JobFactory, why_broken_off, why_not_started
 from omnireduce.runtime.shard.listening import Listener, Listening
-from omnireduce.runtime.shard.relay import Relaying, Upstream
+from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
-from omnireduce.runtime.shard.status import StatusPages, StatusRequests
+from omnireduce.runtime.shard.status_requests import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.support.config import Verbs

@@ -11,8 +11,8 @@ from omnireduce.protocol.joining.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.relay import Relaying
-from omnireduce.runtime.shard.status import StatusRequests
+from omnireduce.runtime.shard.relay_admission import Relaying
+from omnireduce.runtime.shard.status_requests import StatusRequests
 from omnireduce.transport.base import Control, Event, Lost
 
 

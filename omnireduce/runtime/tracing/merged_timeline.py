@@ -20,10 +20,10 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing import timeline_files
+from omnireduce.runtime.tracing import timeline_reader
 from omnireduce.runtime.tracing.aligned_traces import Lane, apart, clocks, on_one_clock, pairs, read_traces, wake_ups
 from omnireduce.runtime.tracing.timeline import CYCLE
-from omnireduce.runtime.tracing.timeline_files import Part, read_parts
+from omnireduce.runtime.tracing.timeline_reader import Part, read_parts
 from omnireduce.runtime.tracing.trace import WORK, Origin, What
 from omnireduce.support.files.output import write_chunks
 
@@ -277,7 +277,7 @@ class _Tensors:
         """Note when which rank was ready for which tensor. A rank that begins to negotiate is ready."""
         me, shift = str(part.origin.number), self._run.shift(part.origin)
         said, begun = set[str](), list[tuple[str, int]]()
-        for event in timeline_files.events_of(part):
+        for event in timeline_reader.events_of(part):
             if event.phase == "R":
                 self._ready[part.origin.job, event.tensor].append((event.at + shift, event.name))
                 said |= {event.tensor} if event.name == me else set()
@@ -292,7 +292,7 @@ class _Tensors:
     def _rows(self, part: Part) -> Iterator[Chrome]:
         who, run = _who(part.origin), self._run
         shift, begun, ended = run.shift(part.origin), dict[str, int](), dict[str, int]()
-        for tensor, slot, phase, name, at, details in timeline_files.events_of(part):
+        for tensor, slot, phase, name, at, details in timeline_reader.events_of(part):
             time = at + shift
             if phase == "C":
                 yield self._cycle(who, time)

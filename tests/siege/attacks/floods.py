@@ -12,7 +12,7 @@ import numpy as np
 from raw_peer import CONTROL, NOISE, RawPeer
 
 from omnireduce.core.descriptor import Descriptor
-from omnireduce.core.status import StatusRequest
+from omnireduce.core.status_messages import StatusRequest
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import PROTOCOL_VERSION
 from omnireduce.transport.framing import FRAME

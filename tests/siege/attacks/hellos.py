@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from raw_peer import DATA
 
-from omnireduce.core.status import Status, StatusRequest
+from omnireduce.core.status_messages import Status, StatusRequest
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello
 
 from ..target import SMALL, Crowd, Peer, Target

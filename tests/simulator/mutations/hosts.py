@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are sent before they are summed",
-        "omnireduce.protocol.collective.rows",
+        "omnireduce.protocol.collective.row_operands",
         "a shard gets no rows of a host",
         "        return self.ready == self.layout.blocks\n",
         "        return True\n",

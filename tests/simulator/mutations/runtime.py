@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every host is one",
-        "omnireduce.runtime.rank.environment",
+        "omnireduce.runtime.rank.launcher_detection",
         "launches of two hosts that meet on loopback sum each other's tensors",
         '    return f"{address}@{this_host()}" if is_loopback(',
         "    return address if is_loopback(",

@@ -8,7 +8,7 @@ _MACHINE = "omnireduce.protocol.rank"
 _STREAM = "omnireduce.protocol.collective.stream"
 _PATIENCE = "omnireduce.protocol.deadlines"
 _OPERANDS = "omnireduce.protocol.collective.operands"
-_ROWS = "omnireduce.protocol.collective.rows"
+_ROWS = "omnireduce.protocol.collective.row_operands"
 
 MUTATIONS = (
     Mutation(
@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are lent while in use",
-        "omnireduce.runtime.rank.calls",
+        "omnireduce.runtime.rank.calls.single",
         "memory of a result is lent to the next collective",
         "_references(self._lent, at) == _UNUSED]",
         "_references(self._lent, at) >= _UNUSED]",

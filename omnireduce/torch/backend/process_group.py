@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.rank.calls import Rows
+from omnireduce.runtime.rank.calls.single import Rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.torch import movements
-from omnireduce.torch.gloo import Movement, Movements, gloo_group, said_by_gloo
-from omnireduce.torch.group_job import Job
-from omnireduce.torch.messages import Messages
-from omnireduce.torch.options import (
+from omnireduce.torch.backend import movements
+from omnireduce.torch.backend.gloo import Movement, Movements, gloo_group, said_by_gloo
+from omnireduce.torch.backend.group_job import Job
+from omnireduce.torch.backend.messages import Messages
+from omnireduce.torch.backend.options import (
     all_gather_forms,
     allreduce_forms,
     broadcast_forms,
@@ -32,11 +32,11 @@ from omnireduce.torch.options import (
     reduce_scatter_forms,
     scatter_forms,
 )
-from omnireduce.torch.reduce_ops import Reduction, reduction_of
-from omnireduce.torch.rendezvous import address_for_gloo, is_torchs_own, keep, meet, said_of_host
+from omnireduce.torch.backend.reduce_ops import Reduction, reduction_of
+from omnireduce.torch.backend.rendezvous import address_for_gloo, is_torchs_own, keep, meet, said_of_host
+from omnireduce.torch.backend.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, told_to_torch
 from omnireduce.torch.sparse import replace, rows_of, stream_of
 from omnireduce.torch.tensors import array_of, bytes_of, copied, put_back, staged
-from omnireduce.torch.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, told_to_torch
 from omnireduce.torch_backend import BACKEND, DEVICES
 
 COMPILER = "torch._dynamo"  # the module, once torch has loaded it

@@ -23,8 +23,8 @@ from torch import Tensor
 from omnireduce.errors import UsageError
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.logs import tagged
-from omnireduce.torch.gloo import GlooWork, said_by_gloo
-from omnireduce.torch.options import only
+from omnireduce.torch.backend.gloo import GlooWork, said_by_gloo
+from omnireduce.torch.backend.options import only
 from omnireduce.torch.tensors import flat_bytes, put_back, room_of, staged, type_name
 
 TAG_BITS, CHECK_BITS = 16, 14  # of the 31 that gloo has

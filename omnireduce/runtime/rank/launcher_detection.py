@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.runtime.rank.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.support.addresses import is_loopback, is_wildcard
 from omnireduce.support.config import Config
 from omnireduce.support.launchers import (

@@ -12,14 +12,14 @@ from omnireduce.core.descriptor import PACKET_BYTES, Descriptor, Kind, describe,
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.protocol.collective.packets import Packets, packed, packed_refusal, packet_count
-from omnireduce.runtime.rank.arguments import (
+from omnireduce.runtime.rank.calls.arguments import (
     check_array,
     check_name,
     check_root,
     flat_view,
 )
-from omnireduce.runtime.rank.calls import Call, CallContext, once
-from omnireduce.runtime.rank.objects import from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.single import Call, CallContext, once
 from omnireduce.runtime.rank.refusals import take_part_instead, told
 
 S = TypeVar("S", bound=np.generic)
@@ -27,30 +27,30 @@ NOTHING = np.empty((0, PACKET_BYTES), np.uint8)
 BYTE = np.empty(0, np.uint8)
 
 
-def ragged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
+def ragged_parts(context: CallContext, x: NDArray[S], name: str) -> Call[list[NDArray[S]]]:
     """A call that gives the bytes of all ranks' `x`. Their first dimensions may differ."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
     flat_view(x, "x", writable=False)
-    called = _describe(place, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
+    called = _describe(context, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
     like = np.empty((0, *x.shape[1:]), x.dtype)
-    packets = _packets(place, called, lambda: np.asarray(x), range(place.size), like)
+    packets = _packets(context, called, lambda: np.asarray(x), range(context.size), like)
     return Call(called, packets, lambda: _parts(packets))
 
 
-def object_of_root(place: CallContext, x: object, root: int, name: str, trust: bool) -> Call[Any]:
+def object_of_root(context: CallContext, x: object, root: int, name: str, trust: bool) -> Call[Any]:
     """A call that gives the root's `x` on the root, and an equal object elsewhere."""
-    root, language = check_root(root, place.size), _language(trust)
-    called = _describe(place, "broadcast_object", name, language, (), root=root)
-    packets = _packets(place, called, lambda: _bytes_of(x, trust) if place.rank == root else None, [root], BYTE)
-    return Call(called, packets, once(lambda: x if place.rank == root else _read(packets, 0, root, trust)))
+    root, language = check_root(root, context.size), _language(trust)
+    called = _describe(context, "broadcast_object", name, language, (), root=root)
+    packets = _packets(context, called, lambda: _bytes_of(x, trust) if context.rank == root else None, [root], BYTE)
+    return Call(called, packets, once(lambda: x if context.rank == root else _read(packets, 0, root, trust)))
 
 
-def all_objects(place: CallContext, x: object, name: str, trust: bool) -> Call[list[Any]]:
+def all_objects(context: CallContext, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """A call that gives a list with an object equal to the `x` of each rank."""
-    called = _describe(place, "allgather_object", name, _language(trust), ())
-    packets = _packets(place, called, lambda: _bytes_of(x, trust), range(place.size), BYTE)
-    return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(place.size)]))
+    called = _describe(context, "allgather_object", name, _language(trust), ())
+    packets = _packets(context, called, lambda: _bytes_of(x, trust), range(context.size), BYTE)
+    return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(context.size)]))
 
 
 def _language(trust: object) -> str:
@@ -61,29 +61,29 @@ def _language(trust: object) -> str:
 
 
 def _describe(
-    place: CallContext, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
+    context: CallContext, kind: Kind, name: str, dtype: str, shape: tuple[int, ...], item_bytes: int = 1, root: int = 0
 ) -> Descriptor:
-    name, packets = check_name(name, place.owner), packet_count(place.part_bytes)
+    name, packets = check_name(name, context.owner), packet_count(context.part_bytes)
     return describe(
         kind, name, dtype, shape,
-        block_size=place.block_size, root=root, item_bytes=item_bytes, parts=place.size, packets=packets,
+        block_size=context.block_size, root=root, item_bytes=item_bytes, parts=context.size, packets=packets,
     )  # fmt: skip
 
 
 def _packets(
-    place: CallContext, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
+    context: CallContext, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
 ) -> Packets:
     """The operand with this rank's part, which `own` makes. Raises the errors of `own`, and UsageError for too many
     bytes; then a refusal can travel in place of the part."""
 
     def made(rows: Array) -> Packets:
-        layout, most = place.layout(called), called.packets
-        return place.with_pool(
-            lambda pool: Packets(rows, like, layout, pool.take, rank=place.rank, senders=senders, most=most)
+        layout, most = context.layout(called), called.packets
+        return context.with_pool(
+            lambda pool: Packets(rows, like, layout, pool.take, rank=context.rank, senders=senders, most=most)
         )
 
     try:
-        return made(_rows_of(own(), place.part_bytes))
+        return made(_rows_of(own(), context.part_bytes))
     except Exception as error:
         take_part_instead(error, lambda why: Call(called, made(packed_refusal(why)), lambda: None))
         raise

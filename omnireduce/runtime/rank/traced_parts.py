@@ -16,7 +16,7 @@ from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packe
 from omnireduce.protocol.host.exchange import STEPS, HostExchange
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.runtime.rank.calls import Call
+from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.handles import Started
 from omnireduce.runtime.tracing.links import traced_links

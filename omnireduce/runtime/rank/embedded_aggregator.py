@@ -40,14 +40,14 @@ from omnireduce.runtime.embedded_messages import (
     encode,
 )
 from omnireduce.runtime.file_descriptors import shortage
-from omnireduce.runtime.rank.environment import Launch, check_told_apart, identity_of
+from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart, identity_of
 from omnireduce.support.addresses import BACKLOG, Address, loopback
 from omnireduce.support.config import Config, Security
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.interpreters import TREE, program_of
 from omnireduce.support.loading import search_path
 from omnireduce.support.logs import BoundLog, tagged
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 from omnireduce.support.secret import Secret
 from omnireduce.transport.local import holder_of, peer_of
 

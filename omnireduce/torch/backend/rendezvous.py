@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from omnireduce.protocol.reminders import Reminders
-from omnireduce.runtime.rank.environment import this_host
+from omnireduce.runtime.rank.launcher_detection import this_host
 from omnireduce.support.addresses import (
     ANYWHERE,
     Address,
@@ -42,7 +42,7 @@ from omnireduce.support.addresses import (
     where_to_listen,
 )
 from omnireduce.support.logs import tagged
-from omnireduce.support.os_errors import from_a_handler
+from omnireduce.support.os_error_origin import from_a_handler
 
 MOST_SAID = 8  # addresses of a host
 CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them

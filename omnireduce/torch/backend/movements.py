@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnireduce.errors import UsageError
-from omnireduce.torch.gloo import Movement, Sizes
-from omnireduce.torch.reduce_ops import op_name
+from omnireduce.torch.backend.gloo import Movement, Sizes
+from omnireduce.torch.backend.reduce_ops import op_name
 from omnireduce.torch.tensors import described, flat_bytes, gpus_of, put_back, room_of, staged, type_name
 
 Tensors = Sequence[Tensor]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from omnireduce.core.administration import Order
+from omnireduce.core.admin_messages import Order
 from omnireduce.core.names import URGENT
 from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Membership, MembershipEffect
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.job import Job
-from omnireduce.runtime.shard.relay import Relaying
+from omnireduce.runtime.shard.relay_admission import Relaying
 
 
 class Administration:

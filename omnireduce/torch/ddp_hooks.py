@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.refusals import told_to_others
-from omnireduce.torch.process_group import ProcessGroup
+from omnireduce.torch.backend.process_group import ProcessGroup
 from omnireduce.torch_backend import BACKEND
 
 BLOCK = 256  # elements

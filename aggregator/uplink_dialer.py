@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from omnireduce.errors import OmniReduceError
 from omnireduce.runtime.aggregator_client import connect_once
-from omnireduce.runtime.shard.relay import Connected
+from omnireduce.runtime.shard.relay_admission import Connected
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
 from omnireduce.transport.kinds import NETWORK

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from omnireduce.kernels.cache import KernelFiles
-from omnireduce.kernels.jit import has_compiler, kernel_files
+from omnireduce.kernels.compiling.cache import KernelFiles
+from omnireduce.kernels.compiling.jit import has_compiler, kernel_files
 
 PATIENCE_S = 10.0  # in which no kernel comes free: a process that has claimed one may have been stopped
 LOOK_S = 0.02  # between two looks whether a kernel is free: to compile one takes a second or more

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from omnireduce.errors import CollectiveTimeoutError
-from omnireduce.runtime.rank.calls import once
+from omnireduce.runtime.rank.calls.single import once
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.torch.tensors import gpus_of
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 import msgspec
 
-from omnireduce.core.status import JobKey, JobStatus, Status, StatusRequest, Traffic
+from omnireduce.core.status_messages import JobKey, JobStatus, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import ControlMessage, other_version
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.effects import ABORT_KINDS, End

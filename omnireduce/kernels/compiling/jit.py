@@ -1,8 +1,8 @@
 """The compiler behind every kernel: the decorators, and where what it has compiled is kept.
 
-Kernels release the GIL and are kept on disk: kernels/cache.py. An edit to any file of this folder makes all of them
-compile anew, because a compiled kernel holds the code of the kernels that it calls. NUMBA_DISABLE_JIT=1 runs the same
-code as plain Python.
+Kernels release the GIL and are kept on disk: `cache.py`. An edit to any file of kernels, or to this file, makes all of
+them compile anew, because a compiled kernel holds the code of the kernels that it calls. NUMBA_DISABLE_JIT=1 runs the
+same code as plain Python.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
-from omnireduce.kernels.cache import KernelFiles
+from omnireduce.kernels.compiling.cache import KernelFiles
 from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
 from omnireduce.support.version import __version__
 
-NO_KERNELS = ("cache.py", "claims.py", "warm.py")
 CONSTANTS = (
     "core/block_program",
     "core/dtypes",
@@ -204,11 +203,11 @@ def kernel_files() -> KernelFiles:
 
 @cache
 def source_stamp() -> str:
-    """A digest of the kernels as they are now: of the files of this folder that have kernels, and of those whose
-    constants they take."""
-    here = Path(__file__).parent
-    kernels = (file for file in here.rglob("*.py") if file.name not in NO_KERNELS)
-    files = [*sorted(kernels), *(here.parent / f"{name}.py" for name in CONSTANTS)]
+    """A digest of the kernels as they are now: of their files, of this file, and of those whose constants they take."""
+    this = Path(__file__)
+    package = this.parents[2]
+    kernels = (file for file in (package / "kernels").rglob("*.py") if file.parent != this.parent)
+    files = [*sorted(kernels), this, *(package / f"{name}.py" for name in CONSTANTS)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(b"%d " % file.stat().st_size + file.read_bytes())

@@ -6,7 +6,7 @@ import math
 import time
 
 from omnireduce.aggregator.children import Child
-from omnireduce.core.administration import Order
+from omnireduce.core.admin_messages import Order
 
 LEAST_S = 1.0  # least time of a drain: a client that asks one shard after another still finds the last one
 

@@ -1,7 +1,7 @@
 """The environment variables of ranks.
 
-`OMNIRUN_…` is for the library (omnireduce/runtime/rank/environment.py), `RANK` and others for torch, `HOROVOD_RANK` and
-others for scripts that read them.
+`OMNIRUN_…` is for the library (omnireduce/runtime/rank/launcher_detection.py), `RANK` and others for torch,
+`HOROVOD_RANK` and others for scripts that read them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.table import NONE
-from omnireduce.runtime.rank.arguments import check_array, check_rows, flat_view, two_that_share
-from omnireduce.runtime.rank.calls import Call, CallContext, Rows, check_codec, reduction, rows
+from omnireduce.runtime.rank.calls.arguments import check_array, check_rows, flat_view, two_that_share
+from omnireduce.runtime.rank.calls.single import Call, CallContext, Rows, check_codec, reduction, rows
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]
@@ -36,10 +36,10 @@ class _Leaf(NamedTuple):
     array: Array
 
 
-def arrays(place: CallContext, x: object, *, op: str, name: str, codec: str | None = None) -> list[Call[Any]]:
+def arrays(context: CallContext, x: object, *, op: str, name: str, codec: str | None = None) -> list[Call[Any]]:
     """Calls that combine all arrays in `x` in place. `codec` encodes the arrays that it works on."""
     if codec is not None:
-        place = place._replace(codec=check_codec(codec))
+        context = context._replace(codec=check_codec(codec))
     leaves = list(_leaves(x, ""))
     _check_apart(leaves)
     calls: list[Call[Any]] = []
@@ -47,12 +47,12 @@ def arrays(place: CallContext, x: object, *, op: str, name: str, codec: str | No
     group = f"{_many(len(leaves), 'array')} {everything}"
     for few in _together(leaves, _exchange_of):
         if len(few) == 1:
-            calls.append(reduction(place, "allreduce", few[0].array, op=op, name=name, group=group))
+            calls.append(reduction(context, "allreduce", few[0].array, op=op, name=name, group=group))
         else:
-            calls.append(_fused(place, few, op, name, group))
+            calls.append(_fused(context, few, op, name, group))
     if codec not in (None, NONE) and calls and all(call.codec is None for call in calls):
         raise UsageError(f"codec '{codec}' works on no array of the group: expected sum or mean of arrays of float32")
-    return calls or [_fused(place, [], op, name, group)]  # if another rank's group has arrays, all ranks get an error
+    return calls or [_fused(context, [], op, name, group)]  # if another rank's group has arrays, all ranks get an error
 
 
 class Batch(NamedTuple):
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     result: Callable[[list[Rows[Any]]], list[Rows[Any]]]
 
 
-def tables(place: CallContext, given: Sequence[Table], op: str, name: str) -> Batch:
+def tables(context: CallContext, given: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
     if not isinstance(given, list | tuple):
         raise UsageError(f"tables is {a_type(given)}; expected a list of (indices, values, n_rows)")
@@ -71,7 +71,7 @@ def tables(place: CallContext, given: Sequence[Table], op: str, name: str) -> Ba
     together = _together(enumerate(given), lambda pair: _format(pair[1]))
     group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
     calls = [
-        rows(place, *_stacked([table for _, table in few]), op=op, name=name, group=group) for few in together or [[]]
+        rows(context, *_stacked([table for _, table in few]), op=op, name=name, group=group) for few in together or [[]]
     ]
 
     def result(found: list[Rows[Any]]) -> list[Rows[Any]]:
@@ -141,13 +141,13 @@ def _check_apart(leaves: Sequence[_Leaf]) -> None:
         raise UsageError(f"x{path} and x{other} share memory; expected each array once")
 
 
-def _fused(place: CallContext, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
+def _fused(context: CallContext, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
     """A call for arrays of one dtype, copied into one array, which is copied back in the end."""
     flats = [np.asarray(leaf.array).reshape(-1) for leaf in leaves]
     dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)
     stops = np.cumsum([0, *(flat.size for flat in flats)])
     nbytes = int(stops[-1]) * dtype.itemsize
-    whole = place.with_pool(lambda pool: pool.take(nbytes))[:nbytes].view(dtype)
+    whole = context.with_pool(lambda pool: pool.take(nbytes))[:nbytes].view(dtype)
     parts = [whole[start:stop] for start, stop in pairwise(stops.tolist())]
     for part, flat in zip(parts, flats, strict=True):
         part[:] = flat
@@ -156,7 +156,7 @@ def _fused(place: CallContext, leaves: Sequence[_Leaf], op: str, name: str, grou
         for part, flat in zip(parts, flats, strict=True):
             flat[:] = part
 
-    call = reduction(place, "allreduce", whole, op=op, name=name, group=group)
+    call = reduction(context, "allreduce", whole, op=op, name=name, group=group)
     return call._replace(writes=(*call.writes, *flats), put_back=put_back)
 
 

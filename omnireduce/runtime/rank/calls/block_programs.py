@@ -12,7 +12,7 @@ from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.errors import UsageError, a_type
 from omnireduce.protocol.collective.block_programs import ProgrammedRows, ProgrammedTensor, Totals
-from omnireduce.runtime.rank.arguments import (
+from omnireduce.runtime.rank.calls.arguments import (
     check_array,
     check_name,
     check_op,
@@ -21,7 +21,7 @@ from omnireduce.runtime.rank.arguments import (
     flat_view,
     whole,
 )
-from omnireduce.runtime.rank.calls import Call, CallContext, once
+from omnireduce.runtime.rank.calls.single import Call, CallContext, once
 
 FLOAT = element_type(np.float32)
 
@@ -43,11 +43,11 @@ class FusedRows(NamedTuple):
 
 
 def fused_reduction(
-    place: CallContext, x: Array | None, program: BlockProgram,
+    context: CallContext, x: Array | None, program: BlockProgram,
     *, out: Array, op: str, name: str, block_size: int | None, wanted: bool,
 ) -> Call[Fused]:  # fmt: skip
     """A call that sums `x`, runs `program` on the sum, and puts the results into `out`."""
-    _check_program(place, program)
+    _check_program(context, program)
     target = flat_view(check_float(out, "out"), "out", writable=wanted)
     source = None if x is None else flat_view(check_float(x, "x"), "x", writable=False)
     if source is not None and x is not None and x.shape != out.shape:
@@ -55,10 +55,10 @@ def fused_reduction(
     if source is not None and np.may_share_memory(source, target):
         raise UsageError("out overlaps x; a program needs two arrays")
     called = describe(
-        "allreduce", check_name(name, place.owner), FLOAT.name, out.shape, check_op(op),
-        place.block_size if block_size is None else whole(block_size, "block_size"), program=program,
+        "allreduce", check_name(name, context.owner), FLOAT.name, out.shape, check_op(op),
+        context.block_size if block_size is None else whole(block_size, "block_size"), program=program,
     )  # fmt: skip
-    totals, layout = Totals(program.totals), place.layout(called)
+    totals, layout = Totals(program.totals), context.layout(called)
     results = 0 if not program.returns else layout.blocks if program.every_block else None
     operand = ProgrammedTensor(source, target, layout, FLOAT.zero_mask, totals, drops=not wanted, results=results)
     reads = () if source is None else (source,)
@@ -66,19 +66,21 @@ def fused_reduction(
 
 
 def fused_rows(
-    place: CallContext, indices: Array, values: Array, program: BlockProgram,
+    context: CallContext, indices: Array, values: Array, program: BlockProgram,
     *, n_rows: int, out: Array | None, op: str, name: str, wanted: bool,
 ) -> Call[FusedRows]:  # fmt: skip
     """A call that adds rows of a tall matrix by number, and runs `program` on the sums."""
-    _check_program(place, program)
+    _check_program(context, program)
     shape = check_rows(indices, check_float(values, "values"), n_rows), values.shape[1]
     target = () if out is None else (flat_view(check_float(out, "out"), "out", writable=True),)
     if out is not None and out.shape != shape:
         raise UsageError(f"out has the shape {list(out.shape)}; expected {list(shape)}")
-    called = describe("allreduce_rows", check_name(name, place.owner), FLOAT.name, shape, check_op(op), program=program)
+    called = describe(
+        "allreduce_rows", check_name(name, context.owner), FLOAT.name, shape, check_op(op), program=program
+    )
     numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), FLOAT)
-    totals, layout = Totals(program.totals), place.layout(called)
-    operand = place.with_pool(
+    totals, layout = Totals(program.totals), context.layout(called)
+    operand = context.with_pool(
         lambda pool: ProgrammedRows(numbers, own, layout, pool.take, totals, out=out, drops=not wanted)
     )
     result = once(lambda: FusedRows(*operand.result, totals.sums))
@@ -93,10 +95,10 @@ def check_float(array: Array, what: str) -> Array:
     return checked
 
 
-def _check_program(place: CallContext, program: object) -> None:
+def _check_program(context: CallContext, program: object) -> None:
     if not isinstance(program, BlockProgram):
         raise UsageError(f"program is {a_type(program)}; expected a BlockProgram")
-    if place.in_memory:
+    if context.in_memory:
         raise UsageError(
             "ranks of this communicator exchange in memory, where no program runs; make one with "
             "create_group(name=..., state_bytes=...), or set protocol.state_bytes"

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from omnireduce.core.descriptor import REFUSED_BYTES
 from omnireduce.errors import ClosedError, OmniReduceError
-from omnireduce.runtime.rank.agreement import run_agreed_by
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.error_agreement import run_agreed_by
 from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config, load_config, override_config
-from omnireduce.torch.work import told_to_torch
+from omnireduce.torch.backend.work import told_to_torch
 
 SHORTEST_S, LONGEST_S = 0.1, 86400.0  # that `cluster.timeout_s` may be
 DRAWN_BYTES = 8

@@ -36,8 +36,8 @@ from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
 from omnireduce.aggregator.page_access import ALL, CHALLENGES, Pages, make_pages
-from omnireduce.aggregator.reload import reload_on_hangup
-from omnireduce.core.status import Status
+from omnireduce.aggregator.reload_in_children import reload_on_hangup
+from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import TransportError
 from omnireduce.runtime.aggregator_client import MONITOR, ask_all

@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.jit import inlined, kernel
+from omnireduce.kernels.compiling.jit import inlined, kernel
 
 LANES = 4  # neighbours are mixed into different numbers: the next word need not wait for the last one
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)  # odd: no product loses a bit

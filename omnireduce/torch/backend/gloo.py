@@ -23,10 +23,10 @@ from torch.futures import Future
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.rank.calls import once
+from omnireduce.runtime.rank.calls.single import once
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.torch.group_job import Job
-from omnireduce.torch.work import NO_LIMIT, Completion, Pending, told_to_torch
+from omnireduce.torch.backend.group_job import Job
+from omnireduce.torch.backend.work import NO_LIMIT, Completion, Pending, told_to_torch
 from omnireduce.torch_backend import DEVICES
 
 DIGEST_BYTES, BALANCE_BYTES, TEXT_BYTES = 16, 8, 232

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank import calls
-from omnireduce.runtime.rank.calls import Call, CallContext
+from omnireduce.runtime.rank.calls import single
+from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.refusals import reason_of, told
 
@@ -66,7 +66,7 @@ class Comparison:
         self._comm, self._own, self._name = comm, own, name
         digest = hashlib.blake2b(msgspec.json.encode(own), digest_size=DIGEST_BYTES).digest()
         # `_start` needs no thread to drive the exchange meanwhile; `allgather_async` would start one
-        self._handle = comm._start(calls.all_parts, np.frombuffer(digest, np.uint8), name)
+        self._handle = comm._start(single.all_parts, np.frombuffer(digest, np.uint8), name)
 
     def settle(self) -> None:
         """Raises UsageError on all ranks, with the first difference, unless all have the same values. Raises the errors

@@ -1,4 +1,4 @@
-"""Calls of collectives, ready to start: the arguments are checked, the data to send and the arrays in use are known.
+"""Calls of collectives on single arrays: the arguments are checked, the data to send and the arrays in use are known.
 
 Nothing is started here, so nothing has to be undone when an argument is wrong.
 """
@@ -20,9 +20,9 @@ from omnireduce.errors import ConfigError, UsageError, a_type
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
-from omnireduce.protocol.collective.rows import RowSet, RowsInto
+from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
 from omnireduce.protocol.host.groups import Sharding
-from omnireduce.runtime.rank.arguments import (
+from omnireduce.runtime.rank.calls.arguments import (
     check_array,
     check_name,
     check_op,
@@ -131,7 +131,7 @@ class CallContext(NamedTuple):
 
 
 def reduction(
-    place: CallContext,
+    context: CallContext,
     kind: Kind,
     x: NDArray[S],
     *,
@@ -144,11 +144,11 @@ def reduction(
 ) -> Call[NDArray[S]]:
     """A call that combines all elements of `x`, in place or in `out`."""
     element = element_type(check_array(x, "x").dtype)
-    block_size = place.block_size if block_size is None else whole(block_size, "block_size")
-    name, op = check_name(name, place.owner), check_op(op)
-    codec, seed = _codec_of(place, kind, element, op, codec, block_size)
-    if codec and place.tell_idle is not None:
-        place.tell_idle(codec)
+    block_size = context.block_size if block_size is None else whole(block_size, "block_size")
+    name, op = check_name(name, context.owner), check_op(op)
+    codec, seed = _codec_of(context, kind, element, op, codec, block_size)
+    if codec and context.tell_idle is not None:
+        context.tell_idle(codec)
     called = describe(kind, name, element.name, x.shape, op, block_size, group=group, codec=codec, seed=seed)
     source = flat_view(x, "x", writable=out is None, instead="pass out=")
     target = source
@@ -158,22 +158,22 @@ def reduction(
         target = flat_view(out, "out", writable=True)
         if np.may_share_memory(source, target):
             raise UsageError("out overlaps x; to work in place, call without out=")
-    operand = DenseTensor(source, target, place.layout(called), element.zero_mask)
+    operand = DenseTensor(source, target, context.layout(called), element.zero_mask)
     reads, result = () if target is source else (source,), x if out is None else out
     return Call(called, operand, lambda: result, reads, (target,), codec=codec_named(codec) if codec else None)
 
 
 def _codec_of(
-    place: CallContext, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
+    context: CallContext, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
 ) -> tuple[str, int]:
     """The name and the seed of the codec for a call that wants codec `wanted`; an empty name for none. Without a wish
     (None) the configured codec serves the calls that codecs work on."""
     works = kind == "allreduce" and element.name == "float32" and op in CODED_OPS and block_size <= CODED_ELEMENTS
     if wanted is None and works:
-        wanted = place.codec
+        wanted = context.codec
     if wanted is None or check_codec(wanted) == NONE:
         return "", 0
-    return wanted, place.codec_seed
+    return wanted, context.codec_seed
 
 
 def check_codec(name: object) -> str:
@@ -195,24 +195,24 @@ def check_codec_of(protocol: ProtocolConfig) -> None:
         raise ConfigError(f"protocol.block_size {protocol.block_size}: expected at most {CODED_ELEMENTS} with a codec")
 
 
-def reduced_part(place: CallContext, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:
+def reduced_part(context: CallContext, x: NDArray[S], op: str, name: str) -> Call[NDArray[S]]:
     """A call that gives this rank's part of the combined `x`. `x` is only read."""
     if check_array(x, "x").ndim == 0:
         raise UsageError("reduce_scatter needs an array of at least one dimension")
     whole_result = np.empty_like(x)
-    call = reduction(place, "reduce_scatter", x, op=op, name=name, out=whole_result)
-    part = once(lambda: np.array_split(whole_result, place.size)[place.rank].copy())
+    call = reduction(context, "reduce_scatter", x, op=op, name=name, out=whole_result)
+    part = once(lambda: np.array_split(whole_result, context.size)[context.rank].copy())
     return call._replace(result=part)
 
 
-def reduction_at_root(place: CallContext, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
+def reduction_at_root(context: CallContext, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
     """A call that combines all elements of `x` in the root's `x`. The other ranks' `x` is only read."""
-    root, element = check_root(root, place.size), element_type(check_array(x, "x").dtype)
+    root, element = check_root(root, context.size), element_type(check_array(x, "x").dtype)
     called = describe(
-        "reduce", check_name(name, place.owner), element.name, x.shape, check_op(op),
-        block_size=place.block_size, root=root,
+        "reduce", check_name(name, context.owner), element.name, x.shape, check_op(op),
+        block_size=context.block_size, root=root,
     )  # fmt: skip
-    layout, is_root = place.layout(called), place.rank == root
+    layout, is_root = context.layout(called), context.rank == root
     flat = flat_view(x, "x", writable=is_root)
     if is_root:
         return Call(called, DenseTensor(flat, flat, layout, element.zero_mask), lambda: x, writes=(flat,))
@@ -221,7 +221,7 @@ def reduction_at_root(place: CallContext, x: NDArray[S], root: int, op: str, nam
 
 
 def rows(
-    place: CallContext,
+    context: CallContext,
     indices: Array,
     values: NDArray[S],
     n_rows: int,
@@ -231,14 +231,14 @@ def rows(
     group: str = "",
 ) -> Call[Rows[S]]:
     """A call that adds rows of a tall matrix by number."""
-    called, numbers, own = _rows(place, indices, values, n_rows, op=op, name=name, group=group)
-    layout = place.layout(called)
-    operand = place.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
+    called, numbers, own = _rows(context, indices, values, n_rows, op=op, name=name, group=group)
+    layout = context.layout(called)
+    operand = context.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
     return Call(called, operand, lambda: operand.result, reads=(indices, values))
 
 
 def rows_into(
-    place: CallContext, out: NDArray[S], indices: Array, values: NDArray[S], *, op: str, name: str
+    context: CallContext, out: NDArray[S], indices: Array, values: NDArray[S], *, op: str, name: str
 ) -> Call[NDArray[S]]:
     """A call that adds rows of a tall matrix by number, in `out`."""
     target = flat_view(out, "out", writable=True)
@@ -247,110 +247,110 @@ def rows_into(
             f"out is {out.dtype}{list(out.shape)}, values is {values.dtype}{list(values.shape)}: expected rows of the "
             "same dtype and length"
         )
-    called, numbers, own = _rows(place, indices, values, len(out), op=op, name=name)
+    called, numbers, own = _rows(context, indices, values, len(out), op=op, name=name)
     if any(np.may_share_memory(out, array) for array in (indices, values)):
         raise UsageError("out overlaps indices or values; pass an array of its own")
-    layout = place.layout(called)
-    operand = place.with_pool(lambda pool: RowsInto(numbers, own, layout, pool.take, out=out))
+    layout = context.layout(called)
+    operand = context.with_pool(lambda pool: RowsInto(numbers, own, layout, pool.take, out=out))
     return Call(called, operand, lambda: out, reads=(indices, values), writes=(target,))
 
 
 def _rows(
-    place: CallContext, indices: Array, values: Array, n_rows: int, *, op: str, name: str, group: str = ""
+    context: CallContext, indices: Array, values: Array, n_rows: int, *, op: str, name: str, group: str = ""
 ) -> tuple[Descriptor, Array, Array]:
     """The descriptor, and this rank's rows: their numbers, which ascend, and their values."""
     element = element_type(check_array(values, "values").dtype)
     shape = check_rows(indices, values, n_rows), values.shape[1]
-    called = describe("allreduce_rows", check_name(name, place.owner), element.name, shape, check_op(op), group=group)
+    called = describe("allreduce_rows", check_name(name, context.owner), element.name, shape, check_op(op), group=group)
     return called, *combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
 
 
-def copy_of_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
+def copy_of_root(context: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
     """A call that copies the bytes of the root's `x` to the `x` of every rank."""
-    root, flat = check_root(root, place.size), flat_view(x, "x", writable=True)
-    called = _moving(place, "broadcast", name, x, root=root)
-    return _movement(place, called, flat if place.rank == root else None, flat, lambda: x)
+    root, flat = check_root(root, context.size), flat_view(x, "x", writable=True)
+    called = _moving(context, "broadcast", name, x, root=root)
+    return _movement(context, called, flat if context.rank == root else None, flat, lambda: x)
 
 
-def all_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
+def all_parts(context: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     """A call that gives the bytes of all ranks' `x`, side by side."""
-    flat, result = flat_view(x, "x", writable=False), _side_by_side(place, "an allgather", x)
+    flat, result = flat_view(x, "x", writable=False), _side_by_side(context, "an allgather", x)
     target = flat_view(result, "result", writable=True)
-    called = _moving(place, "allgather", name, x, parts=place.size)
-    return _movement(place, called, target, target, lambda: result, reads=(flat,))
+    called = _moving(context, "allgather", name, x, parts=context.size)
+    return _movement(context, called, target, target, lambda: result, reads=(flat,))
 
 
-def parts_at_root(place: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
+def parts_at_root(context: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
     """A call that gives the bytes of all ranks' `x`, side by side, to the root."""
-    root, flat = check_root(root, place.size), flat_view(x, "x", writable=False)
-    result = _side_by_side(place, "a gather", x)
+    root, flat = check_root(root, context.size), flat_view(x, "x", writable=False)
+    result = _side_by_side(context, "a gather", x)
     target = result.reshape(-1).view(BYTES)
-    called = _moving(place, "gather", name, x, root=root, parts=place.size)
-    return _movement(place, called, target, target, lambda: result if place.rank == root else None, reads=(flat,))
+    called = _moving(context, "gather", name, x, root=root, parts=context.size)
+    return _movement(context, called, target, target, lambda: result if context.rank == root else None, reads=(flat,))
 
 
 def part_of_root(
-    place: CallContext, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str
+    context: CallContext, out: NDArray[S], parts: NDArray[S] | None, root: int, name: str
 ) -> Call[NDArray[S]]:
     """A call that puts this rank's part of the root's `parts` into `out`."""
-    root, flat = check_root(root, place.size), flat_view(out, "out", writable=True)
-    source, shape = None, (place.size, *out.shape)
-    if place.rank == root:
+    root, flat = check_root(root, context.size), flat_view(out, "out", writable=True)
+    source, shape = None, (context.size, *out.shape)
+    if context.rank == root:
         if parts is None:
             raise UsageError(f"parts is None on the root; expected an array of {shape}")
         if check_array(parts, "parts").shape != shape or parts.dtype != out.dtype:
             raise UsageError(f"parts is {parts.dtype}{list(parts.shape)}; expected {out.dtype}{list(shape)}")
         source = flat_view(parts, "parts", writable=False).view(BYTES)
-    called = _moving(place, "scatter", name, out, root=root, parts=place.size)
+    called = _moving(context, "scatter", name, out, root=root, parts=context.size)
     target = np.empty(shape, out.dtype)
 
     def put_back() -> None:
-        flat[:] = target[place.rank].reshape(-1)
+        flat[:] = target[context.rank].reshape(-1)
 
     reads = () if source is None else (source,)
-    call = _movement(place, called, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)
+    call = _movement(context, called, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)
     return call._replace(writes=(*call.writes, flat), put_back=put_back)
 
 
-def exchanged_parts(place: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
+def exchanged_parts(context: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     """A call that gives, from each rank, the part of its `x` that has this rank's number."""
     flat = flat_view(x, "x", writable=False)
-    if x.ndim == 0 or len(x) != place.size:
-        raise UsageError(f"x is {list(x.shape)}; expected one part for each of the {place.size} ranks, x[rank]")
-    everything = _side_by_side(place, "an alltoall", x)
+    if x.ndim == 0 or len(x) != context.size:
+        raise UsageError(f"x is {list(x.shape)}; expected one part for each of the {context.size} ranks, x[rank]")
+    everything = _side_by_side(context, "an alltoall", x)
     target = everything.reshape(-1).view(BYTES)
-    called = _moving(place, "alltoall", name, x, parts=place.size)
-    mine = once(lambda: np.ascontiguousarray(everything[:, place.rank]))
-    return _movement(place, called, target, target, mine, reads=(flat,))
+    called = _moving(context, "alltoall", name, x, parts=context.size)
+    mine = once(lambda: np.ascontiguousarray(everything[:, context.rank]))
+    return _movement(context, called, target, target, mine, reads=(flat,))
 
 
-def _side_by_side(place: CallContext, what: str, x: NDArray[S]) -> NDArray[S]:
+def _side_by_side(context: CallContext, what: str, x: NDArray[S]) -> NDArray[S]:
     """Room for the `x` of all ranks, with this rank's in place and zeros for the others."""
     try:
-        result = np.zeros((place.size, *x.shape), x.dtype)
+        result = np.zeros((context.size, *x.shape), x.dtype)
     except ValueError as error:
-        raise UsageError(f"the result of {what} of {x.shape} by {place.size} ranks: {error}") from None
-    result[place.rank] = x
+        raise UsageError(f"the result of {what} of {x.shape} by {context.size} ranks: {error}") from None
+    result[context.rank] = x
     return result
 
 
-def barrier(place: CallContext, name: str) -> Call[None]:
+def barrier(context: CallContext, name: str) -> Call[None]:
     """A call without a result. It is complete once all ranks have called it."""
     empty = np.zeros(0, BYTES)
-    return _movement(place, _moving(place, "barrier", name, empty), None, empty, lambda: None)
+    return _movement(context, _moving(context, "barrier", name, empty), None, empty, lambda: None)
 
 
-def _moving(place: CallContext, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
+def _moving(context: CallContext, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
     """The descriptor of a collective that moves bytes: `parts` arrays like `x`."""
-    name = check_name(name, place.owner)
+    name = check_name(name, context.owner)
     return describe(
         kind, name, dtype_text(x.dtype), x.shape,
-        block_size=place.block_size, root=root, item_bytes=x.dtype.itemsize, parts=parts,
+        block_size=context.block_size, root=root, item_bytes=x.dtype.itemsize, parts=parts,
     )  # fmt: skip
 
 
 def _movement(
-    place: CallContext,
+    context: CallContext,
     called: Descriptor,
     source: Array | None,
     target: Array,
@@ -360,5 +360,5 @@ def _movement(
     """A copy between ranks, as a sum of bytes to which all but one rank contribute zeros."""
     data = target.view(BYTES)
     mask = called.element.zero_mask
-    operand = DenseTensor(data if source is target else source, data, place.layout(called), mask)
+    operand = DenseTensor(data if source is target else source, data, context.layout(called), mask)
     return Call(called, operand, result, reads, (data,))

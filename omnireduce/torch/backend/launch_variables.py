@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from omnireduce.errors import UsageError
 from omnireduce.launch.hosts import names_in
-from omnireduce.runtime.rank.environment import Launch, detect_launch, launch_id
+from omnireduce.runtime.rank.launcher_detection import Launch, detect_launch, launch_id
 from omnireduce.runtime.rank.world import first_of_host
 from omnireduce.support.addresses import loopback
-from omnireduce.torch.rendezvous import MeetingPoint, drawn_ports
+from omnireduce.torch.backend.rendezvous import MeetingPoint, drawn_ports
 
 
 def tell_torch(environ: MutableMapping[str, str] = os.environ) -> MeetingPoint | None:

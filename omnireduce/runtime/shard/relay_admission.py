@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from omnireduce.core.status import JobStatus
+from omnireduce.core.status_messages import JobStatus
 from omnireduce.core.wire.control import (
     MOST_RELAYS,
     NONCE_BYTES,

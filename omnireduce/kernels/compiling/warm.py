@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array
-from omnireduce.kernels.checksum import LANES, mix_words
-from omnireduce.kernels.claims import Kernel, are_kept, share_out
+from omnireduce.kernels.array_checksum import LANES, mix_words
 from omnireduce.kernels.codecs.table import BUILT_IN
+from omnireduce.kernels.compiling.claims import Kernel, are_kept, share_out
+from omnireduce.kernels.compiling.jit import has_compiler, kernel_files, watching_the_compiler
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.interpret import run_on_blocks
-from omnireduce.kernels.jit import has_compiler, kernel_files, watching_the_compiler
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_every, plan_union
 from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks

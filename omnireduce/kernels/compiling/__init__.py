@@ -1,0 +1,1 @@
+"""Compilation of kernels: decorators, the cache on disk, and what is compiled before a job."""

@@ -1,0 +1,1 @@
+"""The backend "omnireduce" of torch.distributed: process groups whose collectives the aggregators serve."""
