@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from omnireduce.aggregator.heartbeats import Watch
+from omnireduce.aggregator.heartbeats import HeartbeatWatch
 from omnireduce.core.admin_messages import Order
 from omnireduce.support.config import Config
 
@@ -44,7 +44,7 @@ Message = RemainingJobs | ClientOrder | Order
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Line:
+class ChannelEnd:
     """One end of the channel. No call blocks."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -52,7 +52,7 @@ class Line:
         self._end, self.over = end, False
 
     @classmethod
-    def pair(cls) -> tuple[Line, Line]:
+    def pair(cls) -> tuple[ChannelEnd, ChannelEnd]:
         """The two ends of a new channel."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(one), cls(other)
@@ -117,11 +117,11 @@ class Child:
 
     kind: Literal["shard", "monitor"]
     address: str
-    run: Callable[[Line], None]
+    run: Callable[[ChannelEnd], None]
     deaths: Deaths
-    watch: Watch | None  # None: the child takes no turns, as the monitor
+    watch: HeartbeatWatch | None  # None: the child takes no turns, as the monitor
     process: ForkProcess
-    line: Line  # the supervisor's end
+    line: ChannelEnd  # the supervisor's end
     stacks: int  # the descriptor from which its stacks are read
 
     @property
@@ -140,9 +140,9 @@ class Family:
         self,
         kind: Literal["shard", "monitor"],
         address: str,
-        run: Callable[[Line], None],
+        run: Callable[[ChannelEnd], None],
         deaths: Deaths,
-        watch: Watch | None = None,
+        watch: HeartbeatWatch | None = None,
     ) -> None:
         """Fork one more child."""
         process, line, stacks = self._forked(f"{kind} {address}", run)
@@ -182,8 +182,8 @@ class Family:
                 killed.append(child)
         return killed
 
-    def _forked(self, name: str, run: Callable[[Line], None]) -> tuple[ForkProcess, Line, int]:
-        ends = _Ends(*Line.pair(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # the pipe never blocks the child
+    def _forked(self, name: str, run: Callable[[ChannelEnd], None]) -> tuple[ForkProcess, ChannelEnd, int]:
+        ends = _Ends(*ChannelEnd.pair(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # the pipe never blocks the child
         process = self._context.Process(target=self._live, args=(run, ends), name=name)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # pending until the child takes it
         process.start()
@@ -192,7 +192,7 @@ class Family:
         os.close(ends.stacks_in)
         return process, ends.of_supervisor, ends.stacks
 
-    def _live(self, run: Callable[[Line], None], ends: _Ends) -> None:
+    def _live(self, run: Callable[[ChannelEnd], None], ends: _Ends) -> None:
         signal.set_wakeup_fd(-1)
         faulthandler.register(WHERE, ends.stacks_in, all_threads=True)
         for line in (ends.of_supervisor, *(child.line for child in self.members)):
@@ -209,8 +209,8 @@ def process_count(config: Config) -> int:
 
 
 class _Ends(NamedTuple):
-    of_supervisor: Line
-    of_child: Line
+    of_supervisor: ChannelEnd
+    of_child: ChannelEnd
     stacks: int
     stacks_in: int  # the child's end
 

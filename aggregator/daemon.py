@@ -26,16 +26,16 @@ from omnireduce.aggregator.access import count_changes, make_access
 from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
 from omnireduce.aggregator.children import (
     RESTART_WINDOW_S,
+    ChannelEnd,
     Child,
     ClientOrder,
     Deaths,
     Family,
-    Line,
     RemainingJobs,
     where_it_hangs,
 )
 from omnireduce.aggregator.drain_state import Draining
-from omnireduce.aggregator.heartbeats import Pulse, Watch, look_s
+from omnireduce.aggregator.heartbeats import Heartbeat, HeartbeatWatch, look_s
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.page_access import make_pages, why_open
 from omnireduce.aggregator.reload_in_children import reloaded
@@ -50,7 +50,7 @@ from omnireduce.support.addresses import parse_listen
 from omnireduce.support.config import Config
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.logs import tagged, tell_left_out
-from omnireduce.support.progress import Seldom
+from omnireduce.support.progress import Throttle
 from omnireduce.transport.rdma import check_rdma
 
 log = logging.getLogger("omnireduce.aggregator")
@@ -69,7 +69,7 @@ class Daemon:
         self._family, self._draining, self._memory = Family(), Draining(), OutOfMemory()
         own_codecs(config)  # they are loaded before shards are forked
         self._signals, self._signals_in = socket.socketpair()
-        self._pulses = [Pulse() for _ in range(config.aggregator.shards)]
+        self._pulses = [Heartbeat() for _ in range(config.aggregator.shards)]
         self._systemd_s = watchdog_s()
 
     def run(self) -> int:
@@ -97,7 +97,7 @@ class Daemon:
         deaths = Deaths()
         for listeners, pulse in zip(bound, self._pulses, strict=True):
             run = partial(self._run_shard, listeners, pulse)
-            self._family.start("shard", listeners.address, run, deaths, Watch(pulse))
+            self._family.start("shard", listeners.address, run, deaths, HeartbeatWatch(pulse))
         addresses = [listeners.address for listeners in bound]
         print("ready", *addresses, flush=True)
         log.info("ready at %s", ", ".join(addresses), extra=tagged("ready", shards=addresses))
@@ -108,7 +108,7 @@ class Daemon:
         log.info("stopped", extra=tagged("stopped"))
         return 0 if clean and healthy else 1
 
-    def _run_shard(self, listeners: Listeners, pulse: Pulse, line: Line) -> None:
+    def _run_shard(self, listeners: Listeners, pulse: Heartbeat, line: ChannelEnd) -> None:
         run_shard(listeners, self._config, self._access, pulse, line)
 
     def _watch_signals(self) -> None:
@@ -175,7 +175,7 @@ class Daemon:
         if open_to:
             log.warning("%s", open_to, extra=tagged("metrics_open", address=address))
 
-        def run(line: Line) -> None:
+        def run(line: ChannelEnd) -> None:
             run_monitor(
                 listener, self._config, self._pages,
                 purpose=self._monitor, names=names, addresses=addresses, pulses=self._pulses, line=line,
@@ -298,7 +298,7 @@ def _has_terminal() -> bool:
 def _make_kernels_ready() -> None:
     """Load or compile the kernels. The log shows the progress when that takes long, and the time in the end."""
     started = time.monotonic()
-    warm_up_aggregator(Seldom(_say_progress))
+    warm_up_aggregator(Throttle(_say_progress))
     seconds = time.monotonic() - started
     log.info("kernels ready after %.1f s", seconds, extra=tagged("kernels_ready", seconds=round(seconds, 1)))
     if trouble := take_trouble():

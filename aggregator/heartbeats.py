@@ -8,7 +8,7 @@ import time
 LOOK_S = 1.0  # longest time between two looks of the supervisor, and between two turns of a shard
 
 
-class Pulse:
+class Heartbeat:
     """The time of a shard's last turn. It is made before the fork. A restarted shard uses the same object."""
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class Pulse:
         return float(self._at[0])
 
 
-class Watch:
+class HeartbeatWatch:
     """The time that a shard has taken no turn while its supervisor looked on.
 
     A long time between two looks counts for little: if the whole host was stopped, the shard was stopped, too.
     """
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, pulse: Heartbeat) -> None:
         self._pulse = pulse
         self._seen = self.silent_s = 0.0
         self._looked_at = time.monotonic()

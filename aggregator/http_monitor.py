@@ -30,8 +30,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from omnireduce.aggregator.children import Line, process_count
-from omnireduce.aggregator.heartbeats import LOOK_S, Pulse
+from omnireduce.aggregator.children import ChannelEnd, process_count
+from omnireduce.aggregator.heartbeats import LOOK_S, Heartbeat
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
 from omnireduce.aggregator.metrics import Answers, ShardCollector
@@ -78,7 +78,7 @@ class Monitor:
         config: Config,
         names: Sequence[str],
         addresses: Sequence[str],
-        pulses: Sequence[Pulse],
+        pulses: Sequence[Heartbeat],
         access: Pages = ALL,
         purpose: str = MONITOR,
     ) -> None:
@@ -319,8 +319,8 @@ def run_monitor(
     purpose: str,
     names: Sequence[str],
     addresses: Sequence[str],
-    pulses: Sequence[Pulse],
-    line: Line,
+    pulses: Sequence[Heartbeat],
+    line: ChannelEnd,
 ) -> None:
     """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died. `access` says who
     may read the pages."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from omnireduce.aggregator.access import make_access
-from omnireduce.aggregator.children import ClientOrder, Line, RemainingJobs, process_count
-from omnireduce.aggregator.heartbeats import Pulse, look_s
+from omnireduce.aggregator.children import ChannelEnd, ClientOrder, RemainingJobs, process_count
+from omnireduce.aggregator.heartbeats import Heartbeat, look_s
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.reload_in_children import reload_on_hangup
-from omnireduce.aggregator.uplink_dialer import Callers
+from omnireduce.aggregator.uplink_dialer import DialerPool
 from omnireduce.core.admin_messages import Order
 from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError
 from omnireduce.kernels.codecs.table import Codecs, with_own
@@ -146,7 +146,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
     for why in listeners.missing:
         text = "%s: they go by TCP. For shared memory end that process, and start the aggregator again"
         log.warning(text, why, extra=tagged("no_shm"))
-    callers = Callers(config) if settings.upstream else None
+    callers = DialerPool(config) if settings.upstream else None
     server = ShardServer(
         listeners.name,
         _listening(listeners, config, lambda: server.access.tls),
@@ -166,7 +166,7 @@ def make_server(listeners: Listeners, config: Config, access: Access) -> ShardSe
     return server
 
 
-def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Pulse, line: Line) -> None:
+def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Heartbeat, line: ChannelEnd) -> None:
     """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died.
 
     `pulse` beats with every turn.
@@ -192,7 +192,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Pulse
 class _Supervisor:
     """The shard's end of the channel to the supervisor."""
 
-    def __init__(self, server: ShardServer, line: Line) -> None:
+    def __init__(self, server: ShardServer, line: ChannelEnd) -> None:
         self._server, self._line = server, line
         self._told: int | None = None  # the number of jobs reported last; None: nothing was reported
         server.call_when_readable(line.fileno(), self._hear)

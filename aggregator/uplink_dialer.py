@@ -22,7 +22,7 @@ AT_ONCE = 4  # attempts to connect at the same time
 CONNECT_S = 3.0  # the longest attempt to connect
 
 
-class Callers:
+class DialerPool:
     """A pool of threads that connect by TCP. The shard calls `hear` in its own thread when `fileno` is readable."""
 
     def __init__(self, config: Config) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from omnireduce.support.progress import EVERY_S, PlainProgress, Seldom, Ticker
+from omnireduce.support.progress import EVERY_S, PlainProgress, Throttle, Ticker
 
 
 def lines_of(seconds_per_item: float, items: int, start: float = 100.0) -> list[str]:
@@ -45,7 +45,7 @@ def test_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_seldom() -> None:
     said, now = list[int](), [100.0]
-    tell = Seldom(lambda ready, total: said.append(ready), lambda: now[0])
+    tell = Throttle(lambda ready, total: said.append(ready), lambda: now[0])
     for step in range(31):
         tell(step, 31)
         now[0] += EVERY_S / 10

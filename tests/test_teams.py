@@ -8,7 +8,7 @@ import pytest
 
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Security
-from omnireduce.support.config.schema import SECRET_VARIABLE, Terms
+from omnireduce.support.config.schema import SECRET_VARIABLE, TeamLimits
 from omnireduce.support.secret import MOST_LINES, Secret
 from omnireduce.support.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams
 
@@ -64,8 +64,8 @@ def test_each_file_is_a_team(folder: Path) -> None:
     assert not knows(teams, "text_2", TEXT)
     assert not knows(teams, "", TEXT)
     assert not knows(teams, "none", TEXT)
-    assert teams.of("vision").terms == Terms()
-    assert teams.of("text_2").terms == Terms(jobs=("text", "nlp-*"), max_ranks=16)
+    assert teams.of("vision").terms == TeamLimits()
+    assert teams.of("text_2").terms == TeamLimits(jobs=("text", "nlp-*"), max_ranks=16)
     assert [teams.of("text_2").may_use(job) for job in ("text", "nlp-1", "text.1", "text_2")] == [1, 1, 0, 0]
     assert [teams.of("text_2").may_use(job) for job in ("text+urgent", "text.1+urgent")] == [1, 0]
 

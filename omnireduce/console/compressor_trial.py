@@ -14,7 +14,7 @@ import numpy as np
 from omnireduce.compression import Selector
 from omnireduce.compression.grace import Compressor
 from omnireduce.compression.grace.params import class_named
-from omnireduce.compression.grace.trial import OfSelector, try_compressor
+from omnireduce.compression.grace.trial import SelectorCompressor, try_compressor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
 from omnireduce.support.loading import look_in_this_folder
@@ -51,7 +51,7 @@ def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
 
     def make() -> Compressor:
         made = named_class(**arguments)
-        return OfSelector(made) if isinstance(made, Selector) else made
+        return SelectorCompressor(made) if isinstance(made, Selector) else made
 
     try:
         make()

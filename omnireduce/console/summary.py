@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from omnireduce.core.status_messages import Below, JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
 from omnireduce.support.printing import carriers_text
 
 SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
@@ -34,10 +34,10 @@ class JobSummary(NamedTuple):
     traffic: Traffic
     slots_in_use: int
     slots: int
-    late: Late | None
+    late: LateRank | None
     wait: Stragglers | None
     upstream: str
-    relays: Sequence[Below]
+    relays: Sequence[JobRelay]
 
     @property
     def key(self) -> tuple[str, str, bool]:

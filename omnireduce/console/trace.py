@@ -15,7 +15,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.aligned_traces import Lane, exclusive, missing, read_lanes, sizes, wake_ups, windows
 from omnireduce.runtime.tracing.merged_timeline import chrome_trace, merge
-from omnireduce.runtime.tracing.trace import WORK, What
+from omnireduce.runtime.tracing.trace import WORK, SpanKind
 from omnireduce.support.files.output import check_writable, write_file
 from omnireduce.support.printing import make_console, short_count
 
@@ -114,7 +114,7 @@ def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
 
 def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> LaneMedians:
     woken = wake_ups(lane, lanes)
-    edges, totals = exclusive([*(lane.of(what) for what in WORK), woken, lane.of(What.WAIT)])
+    edges, totals = exclusive([*(lane.of(what) for what in WORK), woken, lane.of(SpanKind.WAIT)])
     spent = [np.interp(end, edges, total) - np.interp(begin, edges, total) for total in totals]
     spent.append(end - begin - np.sum(spent, axis=0))
     counts = np.searchsorted(woken["end"], end, "right") - np.searchsorted(woken["end"], begin, "right")

@@ -62,14 +62,14 @@ class Stragglers(msgspec.Struct, frozen=True):
     seconds: _Seconds
 
 
-class Late(msgspec.Struct, frozen=True):
+class LateRank(msgspec.Struct, frozen=True):
     """The total time that the others waited for `rank`, in the collectives that it began last."""
 
     rank: _Count
     seconds: _Seconds
 
 
-class Below(msgspec.Struct, frozen=True):
+class JobRelay(msgspec.Struct, frozen=True):
     """A relay through which `ranks` ranks of a job come."""
 
     address: str
@@ -106,9 +106,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     results: _Count = 0
     results_in_use: _Count = 0
     waiting: Stragglers | None = None
-    late: list[Late] = []
+    late: list[LateRank] = []
     upstream: str = ""
-    relays: list[Below] = []
+    relays: list[JobRelay] = []
 
     @property
     def key(self) -> JobKey:

@@ -42,7 +42,7 @@ def _whole_path(value: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class VariableFlag:
     """A flag that sets a variable of the ranks; `kind` None is a switch. `section` is its place in a YAML file.
     `alias`: another name of the flag. `opposite`: the flag that turns a switch off."""
 
@@ -62,39 +62,39 @@ class Mapped:
 
 
 MAPPED = (
-    Mapped(
+    VariableFlag(
         "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _NUMBER, _mebibytes, "params.fusion_threshold_mb",
         "Combine small tensors up to this size in MiB; 0: none.",
     ),
-    Mapped(
+    VariableFlag(
         "--cycle-time-ms", "HOROVOD_CYCLE_TIME", _NUMBER, _same, "params.cycle_time_ms",
         "Time that a tensor may wait to be combined with others, in ms.",
     ),
-    Mapped(
+    VariableFlag(
         "--timeline-filename", "HOROVOD_TIMELINE", click.STRING, _whole_path, "timeline.filename",
         "Write a timeline to this file, for chrome://tracing and Perfetto.", alias="--timeline",
     ),
-    Mapped(
+    VariableFlag(
         "--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _switch, "timeline.mark_cycles",
         "Mark in the timeline when ranks look for tensors to combine.",
     ),
-    Mapped(
+    VariableFlag(
         "--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", None, _switch, "",
         "Neither warn nor end a job because a rank does not take part.", opposite="--stall-check",
     ),
-    Mapped(
+    VariableFlag(
         "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _same,
         "stall_check.warning_time_seconds", "Warn when a rank has not taken part for this long.",
     ),
-    Mapped(
+    VariableFlag(
         "--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _NUMBER, _same,
         "stall_check.shutdown_time_seconds", "End the job when a rank has not taken part for this long; 0: never.",
     ),
-    Mapped(
+    VariableFlag(
         "--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _NUMBER, _same,
         "library_options.gloo_timeout_seconds", "Longest wait of ranks to join: cluster.join_timeout_s.",
     ),
-    Mapped(
+    VariableFlag(
         "--log-level", "HOROVOD_LOG_LEVEL",
         click.Choice(["trace", "debug", "info", "warning", "error", "fatal"], case_sensitive=False), str,
         "logging.level", "Least severity that the library logs: log.level.",

@@ -452,7 +452,7 @@ class Scaled(NamedTuple):
     tensor: Expression
 
 
-class Mix(NamedTuple):
+class FusedInstruction(NamedTuple):
     """An instruction for several operations, of which those in `absorbed` are no work of their own."""
 
     operation: Operation
@@ -472,13 +472,13 @@ class Mixing:
         self, pipeline: Pipeline, phase_of: Mapping[Expression, int], updated: Mapping[Expression, Update]
     ) -> None:
         self._pipeline, self._phase_of, self._updated = pipeline, phase_of, updated
-        self.mixes, self.absorbed = dict[Expression, Mix](), set[Expression]()
+        self.mixes, self.absorbed = dict[Expression, FusedInstruction](), set[Expression]()
         for node in reversed(pipeline.nodes):
             if node not in self.absorbed and (mix := self._combined(node)) is not None:
                 self.mixes[node] = mix
                 self.absorbed.update(mix.absorbed)
 
-    def _combined(self, node: Expression) -> Mix | None:
+    def _combined(self, node: Expression) -> FusedInstruction | None:
         """`a * x + b * y`, `a * x + b * (y * y)`, `x + b * y` or `x - b * y` as one instruction, if `node` is that."""
         if not isinstance(node, Arithmetic) or node.symbol not in "+-" or not all(x.type.shape for x in node.operands):
             return None
@@ -495,13 +495,15 @@ class Mixing:
             operand = second.tensor if square is None else square
             if operand is first.tensor:
                 return None
-            return Mix(operation, first.tensor, operand, (Scalar(first.number), Scalar(second.number)), absorbed)
+            return FusedInstruction(
+                operation, first.tensor, operand, (Scalar(first.number), Scalar(second.number)), absorbed
+            )
         if node.symbol == "+" and first and not second:
             one, second = other, first
         if second is None or second.tensor is one:
             return None
         number = Scalar(second.number, negated=node.symbol == "-")
-        return Mix(Operation.ADD_SCALED, one, second.tensor, (number,), [second.product])
+        return FusedInstruction(Operation.ADD_SCALED, one, second.tensor, (number,), [second.product])
 
     def _updates(self, node: Expression, tensor: Expression) -> bool:
         return node in self._updated and self._updated[node].tensor is tensor

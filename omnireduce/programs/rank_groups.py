@@ -122,7 +122,7 @@ def _name_of_pair(groups: int, source: int, target: int, at: int) -> str:
     return f"programs-{groups}-{source}-{target}-{at}"
 
 
-class Waiting(NamedTuple):
+class WaitingRanks(NamedTuple):
     """The ranks that wait, or will wait, for this rank of `comm` when it runs a program for several groups."""
 
     meeting: JobResources

@@ -18,7 +18,7 @@ from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, compute, input_value, sizes_in
-from omnireduce.programs.rank_groups import Ranks, Rooms, Waiting, meeting_of, ranks_of_a_group
+from omnireduce.programs.rank_groups import Ranks, Rooms, WaitingRanks, meeting_of, ranks_of_a_group
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage, kind_of, nodes_of
 from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.rank.communicator import Communicator
@@ -67,7 +67,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     cannot be divided so; otherwise what the collectives raise.
     """
     meeting = meeting_of(comm)
-    with told_to_others(comm if pipeline.groups == 1 else Waiting(meeting, comm, pipeline)):
+    with told_to_others(comm if pipeline.groups == 1 else WaitingRanks(meeting, comm, pipeline)):
         size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
         own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
         execution, arrays = _begun(pipeline, comm, own, size, values)

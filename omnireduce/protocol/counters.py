@@ -11,7 +11,7 @@ from copy import copy
 from typing import NamedTuple
 
 from omnireduce.core.descriptor import Descriptor
-from omnireduce.core.status_messages import MOST, Late, Traffic
+from omnireduce.core.status_messages import MOST, LateRank, Traffic
 from omnireduce.core.wire.control import Report
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.reduction import Reduction
@@ -128,11 +128,13 @@ class Account:
         return sum(report.sent_bytes + report.received_bytes for report, _ in self._reports.values())
 
     @property
-    def late(self) -> list[Late]:
+    def late(self) -> list[LateRank]:
         """The ranks that others have waited for, longest first."""
         late_s = list(self._late_s)
         for report, _ in self._reports.values():
             for rank, seconds in zip(report.late, report.late_s, strict=True):
                 late_s[rank] += seconds
-        late_ranks = [Late(rank, seconds) for rank, seconds in zip(self._numbers, late_s, strict=True) if seconds > 0]
+        late_ranks = [
+            LateRank(rank, seconds) for rank, seconds in zip(self._numbers, late_s, strict=True) if seconds > 0
+        ]
         return sorted(late_ranks, key=lambda late: late.seconds, reverse=True)

@@ -14,7 +14,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.collective import Collective, sum_of_host
-from omnireduce.protocol.collective.effects import Effect, End, Finish, Return, Tell, Wake, Warn
+from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, SendControl, Wake, Warn
 from omnireduce.protocol.collective.mismatches import MismatchError
 from omnireduce.protocol.collective.operands import Operand
 from omnireduce.protocol.collective.parallel import Parallel, ThreadPool
@@ -223,7 +223,7 @@ class WorkerMachine:
             return
         self._streams[shard].heard(now)
         self._waiting_for = ""
-        yield Return(shard, slot)
+        yield ReturnCredit(shard, slot)
         if done is not None:
             done.parts_left -= 1
         if done is not None or self._retired:
@@ -285,7 +285,7 @@ class WorkerMachine:
             self.host.fatal_reasons = [BY_ITSELF, RETIRED]
             if self.host.is_busy:
                 # The stopping shard waits a while for collectives in memory. Only this report tells it of them.
-                yield Tell(shard, self.host.report(now))
+                yield SendControl(shard, self.host.report(now))
 
     def heard(self, shard: int, now: float) -> None:
         """A part of a message came from `shard`."""
@@ -363,8 +363,10 @@ class WorkerMachine:
         report."""
         report = host.report(now)
         self._report_at, self._said_whom = now + REPORT_S, report.total > 0
-        yield Tell(0, report)
-        yield from (Tell(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._local_ranks.hosts > 1)
+        yield SendControl(0, report)
+        yield from (
+            SendControl(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._local_ranks.hosts > 1
+        )
 
     def _named(self, ranks: Sequence[int]) -> str:
         assert self.host is not None
@@ -409,11 +411,11 @@ class WorkerMachine:
     def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
         self.ended = End(cause)
         if self.host is not None and cause is None:
-            yield Tell(0, self.host.report(self.host.moved_at))
+            yield SendControl(0, self.host.report(self.host.moved_at))
         if self.host is not None:
             yield from self.host.leave(BY_ITSELF if cause is None else RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
             # A shard that stops in order gets the Leave, too: it shows that this rank is alive.
             if stream.shard != told_by or (cause is not None and cause.orderly):
-                yield Tell(stream.shard, Leave(cause))
+                yield SendControl(stream.shard, Leave(cause))
         yield self.ended

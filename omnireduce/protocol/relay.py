@@ -32,7 +32,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.draws import SUM
-from omnireduce.protocol.collective.effects import AbortKind, Effect, End, Return, Send, Tell, Warn
+from omnireduce.protocol.collective.effects import AbortKind, Effect, End, ReturnCredit, Send, SendControl, Warn
 from omnireduce.protocol.collective.merge import NO_HEADER
 from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.protocol.counters import Wait
@@ -44,7 +44,7 @@ NOTHING_YET = -1  # the frontier of a collective before its first message or res
 
 
 @dataclass(slots=True)
-class _Awaited:
+class _PendingResult:
     """A collective that has sent something up, and waits for results from the upstream."""
 
     number: int
@@ -78,7 +78,7 @@ class RelayMachine(AggregatorMachine):
         self._encodes_as = SUM + 1 + self._numbers[0]
         self._passes = False  # the current collective is not summed here
         self.passing: list[set[int]] = [set() for _ in members]  # receive slots whose messages are on their way up
-        self._awaited: deque[_Awaited] = deque()
+        self._awaited: deque[_PendingResult] = deque()
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
         self._heard_at = 0.0  # when the upstream was heard last
         self._in_memory, self._leaves_later = in_memory, False
@@ -121,7 +121,7 @@ class RelayMachine(AggregatorMachine):
         if self._in_memory:
             yield from self._reported(peer, report, now)
         if self._ranks_report:
-            yield Tell(self._up + peer, report if peer else self._report())
+            yield SendControl(self._up + peer, report if peer else self._report())
 
     @property
     def _ranks_report(self) -> bool:
@@ -137,8 +137,8 @@ class RelayMachine(AggregatorMachine):
         if rank == 0 and not self.idle:
             self._leaves_later = True  # its uplink carries the sums of others, which are not done yet
         else:
-            yield Tell(self._up + rank, Leave())  # the Goodbye comes from above
-        yield from (Return(self._up, slot) for slot in self._down.release_all(rank))
+            yield SendControl(self._up + rank, Leave())  # the Goodbye comes from above
+        yield from (ReturnCredit(self._up, slot) for slot in self._down.release_all(rank))
 
     def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
         if peer >= self._up:
@@ -159,12 +159,14 @@ class RelayMachine(AggregatorMachine):
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank. The upstream tells the ranks that do not come through this relay."""
         if self.ended is None:
-            yield from (Tell(self._up + member, Leave(cause)) for member in range(self._up) if member not in self._gone)
+            yield from (
+                SendControl(self._up + member, Leave(cause)) for member in range(self._up) if member not in self._gone
+            )
         yield from super().abort(cause, kind, rank)
 
     def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
         if cause is not None and rank not in self._gone:
-            yield Tell(self._up + rank, Leave(cause))
+            yield SendControl(self._up + rank, Leave(cause))
         yield from super()._left(rank, cause)
 
     # events from above
@@ -186,7 +188,7 @@ class RelayMachine(AggregatorMachine):
         yield Send(readers, slot, nbytes)
         if self._leaves_later and self.idle:
             self._leaves_later = False
-            yield Tell(self._up, Leave())
+            yield SendControl(self._up, Leave())
 
     def _admit_result(self, peer: int, header: Header) -> Sequence[int]:
         """The members that get a result. Raises ProtocolError for an invalid result."""
@@ -208,18 +210,18 @@ class RelayMachine(AggregatorMachine):
         if peer > self._up:
             self._heard_at = now
             self.passing[peer - self._up].discard(slot)
-            yield Return(peer - self._up, slot)
+            yield ReturnCredit(peer - self._up, slot)
         elif peer == self._up:
             self._heard_at = now
             self._slots.release(peer, slot)
         elif self._down.release(peer, slot):
             yield from self._take_back()
-            yield Return(self._up, slot)
+            yield ReturnCredit(self._up, slot)
 
     def _told_from_above(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         self._heard_at = now
         if isinstance(message, Goodbye) and rank in self._gone:
-            yield Tell(rank, message)
+            yield SendControl(rank, message)
             yield from self._confirm(rank)
         elif isinstance(message, Aborted):
             if self.ended is None:
@@ -227,9 +229,9 @@ class RelayMachine(AggregatorMachine):
                 yield from self._tell_all(message)
                 yield self.ended
         elif isinstance(message, Waiting):
-            yield Tell(rank, message.heard_from(self._address))
+            yield SendControl(rank, message.heard_from(self._address))
         elif isinstance(message, Newcomers):
-            yield Tell(rank, message)
+            yield SendControl(rank, message)
         else:
             yield from self.violated(self._up + rank, f"unexpected {type(message).__name__}", now)
 
@@ -296,13 +298,13 @@ class RelayMachine(AggregatorMachine):
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
         if wait.ranks:
             self._told_wait = wait
-            yield Tell(self._up, self._report())
+            yield SendControl(self._up, self._report())
         is_silent = now - self._heard_at > SILENT * wait.seconds and wait.seconds >= 2 * self._stalls.after_s
         if wait.who != self._upstream or is_silent:
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 
     def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:
-        return (Tell(rank, message) for rank in range(self._up))
+        return (SendControl(rank, message) for rank in range(self._up))
 
     # progress
 
@@ -316,7 +318,7 @@ class RelayMachine(AggregatorMachine):
         """Work goes on: tell the upstream that nobody is late any more, if it was told so."""
         if self._told_wait is not None:
             self._told_wait = None
-            yield Tell(self._up, self._report())
+            yield SendControl(self._up, self._report())
 
     def _begin(self, rank: int, row: int, header: Header) -> None:
         super()._begin(rank, row, header)
@@ -325,7 +327,7 @@ class RelayMachine(AggregatorMachine):
         sent = blocks if self._passes else NOTHING_YET
         program = self._descriptor.program
         behind = 0 if program is None else program.total_bytes
-        self._awaited.append(_Awaited(self._number, blocks, self._senders.readers, sent, total_bytes=behind))
+        self._awaited.append(_PendingResult(self._number, blocks, self._senders.readers, sent, total_bytes=behind))
         self._senders.readers, self._extra = (self._up,), self._first[1]
 
     def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
@@ -373,4 +375,4 @@ class RelayMachine(AggregatorMachine):
         self._results[own, :nbytes] = self._arena[row, :nbytes]
         self._slots.send(own, (self._up,))
         yield Send((self._up,), own, nbytes)
-        yield Return(rank, slot)
+        yield ReturnCredit(rank, slot)

@@ -20,8 +20,18 @@ from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.block_programs import ProgramRun, ShardStates
 from omnireduce.protocol.collective.codecs import coding_of
-from omnireduce.protocol.collective.effects import ALL, AbortKind, Effect, End, Return, Send, Tell, Warn, kind_of
-from omnireduce.protocol.collective.mismatches import Begun, MismatchError, check_refusals
+from omnireduce.protocol.collective.effects import (
+    ALL,
+    AbortKind,
+    Effect,
+    End,
+    ReturnCredit,
+    Send,
+    SendControl,
+    Warn,
+    kind_of,
+)
+from omnireduce.protocol.collective.mismatches import BegunCall, MismatchError, check_refusals
 from omnireduce.protocol.collective.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.counters import Account, Wait
 from omnireduce.protocol.host.groups import Sharding
@@ -307,7 +317,7 @@ class AggregatorMachine:
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 
     def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:
-        yield Tell(ALL, message)
+        yield SendControl(ALL, message)
 
     def abort(self, cause: Cause, kind: AbortKind, rank: int | None = None) -> Iterator[Effect]:
         """End the job on every rank."""
@@ -423,8 +433,8 @@ class AggregatorMachine:
             raise ProtocolError(f"a message of collective {self._number}; another rank sends the sum of its host")
         return True
 
-    def _begun(self, rank: int, encoded: bytes, number: int) -> Begun:
-        return Begun(self._numbers[rank], self._ranks[rank].name, number, decode_descriptor(encoded))
+    def _begun(self, rank: int, encoded: bytes, number: int) -> BegunCall:
+        return BegunCall(self._numbers[rank], self._ranks[rank].name, number, decode_descriptor(encoded))
 
     def _merge(self, current: Reduction) -> bool:
         if self._filling < 0:
@@ -442,7 +452,7 @@ class AggregatorMachine:
         for rank, place in self._senders.places.items():
             state = self._ranks[rank]
             if state.open_row >= 0 and current.union.exhausted(place):
-                yield Return(rank, state.open_row - rank * self._slot_count)
+                yield ReturnCredit(rank, state.open_row - rank * self._slot_count)
                 state.open_row, returned = -1, True
         return returned
 
@@ -500,7 +510,7 @@ class AggregatorMachine:
     def _let_go(self, rank: int) -> Iterator[Effect]:
         """The rank leaves in order."""
         self._slots.release_all(rank)
-        yield Tell(rank, Goodbye())
+        yield SendControl(rank, Goodbye())
         if len(self._gone) == len(self._ranks) and self.ended is None:
             self.ended = End(None)
             yield self.ended

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from omnireduce.core.wire.control import ControlMessage, decode_control, encode_control
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.effects import ALL, Effect, End, Finish, Return, Send, Tell, Wake, Warn
+from omnireduce.protocol.collective.effects import ALL, Effect, End, Finish, ReturnCredit, Send, SendControl, Wake, Warn
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 
 Clock = Callable[[], float]
@@ -127,9 +127,9 @@ class Driver:
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
-            elif isinstance(effect, Return):
+            elif isinstance(effect, ReturnCredit):
                 links[effect.peer].return_credit(effect.slot)
-            elif isinstance(effect, Tell):
+            elif isinstance(effect, SendControl):
                 body = encode_control(effect.message)
                 for link in links if effect.peer == ALL else (links[effect.peer],):
                     link.send_control(body)

@@ -47,7 +47,7 @@ class PlainProgress:
             yield item
 
 
-class Seldom:
+class Throttle:
     """Passes on the first call, and afterwards at most one call in `EVERY_S` seconds."""
 
     def __init__(self, tell: Callable[[float, float], None], clock: Callable[[], float] = time.monotonic) -> None:

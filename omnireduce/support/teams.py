@@ -21,7 +21,7 @@ import msgspec
 
 from omnireduce.core.names import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, URGENT
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.support.config.schema import Security, Terms
+from omnireduce.support.config.schema import Security, TeamLimits
 from omnireduce.support.config.validation import keys_of, unknown
 from omnireduce.support.files.paths import decode_text, user_path
 from omnireduce.support.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets
@@ -30,9 +30,9 @@ MOST_TEAMS = 1024
 TERMS_BYTES = 64 * 1024
 _FOLDER = "security.teams_folder"
 _SUFFIX = ".toml"
-_TERMS = {key.name: key for key in keys_of("terms", Terms)}
-FREE = Terms()
-msgspec.convert({}, Terms)  # the first conversion prepares the type, and threads may not do that at the same time
+_TERMS = {key.name: key for key in keys_of("terms", TeamLimits)}
+FREE = TeamLimits()
+msgspec.convert({}, TeamLimits)  # the first conversion prepares the type, and threads may not do that at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Team:
 
     name: str
     secrets: tuple[Secret, ...] = ()
-    terms: Terms = FREE
+    terms: TeamLimits = FREE
 
     def proved(self, proof: bytes, worker_nonce: bytes, aggregator_nonce: bytes) -> Secret | None:
         """The secret that a worker has proved; None: it knows none of them. All are tried, so that the time shows
@@ -73,7 +73,7 @@ class Teams:
     there are. `known`: each real secret with the name of its team.
     """
 
-    def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms] | None = None) -> None:
+    def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, TeamLimits] | None = None) -> None:
         self.known = frozenset((name, secret) for name, own in known.items() for secret in own)
         self._teams = {
             name: Team(name, _filled(own, name), (terms or {}).get(name, FREE))
@@ -104,7 +104,7 @@ def load_teams(security: Security, environ: Mapping[str, str] = os.environ) -> T
     if not general and not security.teams_folder:
         return None
     known: dict[str, Sequence[Secret]] = {"": general}
-    terms: dict[str, Terms] = {}
+    terms: dict[str, TeamLimits] = {}
     if security.teams_folder:
         folder = _folder_of(security)
         for name in _names(folder):
@@ -153,7 +153,7 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def _read_terms(file: Path) -> Terms:
+def _read_terms(file: Path) -> TeamLimits:
     data = read_private(file, _FOLDER, most_bytes=TERMS_BYTES, is_secret=False)
     if len(data) > TERMS_BYTES:
         raise ConfigError(f"{file}: got more than {TERMS_BYTES} bytes")
@@ -170,10 +170,10 @@ def _read_terms(file: Path) -> Terms:
             values[name] = _TERMS[name].read(value)
         except ConfigError as error:
             raise ConfigError(f"{file}: {name}: {error}") from None
-    return msgspec.convert(values, Terms)
+    return msgspec.convert(values, TeamLimits)
 
 
-def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Terms], folder: str) -> None:
+def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, TeamLimits], folder: str) -> None:
     """Raise ConfigError if the files do not fit together."""
     for name in terms.keys() - known.keys():
         raise ConfigError(f"{_FOLDER}: {folder}: got {name}{_SUFFIX} and no secret for this team in a file {name}")

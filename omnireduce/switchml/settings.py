@@ -37,7 +37,7 @@ class Dummy(NamedTuple):
     process_packets: bool = True
 
 
-class InPackets(NamedTuple):
+class PacketSettings(NamedTuple):
     """Settings of jobs in packets: the processor, the entries of a packet, and the number of packets under way.
     `dummy`: None if they go over the service."""
 
@@ -57,7 +57,7 @@ class Settings(NamedTuple):
     size: int | None = None
     source: str = ""
     unused: tuple[str, ...] = ()
-    in_packets: InPackets | None = None
+    in_packets: PacketSettings | None = None
     completes_instantly: bool = False
 
 
@@ -221,7 +221,7 @@ def _needs_packets(file: _File) -> bool:
     return file.peek(BACKEND, "") == "dummy" or file.peek(PROCESSOR, DEFAULT) not in READY
 
 
-def _in_packets(file: _File, config: Config) -> InPackets | None:
+def _in_packets(file: _File, config: Config) -> PacketSettings | None:
     """Settings of jobs that travel in packets; None if they do not. Raises ConfigError."""
     if not _needs_packets(file):
         return None
@@ -234,7 +234,7 @@ def _in_packets(file: _File, config: Config) -> InPackets | None:
         )
         file.used |= {BACKEND, "general.scheduler"}
     usual_numel, usual_most = (
-        InPackets._field_defaults[field] for field in ("packet_numel", "max_outstanding_packets")
+        PacketSettings._field_defaults[field] for field in ("packet_numel", "max_outstanding_packets")
     )
     most = file.get("general.max_outstanding_packets", usual_most)
     if most < (config.transport.threads or 1):
@@ -243,7 +243,7 @@ def _in_packets(file: _File, config: Config) -> InPackets | None:
             f"{config.transport.threads} threads"
         )
     processor = READY[name] if name in READY else _own_processor(name, file.where(PROCESSOR))
-    return InPackets(processor, file.get("general.packet_numel", usual_numel), most, dummy)
+    return PacketSettings(processor, file.get("general.packet_numel", usual_numel), most, dummy)
 
 
 def _own_processor(name: str, where: str) -> type[PrePostProcessor]:

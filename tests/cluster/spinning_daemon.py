@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from omnireduce.aggregator import daemon
-from omnireduce.aggregator.children import Line
+from omnireduce.aggregator.children import ChannelEnd
 from omnireduce.aggregator.cli import main
-from omnireduce.aggregator.heartbeats import Pulse
+from omnireduce.aggregator.heartbeats import Heartbeat
 from omnireduce.aggregator.shard import run_shard
 
 
@@ -16,7 +16,7 @@ def turn_for_ever() -> None:
         pass
 
 
-def run_or_spin(listeners: Any, config: Any, access: Any, pulse: Pulse, line: Line) -> None:
+def run_or_spin(listeners: Any, config: Any, access: Any, pulse: Heartbeat, line: ChannelEnd) -> None:
     if pulse.last == 0 and listeners.address == first[0]:
         turn_for_ever()
     run_shard(listeners, config, access, pulse, line)

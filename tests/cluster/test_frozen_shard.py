@@ -15,7 +15,7 @@ from local_cluster import SLOWNESS, Daemon, Ranks, configured, eventually, uniqu
 from transports import KINDS, MEMORY, over
 
 from omnireduce import ClosedError
-from omnireduce.runtime.rank.joining import Arrival, hello_of, join
+from omnireduce.runtime.rank.joining import JoinedWorker, hello_of, join
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def test_a_worker_that_gave_up_asks_again_before_the_shard_has_read_that(transpo
                 said.set()
             return False
 
-        def come(rank: int) -> Arrival:
+        def come(rank: int) -> JoinedWorker:
             assert rank == 0 or said.wait(FAILURE_S)  # else the first hello of rank 0 would do for a job
             return join(config, hellos[rank], None, lambda: go_on(rank))
 

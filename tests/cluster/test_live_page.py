@@ -16,7 +16,7 @@ from omnireduce import Communicator
 from omnireduce.aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
 from omnireduce.aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
 from omnireduce.console.summary import Answers, JobSummary, summed_jobs
-from omnireduce.core.status_messages import Below, JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
 from omnireduce.errors import TransportError
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
@@ -67,8 +67,9 @@ def shown(answers: Answers) -> Page:
 def test_shards_and_jobs_are_in_tables() -> None:
     wait = Stragglers("collective 4 ('w' float32[3])", [1], 1, "rank 1 (host a, pid 7)", 5.0)
     gathering = JobStatus(name="next", generation=0, world_size=30, joined=2, age_s=1.0, missing=[5, 6])
+    first = job(waiting=wait, late=[LateRank(1, 9.0)], slots_in_use=2, team="t")
     page = shown({
-        "a:1": answer(job(waiting=wait, late=[Late(1, 9.0)], slots_in_use=2, team="t"), gathering, aborts={"lost": 2}),
+        "a:1": answer(first, gathering, aborts={"lost": 2}),
         "b:1": TransportError("cannot reach b:1"),
     })  # fmt: skip
     words = " ".join(page.text.split())
@@ -204,7 +205,7 @@ def test_levels_are_a_tree() -> None:
     traffic = Traffic(up_sent_bytes=5_000_000, up_received_bytes=7_000_000)
     relay = JobStatus(
         name="train", generation=1, world_size=8, joined=4, age_s=9.0, traffic=traffic,
-        upstream="top:1", relays=[Below("low:1", 1), Below("low:2", 2)],
+        upstream="top:1", relays=[JobRelay("low:1", 1), JobRelay("low:2", 2)],
     )  # fmt: skip
     page = shown({"a:1": answer(relay)})
     words = " ".join(page.text.split())

@@ -21,7 +21,7 @@ from test_metrics import LISTEN, base, get, scrape
 from transports import over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
-from omnireduce.aggregator.children import Deaths, Family, Line
+from omnireduce.aggregator.children import ChannelEnd, Deaths, Family
 from omnireduce.aggregator.daemon import Daemon as Supervisor
 from omnireduce.aggregator.reload_in_children import reload_on_hangup
 from omnireduce.runtime.aggregator_client import ask
@@ -236,7 +236,7 @@ def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
     """It is blocked from its birth, so it neither ends the child nor is lost."""
     heard, said = os.pipe()
 
-    def run(line: Line) -> None:
+    def run(line: ChannelEnd) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         reload_on_hangup(lambda: bool(os.write(said, b"!")))
         select.select([line], [], [])

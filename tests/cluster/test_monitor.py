@@ -15,7 +15,7 @@ import pytest
 from local_cluster import WAIT_S, configured, descriptors_below, eventually
 from test_metrics import get
 
-from omnireduce.aggregator.heartbeats import Pulse
+from omnireduce.aggregator.heartbeats import Heartbeat
 from omnireduce.aggregator.http_monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.support.addresses import parse_address
@@ -43,7 +43,7 @@ class Pages:
 def serving(limit_s: float, *shards: str, watchdog_s: float = 30.0) -> Iterator[Pages]:
     """Pages about these shards, each request within this time."""
     config = configured(["127.0.0.1:1"], "metrics.timeout_s=60", f"aggregator.watchdog_s={watchdog_s}")
-    monitor = Monitor(config, shards, shards, [Pulse() for _ in shards])
+    monitor = Monitor(config, shards, shards, [Heartbeat() for _ in shards])
     listener, address = open_http("127.0.0.1:0")
     server = _Server(listener, monitor, limit_s)
     stop, stopped = os.pipe()

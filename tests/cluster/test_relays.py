@@ -22,7 +22,7 @@ from transports import WAYS, over
 
 from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError, UsageError
 from omnireduce.aggregator.metrics import ShardCollector
-from omnireduce.core.status_messages import Below, JobStatus, Status, Traffic
+from omnireduce.core.status_messages import JobRelay, JobStatus, Status, Traffic
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.config import Config
 
@@ -184,7 +184,7 @@ def test_a_relay_sends_the_union_once() -> None:
 def test_metrics_show_the_levels() -> None:
     job = JobStatus(
         name="a", generation=1, world_size=8, joined=4, age_s=1.0,
-        traffic=Traffic(up_sent_bytes=3, up_received_bytes=4), upstream="top:1", relays=[Below("low:1", 2)],
+        traffic=Traffic(up_sent_bytes=3, up_received_bytes=4), upstream="top:1", relays=[JobRelay("low:1", 2)],
     )  # fmt: skip
     status = Status(
         shard="s", pid=1, version="1", uptime_s=1.0, connections=1, running=1, gathering=0, traffic=job.traffic,

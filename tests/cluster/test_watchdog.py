@@ -16,7 +16,7 @@ import pytest
 from cluster_checks import assert_serves, expect_round
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, eventually, workers
 
-from omnireduce.aggregator.heartbeats import LOOK_S, Pulse, Watch, look_s
+from omnireduce.aggregator.heartbeats import LOOK_S, Heartbeat, HeartbeatWatch, look_s
 from omnireduce.aggregator.systemd import watchdog_s
 
 HANGS_S = 1.0  # the limit in these tests; a busy machine may keep a process waiting for a part of it
@@ -102,8 +102,8 @@ def test_idle_shards_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_host_that_was_stopped_is_no_hang() -> None:
-    pulse = Pulse()
-    watch = Watch(pulse)
+    pulse = Heartbeat()
+    watch = HeartbeatWatch(pulse)
     start = time.monotonic()
     for second in range(5):
         pulse.beat()

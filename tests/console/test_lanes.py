@@ -21,12 +21,12 @@ from omnireduce.console.trace import ACTIVITIES, break_down
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.aligned_traces import Lane, clocks, exclusive, pairs, read_lanes, wake_ups
 from omnireduce.runtime.tracing.merged_timeline import chrome_trace
-from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, What
+from omnireduce.runtime.tracing.trace import OF_TENSOR, SPAN, Origin, Recorder, SpanKind
 from omnireduce.support.config import Trace
 from omnireduce.support.printing import TABLE_WIDTH
 from omnireduce.worker.cli import main
 
-Span = tuple[What, int, int, int, int]  # what, peer, detail, start, end
+Span = tuple[SpanKind, int, int, int, int]  # what, peer, detail, start, end
 MS = 1_000_000
 
 
@@ -36,7 +36,7 @@ def lane(kind: Any, number: int, *spans: Span, ranks: int = 1, shards: int = 1, 
 
 
 def layer(spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    return np.array([(What.WAIT, -1, 0, start, start + length) for start, length in spans], SPAN)
+    return np.array([(SpanKind.WAIT, -1, 0, start, start + length) for start, length in spans], SPAN)
 
 
 def on_host(boot: str, epoch_ns: int, kind: Any, *spans: Span) -> Lane:
@@ -49,13 +49,13 @@ def test_hosts_whose_clocks_differ_are_set_by_their_messages(wrong_ms: int) -> N
     """Messages take 2 ms and more in each direction. The shard's clock began 100 ms later; its Unix time is wrong."""
     rank = on_host(
         "a", 10**18, "rank",
-        (What.MESSAGE_OUT, 0, 7, 1 * MS, 1 * MS), (What.MESSAGE_IN, 0, 9, 12 * MS, 12 * MS),
-        (What.MESSAGE_OUT, 0, 8, 20 * MS, 20 * MS),
+        (SpanKind.MESSAGE_OUT, 0, 7, 1 * MS, 1 * MS), (SpanKind.MESSAGE_IN, 0, 9, 12 * MS, 12 * MS),
+        (SpanKind.MESSAGE_OUT, 0, 8, 20 * MS, 20 * MS),
     )  # fmt: skip
     shard = on_host(
         "b", 10**18 + (100 + wrong_ms) * MS, "shard",
-        (What.MESSAGE_IN, 0, 7, (5 - 100) * MS, (5 - 100) * MS), (What.MESSAGE_OUT, 0, 9, -90 * MS, -90 * MS),
-        (What.MESSAGE_IN, 0, 8, (22 - 100) * MS, (22 - 100) * MS),
+        (SpanKind.MESSAGE_IN, 0, 7, (5 - 100) * MS, (5 - 100) * MS), (SpanKind.MESSAGE_OUT, 0, 9, -90 * MS, -90 * MS),
+        (SpanKind.MESSAGE_IN, 0, 8, (22 - 100) * MS, (22 - 100) * MS),
     )  # fmt: skip
     assert clocks([rank, shard]) == {"a": 10**18, "b": 10**18 + 100 * MS}
     assert clocks([rank]) == {"a": 0}
@@ -81,27 +81,27 @@ def test_every_moment_belongs_to_the_first_layer_that_covers_it(layers: list[lis
 ONE_EXCHANGE = (
     lane(
         "rank", 0,
-        (What.PACK, 0, 7, 1 * MS, 3 * MS),
-        (What.MESSAGE_OUT, 0, 99, 3 * MS, 3 * MS),
-        (What.SEND, 0, 0, 3 * MS, 4 * MS),
-        (What.WAIT, -1, 0, 4 * MS, 12 * MS),
-        (What.RECEIVE, 0, 0, 12 * MS, 13 * MS),
-        (What.CREDIT_IN, 0, 2, 13 * MS, 13 * MS),
-        (What.MESSAGE_IN, 0, 50, 13 * MS, 13 * MS),
-        (What.SCATTER, -1, 7, 14 * MS, 16 * MS),
+        (SpanKind.PACK, 0, 7, 1 * MS, 3 * MS),
+        (SpanKind.MESSAGE_OUT, 0, 99, 3 * MS, 3 * MS),
+        (SpanKind.SEND, 0, 0, 3 * MS, 4 * MS),
+        (SpanKind.WAIT, -1, 0, 4 * MS, 12 * MS),
+        (SpanKind.RECEIVE, 0, 0, 12 * MS, 13 * MS),
+        (SpanKind.CREDIT_IN, 0, 2, 13 * MS, 13 * MS),
+        (SpanKind.MESSAGE_IN, 0, 50, 13 * MS, 13 * MS),
+        (SpanKind.SCATTER, -1, 7, 14 * MS, 16 * MS),
         *((what, -1, 7, 17 * MS, 17 * MS) for what in OF_TENSOR),
-        (What.COLLECTIVE, -1, 4096, 0, 17 * MS),
+        (SpanKind.COLLECTIVE, -1, 4096, 0, 17 * MS),
     ),
     lane(
         "shard", 0,
-        (What.WAIT, -1, 0, -5 * MS, 5 * MS),
-        (What.RECEIVE, 0, 0, 5 * MS, 6 * MS),
-        (What.MESSAGE_IN, 0, 99, 6 * MS, 6 * MS),
-        (What.MERGE, -1, 7, 6 * MS, 8 * MS),
-        (What.CREDIT_OUT, 0, 2, 9 * MS, 9 * MS),
-        (What.MESSAGE_OUT, 0, 50, 9 * MS, 9 * MS),
-        (What.SEND, 0, 0, 9 * MS, 10 * MS),
-        (What.WAIT, -1, 0, 11 * MS, 30 * MS),
+        (SpanKind.WAIT, -1, 0, -5 * MS, 5 * MS),
+        (SpanKind.RECEIVE, 0, 0, 5 * MS, 6 * MS),
+        (SpanKind.MESSAGE_IN, 0, 99, 6 * MS, 6 * MS),
+        (SpanKind.MERGE, -1, 7, 6 * MS, 8 * MS),
+        (SpanKind.CREDIT_OUT, 0, 2, 9 * MS, 9 * MS),
+        (SpanKind.MESSAGE_OUT, 0, 50, 9 * MS, 9 * MS),
+        (SpanKind.SEND, 0, 0, 9 * MS, 10 * MS),
+        (SpanKind.WAIT, -1, 0, 11 * MS, 30 * MS),
     ),
 )  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_a_wake_up_is_the_end_of_a_wait_that_something_ended() -> None:
 
 def test_what_was_there_before_the_wait_takes_all_of_it() -> None:
     rank, shard = ONE_EXCHANGE
-    late = lane("shard", 0, (What.WAIT, -1, 0, 4 * MS, 5 * MS), *shard.spans.tolist()[1:])
+    late = lane("shard", 0, (SpanKind.WAIT, -1, 0, 4 * MS, 5 * MS), *shard.spans.tolist()[1:])
     assert wake_ups(late, (rank, late))[["start", "end"]].tolist() == [(4 * MS, 5 * MS)]
 
 
@@ -145,9 +145,9 @@ def test_collectives_that_a_full_trace_cut_do_not_count() -> None:
 
 def test_traces_that_do_not_fit_together_are_refused() -> None:
     rank, _ = ONE_EXCHANGE
-    other = lane("shard", 0, (What.MESSAGE_IN, 0, 98, 6 * MS, 6 * MS))
+    other = lane("shard", 0, (SpanKind.MESSAGE_IN, 0, 98, 6 * MS, 6 * MS))
     with pytest.raises(UsageError, match="the traces of rank 0 and shard 0 do not fit together"):
-        pairs(rank, other, What.MESSAGE_OUT, What.MESSAGE_IN)
+        pairs(rank, other, SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN)
 
 
 def test_the_timeline_of_one_exchange() -> None:
@@ -170,7 +170,7 @@ def recorded(folder: Path, job: str = "one", kind: Any = "rank", number: int = 0
     recorder = Recorder(
         Trace(folder=str(folder), events=9), Origin(job=job, kind=kind, number=number, ranks=2, shards=1)
     )
-    recorder.add(What.COLLECTIVE, 1, 2, detail=8)
+    recorder.add(SpanKind.COLLECTIVE, 1, 2, detail=8)
     return recorder
 
 

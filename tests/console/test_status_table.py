@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from omnireduce.console.status import View, duration
-from omnireduce.core.status_messages import Below, JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.protocol.collective.effects import ABORT_KINDS
 
@@ -43,8 +43,8 @@ def test_shards_of_a_job_are_added_up_whatever_generation_each_gave_it() -> None
         collectives=11, received_bytes=3_000_000, sent_bytes=4_000_000,
         blocks=300, rank_blocks=600, own_blocks=20, union_blocks=50,
     )  # fmt: skip
-    one = job(generation=4, traffic=first, late=[Late(0, 1.0)])
-    other = job(generation=9, traffic=second, late=[Late(1, 2.0)], age_s=31.0, carried={"tcp": 8, "shm": 0})
+    one = job(generation=4, traffic=first, late=[LateRank(0, 1.0)])
+    other = job(generation=9, traffic=second, late=[LateRank(1, 2.0)], age_s=31.0, carried={"tcp": 8, "shm": 0})
     lines = text(View(), {"a:1": answer(one), "b:1": answer(other)})
     assert " ".join(lines[1][:7]) == "a:1 2 h 1 0 3 0"
     assert " ".join(lines[3]) == "job ranks by age done in out density union slots late waits for"
@@ -145,7 +145,7 @@ BUSY = Traffic(
 def test_a_narrow_terminal_shows_fewer_columns_and_cuts_none(width: int) -> None:
     waiting = Stragglers("c 1", [1], 1, "rank 1 (h)", 65.0)
     name = "a-job-of-27-characters-long"
-    answers = {"gpu-node-12.cluster:7400": answer(job(name, traffic=BUSY, late=[Late(1, 12.0)], waiting=waiting))}
+    answers = {"gpu-node-12.cluster:7400": answer(job(name, traffic=BUSY, late=[LateRank(1, 12.0)], waiting=waiting))}
     lines, wide = text(View(), answers, width=width), text(View(), answers, width=1000)
     assert len(lines) == 5  # each row on one line, and the note
     for line, whole in zip(lines, wide, strict=True):
@@ -171,7 +171,7 @@ def test_durations(seconds: float, expected: str) -> None:
 
 def test_the_levels_of_a_job_with_relays_stand_below() -> None:
     traffic = Traffic(up_sent_bytes=5_000_000, up_received_bytes=7_000_000)
-    relay = job(traffic=traffic, upstream="top:1", relays=[Below("low:1", 1), Below("low:2", 2)])
+    relay = job(traffic=traffic, upstream="top:1", relays=[JobRelay("low:1", 1), JobRelay("low:2", 2)])
     lines = [" ".join(line) for line in text(View(), {"a:1": answer(relay)})]
     assert (
         lines[-1]

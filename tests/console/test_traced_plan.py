@@ -18,7 +18,7 @@ from omnireduce import Communicator
 from omnireduce.console.commands import main
 from omnireduce.console.plan.traced_jobs import MOST_SIZES, Size, few, read_reduced
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What
+from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, SpanKind
 from omnireduce.support.config import Trace
 
 BLOCK, RANKS, STEPS = 256, 2, 3
@@ -127,7 +127,7 @@ def write(folder: Path, ranks: Sequence[Sequence[Told]], job: str = "made", size
                 details = each.blocks, 1024, each.own, each.union
                 for what, detail in zip(OF_TENSOR, details, strict=True):
                     recorder.add(what, end, end, detail=detail)
-            recorder.add(What.COLLECTIVE, start, end, detail=each.nbytes)
+            recorder.add(SpanKind.COLLECTIVE, start, end, detail=each.nbytes)
     for recorder in made:
         recorder.write()
 

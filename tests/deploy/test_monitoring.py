@@ -14,7 +14,7 @@ import yaml
 from local_cluster import ROOT
 
 from omnireduce.aggregator.metrics import ShardCollector
-from omnireduce.core.status_messages import JobStatus, Late, Status, Stragglers, Traffic
+from omnireduce.core.status_messages import JobStatus, LateRank, Status, Stragglers, Traffic
 
 RULES = ROOT / "deploy" / "prometheus" / "omnireduce.rules.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "omnireduce.json"
@@ -30,7 +30,7 @@ def exported() -> dict[str, set[str]]:
     waiting = Stragglers(what="a sum", ranks=[1], total=1, who="rank 1", seconds=1.0)
     job = JobStatus(
         name="a", generation=1, world_size=2, joined=2, age_s=1.0, team="t", traffic=Traffic(blocks=1, rank_blocks=1),
-        waiting=waiting, late=[Late(rank=1, seconds=1.0)],
+        waiting=waiting, late=[LateRank(rank=1, seconds=1.0)],
     )  # fmt: skip
     gathering = JobStatus(name="b", generation=0, world_size=2, joined=1, age_s=0.0, missing=[1], team="t")
     status = Status(

@@ -13,7 +13,7 @@ from messages import AGGREGATOR_NONCE, HELLO, SLOT_BYTES, SLOTS, TEAM_SECRET, WO
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Hello, Welcome, decode_control, encode_control
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.collective.effects import SendControl
 from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.rank import Joined, JoinEffect, JoinFailed, Joining
@@ -190,7 +190,7 @@ def aggregator(data: bytes) -> str:
 
         def perform(effects: Iterator[JoinEffect]) -> None:
             for effect in effects:
-                if isinstance(effect, Tell):
+                if isinstance(effect, SendControl):
                     link.send_control(encode_control(effect.message))
                 elif isinstance(effect, Joined | JoinFailed):
                     outcomes.append(effect)

@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import element_type
 from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import ControlMessage, Goodbye
-from omnireduce.protocol.collective.effects import Effect, End, Finish, Return, Send, Tell, Warn
+from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, Send, SendControl, Warn
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.protocol.shard import AggregatorMachine
@@ -39,19 +39,19 @@ class Bench:
 
     def perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            last_words = isinstance(effect, Tell) and isinstance(effect.message, Goodbye)
+            last_words = isinstance(effect, SendControl) and isinstance(effect.message, Goodbye)
             assert self.ended is None or last_words, f"{effect} after the end"
             self.effects.append(effect)
             if isinstance(effect, Send):
                 for peer in effect.peers:
                     assert (peer, effect.slot) not in self.under_way, "a slot was sent twice without a credit"
                     self.under_way.add((peer, effect.slot))
-            elif isinstance(effect, Return):
+            elif isinstance(effect, ReturnCredit):
                 self.held.remove((effect.peer, effect.slot))
             elif isinstance(effect, End):
                 self.ended = effect
             else:
-                assert isinstance(effect, Tell | Finish | Warn)
+                assert isinstance(effect, SendControl | Finish | Warn)
         assert (self.ended is None) == (self.machine.ended is None)
 
     def receive(self, peer: int, fill: Callable[[Array], int]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_bench import BLOCKS, Bench, aggregator, message
 
-from omnireduce.core.status_messages import MOST, Late, Status, StatusRequest, Traffic
+from omnireduce.core.status_messages import MOST, LateRank, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Report, decode_control, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.counters import Account
@@ -41,10 +41,10 @@ def collective(bench: Bench, number: int, order: list[int], pause_s: float) -> N
 def test_the_rank_that_comes_last_is_late_by_the_time_that_the_first_one_waited() -> None:
     bench = aggregator()
     collective(bench, 0, [0, 1], 2.5)
-    assert machine(bench).account.late == [Late(1, 2.5)]
+    assert machine(bench).account.late == [LateRank(1, 2.5)]
     collective(bench, 1, [1, 0], 4.0)
     collective(bench, 2, [0, 1], 0.25)
-    assert machine(bench).account.late == [Late(0, 4.0), Late(1, 2.75)]
+    assert machine(bench).account.late == [LateRank(0, 4.0), LateRank(1, 2.75)]
 
 
 def test_ranks_that_come_together_are_not_late() -> None:

@@ -9,19 +9,19 @@ from test_membership import LIMITS, hello, refusal
 
 from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 
 
 def test_a_team_takes_no_more_than_its_terms_allow() -> None:
     """Beside the limits of the shard, which hold for all; who has gone counts no more."""
     for terms, limit in {
-        Terms(
+        TeamLimits(
             max_jobs=1
         ): "1 jobs of team 'one' are here already, and max_jobs is 1 in one.toml on the aggregator: raise",
-        Terms(
+        TeamLimits(
             max_ranks=3
         ): "2 ranks of other jobs of team 'one' and 2 of this one are more than max_ranks, 3, in one.toml",
-        Terms(
+        TeamLimits(
             max_bytes=2 << 20
         ): "1572864 bytes of slots and state of other jobs of team 'one' and 1572864 of this one are more",
     }.items():

@@ -12,7 +12,7 @@ from omnireduce.core.wire.control import Pending, Refused
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, Replace
 from omnireduce.protocol.joining.tickets import ticket
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.teams import FREE
 
 
@@ -121,7 +121,7 @@ def test_a_survivor_that_disagrees_with_another_one_puts_nobody_out() -> None:
 
 
 def test_a_survivor_for_whom_there_is_no_room_puts_nobody_out() -> None:
-    membership, terms = Membership(LIMITS), Terms(max_ranks=5)
+    membership, terms = Membership(LIMITS), TeamLimits(max_ranks=5)
     come(membership, 1)
     (answer,) = membership.hello("unfit", hello(1, survived=1, max_ranks=6), 0.0, terms)
     assert answer.key == "unfit"
@@ -235,12 +235,12 @@ def test_nobody_takes_the_room_of_a_job_that_is_not_his(theirs: dict[str, Any], 
         (Limits(2, 40, 1 << 26, 30.0), FREE),
         (Limits(9, 40, 1 << 26, 30.0, max_ranks=4), FREE),
         (Limits(9, 40, 1 << 26, 30.0, max_bytes=OF_TWO_PAIRS), FREE),
-        (LIMITS, Terms(max_jobs=2)),
-        (LIMITS, Terms(max_ranks=4)),
-        (LIMITS, Terms(max_bytes=OF_TWO_PAIRS)),
+        (LIMITS, TeamLimits(max_jobs=2)),
+        (LIMITS, TeamLimits(max_ranks=4)),
+        (LIMITS, TeamLimits(max_bytes=OF_TWO_PAIRS)),
     ],
 )
-def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, terms: Terms) -> None:
+def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, terms: TeamLimits) -> None:
     """It takes the room of its last generation, and waits for that while the rest is promised to others."""
     membership = Membership(limits)
 

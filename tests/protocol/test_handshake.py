@@ -25,7 +25,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.authentication import Candidate, Gate
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
 
@@ -134,7 +134,7 @@ def test_a_greeting_of_another_version(teams: Teams | None) -> None:
 MINE, THEIRS = Secret(b"what team one knows", "one"), Secret(b"what team two knows", "two")
 OLD = Secret(b"what team one knew before", "one")
 SEVERAL = Teams(
-    {"": [SECRET], "one": [MINE, OLD], "two": [THEIRS]}, {"two": Terms(jobs=("two", "shared.*", "*-of-two"))}
+    {"": [SECRET], "one": [MINE, OLD], "two": [THEIRS]}, {"two": TeamLimits(jobs=("two", "shared.*", "*-of-two"))}
 )
 
 

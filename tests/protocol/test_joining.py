@@ -32,7 +32,7 @@ from omnireduce.core.wire.control import (
     encode_control,
 )
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
-from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.collective.effects import SendControl
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.rank import Connect, HangUp, Joined, JoinFailed, Joining, Notice
 from omnireduce.support.secret import Secret
@@ -62,7 +62,7 @@ def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0
 
 def after_leaves(effects: Iterable[object]) -> Any:
     """What follows the words to the aggregators that this worker goes."""
-    return [each for each in effects if not (isinstance(each, Tell) and isinstance(each.message, Leave))]
+    return [each for each in effects if not (isinstance(each, SendControl) and isinstance(each.message, Leave))]
 
 
 def failure(effects: Iterable[object]) -> OmniReduceError:
@@ -73,7 +73,7 @@ def failure(effects: Iterable[object]) -> OmniReduceError:
 
 
 def hello_in(effect: object) -> Hello:
-    assert isinstance(effect, Tell)
+    assert isinstance(effect, SendControl)
     assert isinstance(effect.message, Hello)
     return effect.message
 
@@ -93,8 +93,8 @@ def test_all_aggregators_in_turn_then_all_welcomes() -> None:
 
 def test_the_secret_is_proved_before_the_hello() -> None:
     joining = begun(secret=SECRET, shards=1)
-    assert list(joining.connected(0, NONCE, 0.0)) == [Tell(0, Greeting(PROTOCOL_VERSION, NONCE))]
-    assert told(joining, 0, Challenge(THEIRS)) == [Tell(0, Proof(SECRET.proof("worker", NONCE, THEIRS)))]
+    assert list(joining.connected(0, NONCE, 0.0)) == [SendControl(0, Greeting(PROTOCOL_VERSION, NONCE))]
+    assert told(joining, 0, Challenge(THEIRS)) == [SendControl(0, Proof(SECRET.proof("worker", NONCE, THEIRS)))]
     (hello,) = told(joining, 0, Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
     assert hello_in(hello) == HELLO
 
@@ -104,7 +104,7 @@ def test_who_does_not_prove_itself_gets_no_hello() -> None:
         joining = begun(secret=SECRET, shards=1)
         list(joining.connected(0, NONCE, 0.0))
         effects = told(joining, 0, *answers)
-        assert not any(isinstance(each, Tell) and isinstance(each.message, Hello) for each in effects)
+        assert not any(isinstance(each, SendControl) and isinstance(each.message, Hello) for each in effects)
         assert isinstance(failure(effects[-2:]), TransportError)
 
 
@@ -130,7 +130,7 @@ def test_a_connection_that_is_lost_before_the_hello_is_made_again(hello: Hello) 
     """Nobody counts on this worker yet. What may be wrong is said after a while, and in the end."""
     joining, hint = begun(hello, SECRET), "; does it want TLS?"
     for now in (0.0, 0.3, 0.6, 0.8):
-        assert list(joining.connected(0, NONCE, now, hint)) == [Tell(0, Greeting(PROTOCOL_VERSION, NONCE))]
+        assert list(joining.connected(0, NONCE, now, hint)) == [SendControl(0, Greeting(PROTOCOL_VERSION, NONCE))]
         assert list(joining.lost(0, "connection closed", now)) == [HangUp(0)]
         assert joining.deadline == pytest.approx(now + 0.1)
         assert list(joining.timer(now + 0.1)) == [Connect(0, LIMIT_S)]
@@ -239,14 +239,18 @@ def test_an_aggregator_that_begins_the_job_hears_which_other_one_was_lost(others
     list(joining.connected(1, NONCE, 0.0))
     told(joining, 1, *others)
     leave = Leave(Cause("aggregator a:0", "connection closed"))
-    assert list(joining.lost(0, "connection closed", 1.0))[:3] == [Tell(0, leave), Tell(1, leave), HangUp()]
+    assert list(joining.lost(0, "connection closed", 1.0))[:3] == [
+        SendControl(0, leave),
+        SendControl(1, leave),
+        HangUp(),
+    ]
 
 
 def test_an_aggregator_that_begins_the_job_hears_why_another_one_has_ended_it() -> None:
     joining, died = begun(), Cause("rank 0", "died")
     list(joining.connected(0, NONCE, 0.0))
     list(joining.connected(1, NONCE, 0.0))
-    assert told(joining, 0, Aborted(died))[:2] == [Tell(0, Leave(died)), Tell(1, Leave(died))]
+    assert told(joining, 0, Aborted(died))[:2] == [SendControl(0, Leave(died)), SendControl(1, Leave(died))]
 
 
 def test_what_the_other_ranks_hear_of_an_error_is_bounded() -> None:
@@ -385,7 +389,7 @@ def test_what_is_final(hello: Hello, error: OmniReduceError, goes_on: bool) -> N
     joining = begun(hello)
     list(joining.connected(0, NONCE, 0.0))
     leave, *effects = joining.failed(error, 1.0)
-    assert leave == Tell(0, Leave(Cause("rank 1 (host host, pid 7)", f"could not begin: {error}")))
+    assert leave == SendControl(0, Leave(Cause("rank 1 (host host, pid 7)", f"could not begin: {error}")))
     assert effects == [
         HangUp(),
         Notice("joining_again", f"joining once more: {error}") if goes_on else JoinFailed(error),
@@ -483,7 +487,7 @@ class Life:
             if isinstance(effect, Connect):
                 assert effect.shard == self.links
                 self.wanted = effect.shard
-            elif isinstance(effect, Tell):
+            elif isinstance(effect, SendControl):
                 assert effect.peer < self.links
             elif isinstance(effect, HangUp):
                 self.links, self.wanted, self.outcome = effect.first, -1, None

@@ -22,7 +22,7 @@ from omnireduce.core.wire.control import (
     Leave,
     Waiting,
 )
-from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, Tell, Warn
+from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, SendControl, Warn
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.protocol.shard import AggregatorMachine
 
@@ -118,7 +118,7 @@ def test_what_breaks_the_rules_ends_a_job_as_a_violation() -> None:
     bench, cause = aggregator(), Cause("rank 1", "protocol error: not a frame")
     bench.violate(1)
     assert bench.ended == End(cause, "violation", 1)
-    assert bench.effects[0] == Tell(ALL, Aborted(cause))
+    assert bench.effects[0] == SendControl(ALL, Aborted(cause))
     gone = aggregator()
     one_left(gone)
     gone.violate(0)
@@ -298,7 +298,7 @@ def test_aggregator_warns_when_nothing_moves_and_whenever_the_wait_has_doubled()
     for now, warnings in [(10.9, 0), (11.0, 1), (11.9, 1), (12.0, 2), (13.9, 2), (14.0, 3)]:
         bench.pass_time(now - bench.now)
         assert sum(isinstance(effect, Warn) for effect in bench.effects) == warnings
-    waiting = [effect.message for effect in bench.effects if isinstance(effect, Tell)]
+    waiting = [effect.message for effect in bench.effects if isinstance(effect, SendControl)]
     assert waiting[-1] == Waiting(f"collective 0 ({DESCRIPTOR})", "rank 1", 4.0)
     bench.receive(1, message(0, BLOCKS, [1]))
     bench.advance()
@@ -317,7 +317,7 @@ def test_a_crowd_that_is_waited_for_is_named_in_part() -> None:
     names = [f"rank {rank} (host {'h' * 200}, pid {rank})" for rank in range(1000)]
     machine = AggregatorMachine(names, np.zeros((2000, 4096), np.uint8), np.zeros((2, 4096), np.uint8))
     for rank in range(999):
-        assert [effect.message for effect in machine.told(rank, Leave(), 0.0) if isinstance(effect, Tell)] == [
+        assert [effect.message for effect in machine.told(rank, Leave(), 0.0) if isinstance(effect, SendControl)] == [
             Goodbye()
         ]
     slot = machine._arena[1998]

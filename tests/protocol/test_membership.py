@@ -17,11 +17,11 @@ from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, MembershipEffect
 from omnireduce.protocol.joining.pending_job import member_name
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.teams import FREE
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
-TEAM_TERMS = Terms(max_jobs=2, max_ranks=3)
+TEAM_TERMS = TeamLimits(max_jobs=2, max_ranks=3)
 TIGHT = dataclasses.replace(LIMITS, max_ranks=5, max_bytes=2 << 20)
 
 

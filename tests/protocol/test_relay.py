@@ -8,7 +8,7 @@ import pytest
 from omnireduce.core.descriptor import describe
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import Aborted, Goodbye, Leave, Report, Waiting
-from omnireduce.protocol.collective.effects import Effect, End, Return, Send, Tell
+from omnireduce.protocol.collective.effects import Effect, End, ReturnCredit, Send, SendControl
 from omnireduce.protocol.relay import RelayMachine
 
 SLOTS, SLOT_BYTES, UP = 2, 8192, 3
@@ -62,7 +62,7 @@ def test_the_credit_goes_up_when_all_readers_have_given_theirs(bench: Bench) -> 
     bench.bring(1, 8)
     bench.result(8, slot=1)
     assert list(bench.machine.credited(1, 1, 0.0)) == []
-    assert list(bench.machine.credited(0, 1, 0.0)) == [Return(UP, 1)]
+    assert list(bench.machine.credited(0, 1, 0.0)) == [ReturnCredit(UP, 1)]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,16 @@ def test_a_result_that_cannot_be_ends_the_job(bench: Bench, frontier: int, numbe
     assert end.kind == "violation"
     assert end.cause is not None
     assert end.cause.culprit == "aggregator top:1"
-    assert {each.peer for each in effects if isinstance(each, Tell) and isinstance(each.message, Aborted)} == {0, 1, 2}
-    assert {each.peer for each in effects if isinstance(each, Tell) and isinstance(each.message, Leave)} == {3, 4, 5}
+    assert {each.peer for each in effects if isinstance(each, SendControl) and isinstance(each.message, Aborted)} == {
+        0,
+        1,
+        2,
+    }
+    assert {each.peer for each in effects if isinstance(each, SendControl) and isinstance(each.message, Leave)} == {
+        3,
+        4,
+        5,
+    }
 
 
 def test_results_before_anything_was_sent_are_refused(bench: Bench) -> None:
@@ -88,12 +96,12 @@ def test_results_before_anything_was_sent_are_refused(bench: Bench) -> None:
 def test_who_is_late_is_told_above_and_below(bench: Bench) -> None:
     bench.bring(0, 8)
     effects = list(bench.machine.timer(1.5))
-    told = [(each.peer, each.message) for each in effects if isinstance(each, Tell)]
+    told = [(each.peer, each.message) for each in effects if isinstance(each, SendControl)]
     assert [(peer, each.behind) for peer, each in told if isinstance(each, Report)] == [(UP, [5])]
     waits = [(peer, each.who) for peer, each in told if isinstance(each, Waiting)]
     assert waits == [(rank, NAMES[1]) for rank in range(3)]
-    taken_back = [each for each in bench.bring(1, 8, now=1.6) if isinstance(each, Tell)]
-    assert taken_back == [Tell(UP, Report())]
+    taken_back = [each for each in bench.bring(1, 8, now=1.6) if isinstance(each, SendControl)]
+    assert taken_back == [SendControl(UP, Report())]
 
 
 def test_a_relay_below_says_whom_it_waits_for(bench: Bench) -> None:
@@ -110,18 +118,18 @@ def test_a_silent_upstream_is_named_after_a_while(bench: Bench) -> None:
     bench.bring(1, 8)
     told = []
     for now in (1.0, 2.0, 4.0):
-        told.append([each for each in bench.machine.timer(now) if isinstance(each, Tell)])
+        told.append([each for each in bench.machine.timer(now) if isinstance(each, SendControl)])
         list(bench.machine.advance(now))
     assert [bool(each) for each in told] == [False, True, True]
     (passed,) = bench.machine.told(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
-    assert passed == Tell(2, Waiting("a sum", "aggregator top:1", 4.0))
-    assert not [each for each in bench.machine.timer(8.0) if isinstance(each, Tell)]
+    assert passed == SendControl(2, Waiting("a sum", "aggregator top:1", 4.0))
+    assert not [each for each in bench.machine.timer(8.0) if isinstance(each, SendControl)]
 
 
 def test_a_member_has_left_when_the_upstream_says_so(bench: Bench) -> None:
-    assert list(bench.machine.told(0, Leave(), 0.0)) == [Tell(UP, Leave())]
+    assert list(bench.machine.told(0, Leave(), 0.0)) == [SendControl(UP, Leave())]
     assert not bench.machine.has_left(0)
-    assert list(bench.machine.told(UP, Goodbye(), 0.0)) == [Tell(0, Goodbye())]
+    assert list(bench.machine.told(UP, Goodbye(), 0.0)) == [SendControl(0, Goodbye())]
     assert bench.machine.has_left(0)
     assert bench.machine.has_left(UP)
     for member in (1, 2):
@@ -140,9 +148,9 @@ def test_a_float16_tensor_goes_up_rank_by_rank() -> None:
         sends = [each for each in effects if isinstance(each, Send)]
         if member == 2:  # a member that sends no sums begins nothing
             assert [each.peers for each in sends] == [(expected,)]
-        returned = [each for each in effects if isinstance(each, Return)]
-        assert returned == ([Return(0, 0)] if member == 0 else [])
-    assert list(bench.machine.credited(UP + 1, 0, 0.0)) == [Return(1, 0)]
+        returned = [each for each in effects if isinstance(each, ReturnCredit)]
+        assert returned == ([ReturnCredit(0, 0)] if member == 0 else [])
+    assert list(bench.machine.credited(UP + 1, 0, 0.0)) == [ReturnCredit(1, 0)]
     assert bench.machine.passing[1] == set()
 
 
@@ -156,7 +164,9 @@ def test_who_leaves_although_results_are_to_come_ends_the_job(bench: Bench) -> N
     assert end.cause is not None
     assert end.cause.culprit == NAMES[1]
     causes = {
-        each.peer: each.message.cause for each in effects if isinstance(each, Tell) and isinstance(each.message, Leave)
+        each.peer: each.message.cause
+        for each in effects
+        if isinstance(each, SendControl) and isinstance(each.message, Leave)
     }
     assert causes == {UP: end.cause, UP + 2: end.cause}
 
@@ -172,9 +182,9 @@ def test_a_wait_for_readers_is_taken_back_when_they_have_read(bench: Bench) -> N
     bench.result(4, slot=0)
     bench.result(4, slot=1)
     list(bench.machine.credited(0, 0, 0.5))
-    told = [each.message for each in bench.machine.timer(1.5) if isinstance(each, Tell) and each.peer == UP]
+    told = [each.message for each in bench.machine.timer(1.5) if isinstance(each, SendControl) and each.peer == UP]
     assert [each.behind for each in told if isinstance(each, Report)] == [[4, 5]]
-    assert list(bench.machine.credited(1, 0, 1.6)) == [Tell(UP, Report()), Return(UP, 0)]
+    assert list(bench.machine.credited(1, 0, 1.6)) == [SendControl(UP, Report()), ReturnCredit(UP, 0)]
 
 
 def test_a_relay_below_says_who_has_not_read(bench: Bench) -> None:
@@ -201,7 +211,7 @@ def test_reports_of_ranks_that_share_all_in_memory_go_up() -> None:
         in_memory=True,
     )  # fmt: skip
     report = Report(collectives=3, blocks=9)
-    assert list(bench.machine.told(0, report, 0.0)) == [Tell(UP, report)]
+    assert list(bench.machine.told(0, report, 0.0)) == [SendControl(UP, report)]
     assert bench.machine.account.total().collectives == 3
 
 
@@ -231,5 +241,5 @@ def test_the_uplink_of_the_sums_stays_until_they_are_done() -> None:
     list(bench.machine.lost(0, "connection closed", 0.0))
     assert bench.machine.has_left(0)
     assert not bench.machine.has_left(UP)
-    assert bench.result(8)[-1] == Tell(UP, Leave())
+    assert bench.result(8)[-1] == SendControl(UP, Leave())
     assert bench.machine.has_left(UP)

@@ -14,7 +14,7 @@ from local_cluster import WAIT_S, Ranks
 
 from omnireduce.protocol import reminders
 from omnireduce.torch.backend import rendezvous
-from omnireduce.torch.backend.rendezvous import LISTED, Met, meet
+from omnireduce.torch.backend.rendezvous import LISTED, Rendezvous, meet
 
 WAIT = timedelta(seconds=WAIT_S)
 SHORT = timedelta(seconds=0.2)
@@ -37,13 +37,13 @@ class Mortal:
         return getattr(self._store, name)
 
 
-def start(store: dist.Store, size: int, what: str) -> list[Met]:
+def start(store: dist.Store, size: int, what: str) -> list[Rendezvous]:
     return Ranks(size, lambda rank: meet(store, rank, size, f"{what} {rank}", WAIT)).results()
 
 
-def check(found: list[Met], what: str, size: int) -> str:
+def check(found: list[Rendezvous], what: str, size: int) -> str:
     """All know the same; return the key."""
-    assert found == [Met(found[0].key, [f"{what} {rank}" for rank in range(size)])] * size
+    assert found == [Rendezvous(found[0].key, [f"{what} {rank}" for rank in range(size)])] * size
     return found[0].key
 
 

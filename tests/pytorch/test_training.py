@@ -16,7 +16,7 @@ from cluster_checks import FAILURE_S
 from groups import needs_gpu
 from local_cluster import ROOT, WAIT_S, Daemon, Process
 
-from omnireduce.runtime.tracing.trace import What, read_trace
+from omnireduce.runtime.tracing.trace import SpanKind, read_trace
 
 FOLDER = ROOT / "tests" / "pytorch"
 PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
@@ -105,7 +105,7 @@ def test_gradients_are_combined_while_others_are_computed(tmp_path: Path) -> Non
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].log
     for steps_of_rank, path in zip(steps, sorted(traces.glob("*-rank?.npz")), strict=True):
         _, spans = read_trace(path)
-        collectives = spans[spans["what"] == What.COLLECTIVE]
+        collectives = spans[spans["what"] == SpanKind.COLLECTIVE]
         assert len(steps_of_rank) == 4
         for began, computed in steps_of_rank:
             within = (collectives["start"] >= began) & (collectives["end"] <= computed)

@@ -95,7 +95,7 @@ def test_whatever_fails_the_others_hear_of_it(
     """Shards are told one by one, links are closed."""
     job, make, links = unique_job(), joining._assemble, []
 
-    def failing(config: object, job: str, arrival: joining.Arrival, me: str) -> joining.Assembled:
+    def failing(config: object, job: str, arrival: joining.JoinedWorker, me: str) -> joining.AssembledRank:
         if arrival.joined.rank == 0:
             return make(config, job, arrival, me)  # type: ignore[arg-type]
         links.extend(arrival.links)

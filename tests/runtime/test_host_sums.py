@@ -15,7 +15,7 @@ from oracle import bits, reduce_by_host
 from omnireduce import AbortedError, Communicator
 from omnireduce.runtime.rank import joining
 from omnireduce.runtime.tracing.aligned_traces import read_lanes
-from omnireduce.runtime.tracing.trace import What
+from omnireduce.runtime.tracing.trace import SpanKind
 
 HOSTS = ((0, 2), (1, 3), (4,))
 RANKS = 5
@@ -113,11 +113,11 @@ def test_a_trace_tells_what_was_shown(rank_of_thread: threading.local, tmp_path:
         run(rank_of_thread, daemon.addresses, "shm", work, f"trace.folder={tmp_path}")
     for lane in read_lanes(tmp_path):
         shares, is_delegate = lane.origin.number != 4, lane.origin.number in (0, 1, 4)
-        chunks = {lane.of(what).size for what in (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)}
+        chunks = {lane.of(what).size for what in (SpanKind.STAGE, SpanKind.COMBINE, SpanKind.SHOW, SpanKind.COLLECT)}
         assert len(chunks) == 1
         assert (chunks.pop() >= rounds) == shares
-        assert (lane.of(What.PACK)["detail"].sum() > 0) == is_delegate
-        assert (lane.of(What.SCATTER)["detail"].sum() > 0) == is_delegate
+        assert (lane.of(SpanKind.PACK)["detail"].sum() > 0) == is_delegate
+        assert (lane.of(SpanKind.SCATTER)["detail"].sum() > 0) == is_delegate
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -134,6 +134,6 @@ def test_a_trace_tells_what_each_rank_brought(rank_of_thread: threading.local, t
     with Daemon(shards) as daemon:
         run(rank_of_thread, daemon.addresses, "tcp", work, f"trace.folder={tmp_path}")
     for lane in read_lanes(tmp_path):
-        assert lane.of(What.TENSOR)["detail"].tolist() == [BLOCKS] * rounds
-        assert lane.of(What.OWN)["detail"].tolist() == [int(masks[lane.origin.number].sum())] * rounds
-        assert lane.of(What.UNION)["detail"].tolist() == [int(masks.any(axis=0).sum())] * rounds
+        assert lane.of(SpanKind.TENSOR)["detail"].tolist() == [BLOCKS] * rounds
+        assert lane.of(SpanKind.OWN)["detail"].tolist() == [int(masks[lane.origin.number].sum())] * rounds
+        assert lane.of(SpanKind.UNION)["detail"].tolist() == [int(masks.any(axis=0).sum())] * rounds

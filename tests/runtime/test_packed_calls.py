@@ -25,7 +25,7 @@ from transports import by_ways, over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.collective.packets import packed, packet_count
-from omnireduce.runtime.rank.calls.objects import DEEPEST, FORMS, OfFront, from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import DEEPEST, FORMS, FrontObject, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [
     None, True, 3, -(2**63) + 1, 2**63, 2**200, -(2**200), 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)),
@@ -279,7 +279,7 @@ def test_extensions_that_there_are_not() -> None:
 
 
 def test_a_type_of_a_front_that_is_not_here_is_refused() -> None:
-    data = encode(Ext(NUMBER[OfFront], encode(["tool.Thing", b""])))
+    data = encode(Ext(NUMBER[FrontObject], encode(["tool.Thing", b""])))
     with pytest.raises(UsageError, match=r"a tool\.Thing, which this rank does not know; import the same modules"):
         from_bytes(data, trust=False, sender="rank 1")
 

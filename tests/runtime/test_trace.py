@@ -31,12 +31,12 @@ from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces, TracedReduction, TracedSelector
 from omnireduce.runtime.tracing.aligned_traces import Lane, missing, read_lanes
 from omnireduce.runtime.tracing.links import TracedLink
-from omnireduce.runtime.tracing.trace import What
+from omnireduce.runtime.tracing.trace import SpanKind
 from omnireduce.transport.shm import ShmLink
 
 ELEMENTS, BLOCK, ROUNDS = 1_000_000, 256, 3
-IN_MEMORY = (What.STAGE, What.COMBINE, What.COLLECT)
-WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
+IN_MEMORY = (SpanKind.STAGE, SpanKind.COMBINE, SpanKind.COLLECT)
+WORK = (SpanKind.PACK, SpanKind.SCATTER, SpanKind.MERGE, *IN_MEMORY, SpanKind.SEND, SpanKind.RECEIVE)
 
 
 @contextmanager
@@ -66,10 +66,10 @@ def assert_told(ranks: list[Lane]) -> None:
     """Each rank tells of each collective which tensor it was, and how many blocks it and all ranks had."""
     for rank, lane in enumerate(ranks):
         masks = [[blocks(each, number) for each in range(len(ranks))] for number in range(ROUNDS)]
-        assert lane.of(What.TENSOR)["detail"].tolist() == [-(-ELEMENTS // BLOCK)] * ROUNDS
-        assert lane.of(What.BLOCK)["detail"].tolist() == [BLOCK * 4] * ROUNDS
-        assert lane.of(What.OWN)["detail"].tolist() == [int(each[rank].sum()) for each in masks]
-        assert lane.of(What.UNION)["detail"].tolist() == [int(np.any(each, axis=0).sum()) for each in masks]
+        assert lane.of(SpanKind.TENSOR)["detail"].tolist() == [-(-ELEMENTS // BLOCK)] * ROUNDS
+        assert lane.of(SpanKind.BLOCK)["detail"].tolist() == [BLOCK * 4] * ROUNDS
+        assert lane.of(SpanKind.OWN)["detail"].tolist() == [int(each[rank].sum()) for each in masks]
+        assert lane.of(SpanKind.UNION)["detail"].tolist() == [int(np.any(each, axis=0).sum()) for each in masks]
 
 
 def assert_in_order(spans: np.ndarray) -> None:
@@ -86,18 +86,18 @@ def test_ranks_that_share_memory_tell_what_they_staged_combined_and_collected(tm
     ranks = read_lanes(tmp_path)[:size]
     masks = np.array([[blocks(rank, number) for number in range(ROUNDS)] for rank in range(size)])
     union = int(masks.any(axis=0).sum())
-    combined = [int(lane.of(What.COMBINE)["detail"].sum()) for lane in ranks]
+    combined = [int(lane.of(SpanKind.COMBINE)["detail"].sum()) for lane in ranks]
     assert sum(combined) == union
     for rank, lane in enumerate(ranks):
         assert lane.origin.missed == 0
-        assert 0 < lane.of(What.STAGE)["detail"].sum() < masks[rank].sum()
-        assert lane.of(What.COLLECT)["detail"].sum() == union - combined[rank]
+        assert 0 < lane.of(SpanKind.STAGE)["detail"].sum() < masks[rank].sum()
+        assert lane.of(SpanKind.COLLECT)["detail"].sum() == union - combined[rank]
         chunks = {lane.of(what).size for what in IN_MEMORY}
         assert len(chunks) == 1
         assert chunks.pop() >= ROUNDS
-        assert lane.of(What.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
-        assert lane.of(What.PACK).size == 0
-        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+        assert lane.of(SpanKind.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
+        assert lane.of(SpanKind.PACK).size == 0
+        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, SpanKind.WAIT])])
     assert_told(ranks)
     assert_collectives_hold_their_work(ranks, {*IN_MEMORY})
 
@@ -115,13 +115,13 @@ def test_ranks_that_share_memory_tell_which_rows_they_staged_and_combined(tmp_pa
         run_job(configured(daemon.addresses, f"trace.folder={tmp_path}", *over(MEMORY)), 2, run)
     ranks = read_lanes(tmp_path)[:2]
     for mine, lane in zip(numbers, ranks, strict=True):
-        staged, combined = lane.of(What.STAGE)["detail"], lane.of(What.COMBINE)["detail"]
+        staged, combined = lane.of(SpanKind.STAGE)["detail"], lane.of(SpanKind.COMBINE)["detail"]
         assert (staged[0], combined[0]) == (0, 0)
         assert (staged.sum(), combined.sum()) == (mine.size, union)
         assert staged.size == combined.size > 2
-        assert lane.of(What.COLLECT).size == lane.of(What.TENSOR).size == 0
-        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
-    assert_collectives_hold_their_work(ranks, {What.STAGE, What.COMBINE})
+        assert lane.of(SpanKind.COLLECT).size == lane.of(SpanKind.TENSOR).size == 0
+        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, SpanKind.WAIT])])
+    assert_collectives_hold_their_work(ranks, {SpanKind.STAGE, SpanKind.COMBINE})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,29 +134,29 @@ def test_every_rank_and_shard_tells_what_it_did(tmp_path: Path, kind: str) -> No
     masks = [[blocks(rank, number) for number in range(ROUNDS)] for rank in range(2)]
     union = sum(int((one | other).sum()) for one, other in zip(*masks, strict=True))
     for rank, lane in enumerate(lanes[:2]):
-        assert lane.of(What.PACK)["detail"].sum() == sum(int(mask.sum()) for mask in masks[rank])
-        assert lane.of(What.SCATTER)["detail"].sum() == union
-        assert lane.of(What.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
-        assert lane.of(What.MERGE).size == 0
-    assert sum(int(lane.of(What.MERGE)["detail"].sum()) for lane in lanes[2:]) == union
+        assert lane.of(SpanKind.PACK)["detail"].sum() == sum(int(mask.sum()) for mask in masks[rank])
+        assert lane.of(SpanKind.SCATTER)["detail"].sum() == union
+        assert lane.of(SpanKind.COLLECTIVE)["detail"].tolist() == [ELEMENTS * 4] * ROUNDS
+        assert lane.of(SpanKind.MERGE).size == 0
+    assert sum(int(lane.of(SpanKind.MERGE)["detail"].sum()) for lane in lanes[2:]) == union
     for lane in lanes:
         assert lane.origin.missed == 0
-        assert lane.of(What.WAIT).size > 0
-        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, What.WAIT])])
+        assert lane.of(SpanKind.WAIT).size > 0
+        assert_in_order(lane.spans[np.isin(lane.spans["what"], [*WORK, SpanKind.WAIT])])
     assert_told(lanes[:2])
-    assert_collectives_hold_their_work(lanes[:2], {What.PACK, What.SCATTER, What.SEND, What.RECEIVE})
+    assert_collectives_hold_their_work(lanes[:2], {SpanKind.PACK, SpanKind.SCATTER, SpanKind.SEND, SpanKind.RECEIVE})
     assert_messages_meet(lanes)
 
 
-def assert_collectives_hold_their_work(ranks: list[Lane], expected: set[What]) -> None:
+def assert_collectives_hold_their_work(ranks: list[Lane], expected: set[SpanKind]) -> None:
     for lane in ranks:
-        collectives = lane.of(What.COLLECTIVE)
+        collectives = lane.of(SpanKind.COLLECTIVE)
         assert_in_order(collectives)
         for start, end in zip(collectives["start"], collectives["end"], strict=True):
             inside = lane.spans[(lane.spans["start"] >= start) & (lane.spans["end"] <= end)]
-            kinds = {What(what) for what in inside["what"]}
+            kinds = {SpanKind(what) for what in inside["what"]}
             assert expected <= kinds  # the last rank need not wait
-            inside = inside[inside["what"] != What.COLLECTIVE]
+            inside = inside[inside["what"] != SpanKind.COLLECTIVE]
             assert 0 < (inside["end"] - inside["start"]).sum() <= end - start
 
 
@@ -165,11 +165,11 @@ def assert_messages_meet(lanes: list[Lane]) -> None:
     for one, other in itertools.permutations(lanes, 2):
         if one.origin.kind == other.origin.kind:
             continue
-        left, came = one.of(What.MESSAGE_OUT, other.origin.number), other.of(What.MESSAGE_IN, one.origin.number)
+        left, came = one.of(SpanKind.MESSAGE_OUT, other.origin.number), other.of(SpanKind.MESSAGE_IN, one.origin.number)
         assert left["detail"].tolist() == came["detail"].tolist()
         assert left.size >= ROUNDS
         assert (left["start"] <= came["end"]).all()
-        given, taken = one.of(What.CREDIT_OUT, other.origin.number), other.of(What.CREDIT_IN, one.origin.number)
+        given, taken = one.of(SpanKind.CREDIT_OUT, other.origin.number), other.of(SpanKind.CREDIT_IN, one.origin.number)
         assert given["detail"].tolist()[: taken.size] == taken["detail"].tolist()
         assert (given["start"][: taken.size] <= taken["end"]).all()
 
@@ -266,7 +266,7 @@ def test_an_aborted_job_leaves_its_traces(tmp_path: Path) -> None:
     assert [type(outcome) for outcome in outcomes] == [KeyError, AbortedError]
     lanes = read_lanes(tmp_path)
     assert missing(lanes) == []
-    assert [lane.of(What.COLLECTIVE).size for lane in lanes] == [ROUNDS, ROUNDS, 0, 0]
+    assert [lane.of(SpanKind.COLLECTIVE).size for lane in lanes] == [ROUNDS, ROUNDS, 0, 0]
 
 
 def test_a_folder_that_cannot_be_is_told_at_the_start(tmp_path: Path) -> None:

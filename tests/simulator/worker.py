@@ -16,7 +16,7 @@ from omnireduce.core.wire.control import NONCE_BYTES, PROTOCOL_VERSION, Hello, L
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.protocol.collective.block_lists import MessageSizing
-from omnireduce.protocol.collective.effects import End, Tell, error_of
+from omnireduce.protocol.collective.effects import End, SendControl, error_of
 from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.protocol.host.groups import Sharding
@@ -231,7 +231,7 @@ class Worker(Process):
     def _do(self, action: JoinAction) -> Iterator[JoinEffect] | None:
         if isinstance(action, Connect):
             return self._connect(action.shard)
-        if isinstance(action, Tell):
+        if isinstance(action, SendControl):
             told = action.message
             if isinstance(told, Hello):
                 told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()

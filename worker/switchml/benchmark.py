@@ -93,7 +93,7 @@ DTYPES = {"int32": np.dtype(np.int32), "float": np.dtype(np.float32)}
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class WrongElements:
     """The number of wrong elements, and the first of them: index, value and expected value."""
 
     count: int
@@ -103,9 +103,9 @@ class Wrong:
         listed = "; ".join(f"[{index}] is {actual:g}, expected {expected:g}" for index, actual, expected in self.first)
         return f"{self.count} wrong elements, the first: {listed}"
 
-    def beside(self, other: Wrong) -> Wrong:
+    def beside(self, other: WrongElements) -> WrongElements:
         """Both together."""
-        return Wrong(self.count + other.count, (*self.first, *other.first)[:SHOWN])
+        return WrongElements(self.count + other.count, (*self.first, *other.first)[:SHOWN])
 
 
 class Summands:
@@ -135,7 +135,7 @@ class Summands:
         for part, place in _parts(out, number):
             part[:] = self._own[1][place]
 
-    def wrong(self, result: Array, *, number: int = 0, rounds: int = 1, err: float = 0.0) -> Wrong:
+    def wrong(self, result: Array, *, number: int = 0, rounds: int = 1, err: float = 0.0) -> WrongElements:
         """Compare with the sum of all ranks. In each of the `rounds` after the first, each rank has sent the sum of the
         round before. `err`: per cent of the expected value by which a float may differ, up or down."""
         factor = float(self._size) ** (rounds - 1)
@@ -148,7 +148,7 @@ class Summands:
             count += len(at)
             first += [(start + int(i), float(actual[i]), float(expected[i])) for i in at[: SHOWN - len(first)]]
             start += len(part)
-        return Wrong(count, tuple(first))
+        return WrongElements(count, tuple(first))
 
     def most_rounds(self) -> int | None:
         """The most rounds in place whose sums the type still holds; None: no limit."""
@@ -324,9 +324,9 @@ class Tensors:
             else:
                 out.fill(-1)
 
-    def wrong(self, jobs: int) -> Wrong:
+    def wrong(self, jobs: int) -> WrongElements:
         """Check the results of a group of this number of jobs."""
-        total = Wrong(0, ())
+        total = WrongElements(0, ())
         for number, (tensor, out) in enumerate(zip(self.inputs, self.outs, strict=True)):
             turns = len(range(number, jobs, self._asked.num_tensors))
             if turns:
@@ -364,7 +364,7 @@ def run_groups(context: Context, asked: BenchmarkOptions, say: Say) -> tuple[lis
     if asked.num_warmup_jobs:
         _time_group(context, tensors, range(asked.num_warmup_jobs))
     say(f"Warmup finished.\nSubmitting {asked.num_jobs} jobs.")
-    groups, wrong = list[Group](), Wrong(0, ())
+    groups, wrong = list[Group](), WrongElements(0, ())
     for jobs in asked.groups():
         tensors.refresh()
         groups.append(_time_group(context, tensors, jobs))
@@ -387,7 +387,7 @@ def _time_group(context: Context, tensors: Tensors, jobs: range) -> Group:
     return Group(jobs[0], jobs[-1], ns, tensors.inputs[0].size * BITS * len(jobs) / ns)
 
 
-def verdict(comm: Communicator | DummyCommunicator, wrong: Wrong, say: Say) -> int:
+def verdict(comm: Communicator | DummyCommunicator, wrong: WrongElements, say: Say) -> int:
     """The number of wrong elements on all ranks together. Rank 0 prints whether there are any, and each rank lists its
     own."""
     say("Verifying final results")

@@ -18,7 +18,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.printing import carriers_text
 from omnireduce.switchml import Context, Distribution, Job, Settings
-from omnireduce.worker.switchml.benchmark import Say, Wrong, named, started, summands_of, verdict
+from omnireduce.worker.switchml.benchmark import Say, WrongElements, named, started, summands_of, verdict
 from omnireduce.worker.switchml.recording import Layer
 
 SLACK_NS = 200_000  # error of a timer; a process that waits for a processor loses more, as a GPU would be idle too
@@ -119,9 +119,9 @@ class Training:
         keep theirs."""
         self._sums = self._no_sums()
 
-    def wrong(self) -> Wrong:
+    def wrong(self) -> WrongElements:
         """Check the sums."""
-        total = Wrong(0, ())
+        total = WrongElements(0, ())
         for number, summed in enumerate(self._sums):
             total = total.beside(self._summands.wrong(summed, number=number, err=self._asked.err))
         return total

@@ -12,7 +12,7 @@ from omnireduce.compression.grace.native import GradientTemplate
 from omnireduce.errors import UsageError
 
 
-class Keeping(Memory):
+class WrappedMemory(Memory):
     """A memory that lets `kept`, a memory of this library, do the work."""
 
     def __init__(self, kept: memories.Memory) -> None:
@@ -37,7 +37,7 @@ class Keeping(Memory):
         self.kept.load_state_dict(saved)
 
 
-class NoneMemory(Keeping):
+class NoneMemory(WrappedMemory):
     """Keeps nothing."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class NoneMemory(Keeping):
     def update(self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any) -> None: ...
 
 
-class ResidualMemory(Keeping):
+class ResidualMemory(WrappedMemory):
     """`beta` times the rest, plus `gamma` times the gradient: see `Residual`."""
 
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
@@ -63,7 +63,7 @@ class EFSignSGDMemory(ResidualMemory):
         super().__init__(1.0, lr)
 
 
-class DgcMemory(Keeping):
+class DgcMemory(WrappedMemory):
     """A momentum of each element until it is sent: see `DgcMomentum`.
 
     `gradient_clipping`: the norm to which a larger gradient is scaled down, or False. GRACE's True takes the norm of

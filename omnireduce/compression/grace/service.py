@@ -12,7 +12,7 @@ from omnireduce.compression.compressed import Compression
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
 from omnireduce.compression.grace.communicators import Collective
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
-from omnireduce.compression.grace.memories import Keeping
+from omnireduce.compression.grace.memories import WrappedMemory
 from omnireduce.compression.grace.native import BuiltIn, GradientTemplate, payload_like, payload_of
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import Selector
@@ -109,7 +109,7 @@ def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd |
     """The part of the library that does the work of both; None if compressor and memory must do it step by step."""
     if not (isinstance(compressor, BuiltIn) and is_ours(type(compressor))):
         return None
-    if not (isinstance(memory, Keeping) and is_ours(type(memory))):
+    if not (isinstance(memory, WrappedMemory) and is_ours(type(memory))):
         return None
     if isinstance(compressor, PowerSGDCompressor):
         return PowerSgd(compressor.compress_rank, memory.kept, compressor.seed)

@@ -173,7 +173,7 @@ def _said(x: Any) -> str:
     return type(x).__name__ if shape is None else f"{type(x).__name__} of {dtype} {tuple(shape)}"
 
 
-class OfSelector(Selecting):
+class SelectorCompressor(Selecting):
     """A compressor for a selector."""
 
     def __init__(self, selector: Selector) -> None:

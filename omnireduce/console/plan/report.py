@@ -12,7 +12,7 @@ from rich.table import Table
 from omnireduce.console.plan.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
 from omnireduce.console.plan.model import Costs, Hosts
 from omnireduce.console.plan.patterns import DrawnPatterns, KnownPatterns, TracedPatterns, read_all
-from omnireduce.console.plan.traced_jobs import Reduced, read_reduced
+from omnireduce.console.plan.traced_jobs import TracedReductions, read_reduced
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import whole_numbers
@@ -68,7 +68,7 @@ def report_plan(asked: PlanRequest, json_path: str | None) -> None:
         write_json(msgspec.json.encode(_as_json(studied, reduced)), json_path)
 
 
-def _traced(reduced: Reduced) -> list[Tensors]:
+def _traced(reduced: TracedReductions) -> list[Tensors]:
     """The tensors of a traced job, as any number of ranks would have them."""
     return [
         Tensors(
@@ -95,7 +95,7 @@ def _tensor(asked: PlanRequest) -> Tensors:
     return Tensors(patterns, asked.block_size * itemsize)
 
 
-def _print(console: Console, asked: PlanRequest, found: Study, nbytes: int, reduced: Reduced | None) -> None:
+def _print(console: Console, asked: PlanRequest, found: Study, nbytes: int, reduced: TracedReductions | None) -> None:
     if reduced is not None:
         _print_reduced(console, reduced)
     console.print(
@@ -119,7 +119,7 @@ def _print(console: Console, asked: PlanRequest, found: Study, nbytes: int, redu
     console.print("\n" + as_toml(found.best.plan, asked.hosts, block_size), end="")
 
 
-def _print_reduced(console: Console, reduced: Reduced) -> None:
+def _print_reduced(console: Console, reduced: TracedReductions) -> None:
     """Print the collectives in the trace, and those that are planned."""
     console.print(
         f"job '{reduced.job}', traced on {reduced.ranks} ranks: the times below are of all its {reduced.all_reduces} "
@@ -162,7 +162,7 @@ def _cells(candidate: Candidate) -> list[str]:
     ]
 
 
-def _as_json(found: Study, reduced: Reduced | None) -> dict[str, object]:
+def _as_json(found: Study, reduced: TracedReductions | None) -> dict[str, object]:
     rows = [
         candidate.plan._asdict() | candidate.prediction._asdict() | {"best": candidate is found.best}
         for candidate in found.candidates

@@ -12,7 +12,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.aligned_traces import Lane, apart, missing, read_lanes
-from omnireduce.runtime.tracing.trace import OF_TENSOR, What
+from omnireduce.runtime.tracing.trace import OF_TENSOR, SpanKind
 
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
 MOST_BLOCK_BYTES = 1 << 30
@@ -32,7 +32,7 @@ class Size(NamedTuple):
     union_density: float
 
 
-class Reduced(NamedTuple):
+class TracedReductions(NamedTuple):
     """The reductions of `job` on so many `ranks`: tensors, largest sums of bytes first; of how many sizes they were,
     for `sizes` has no more than MOST_SIZES; how many other collectives there were; for how long the tensors were under
     way, mean over the ranks; and spans that did not fit the traces."""
@@ -50,7 +50,7 @@ class Reduced(NamedTuple):
         return sum(size.times for size in self.sizes)
 
 
-class _Told(NamedTuple):
+class _TracedRank(NamedTuple):
     """The collectives that one rank traced, in order: bytes; what its instants say, -1 where there are none, (n,
     OF_TENSOR); for how long each was under way, in nanoseconds."""
 
@@ -59,7 +59,7 @@ class _Told(NamedTuple):
     lasted: Array
 
 
-def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
+def read_reduced(folder: str | Path, job: str | None = None) -> TracedReductions:
     """Read the traces of all ranks of a job.
 
     Collectives of which a rank has no trace, because its trace was full, do not count. Raises UsageError for what
@@ -87,7 +87,7 @@ def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
         )
     blocks = np.stack([trace.blocks[is_tensor] for trace in told])
     sizes = _sizes(told[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0))
-    return Reduced(
+    return TracedReductions(
         job=origin.job,
         ranks=origin.ranks,
         sizes=few(sizes, MOST_SIZES),
@@ -98,11 +98,11 @@ def read_reduced(folder: str | Path, job: str | None = None) -> Reduced:
     )
 
 
-def _together(ranks: Sequence[Lane]) -> list[_Told]:
+def _together(ranks: Sequence[Lane]) -> list[_TracedRank]:
     """The traces of the collectives that all ranks have recorded, which are the same on each."""
     told = [_told(lane) for lane in ranks]
     count = min(trace.nbytes.size for trace in told)
-    told = [_Told(*(part[:count] for part in trace)) for trace in told]
+    told = [_TracedRank(*(part[:count] for part in trace)) for trace in told]
     first = told[0]
     for lane, trace in zip(ranks, told, strict=True):
         is_tensor = first.blocks[:, 0] >= 0
@@ -115,9 +115,9 @@ def _together(ranks: Sequence[Lane]) -> list[_Told]:
     return told
 
 
-def _told(lane: Lane) -> _Told:
+def _told(lane: Lane) -> _TracedRank:
     spans = lane.spans
-    ends = np.flatnonzero(spans["what"] == What.COLLECTIVE)
+    ends = np.flatnonzero(spans["what"] == SpanKind.COLLECTIVE)
     blocks = np.full((ends.size, len(OF_TENSOR)), -1)
     for column, what in enumerate(OF_TENSOR):
         at = np.flatnonzero(spans["what"] == what)
@@ -126,7 +126,7 @@ def _told(lane: Lane) -> _Told:
     _check(lane, blocks)
     collectives = spans[ends]
     begins = apart(collectives["start"], collectives["end"])
-    return _Told(collectives["detail"], blocks, collectives["end"] - begins)
+    return _TracedRank(collectives["detail"], blocks, collectives["end"] - begins)
 
 
 def _check(lane: Lane, told: Array) -> None:

@@ -76,7 +76,7 @@ def make_ready(kernels: Sequence[Kernel], progress: Progress = _silent) -> None:
     to load them is no news, however busy the machine is. Raises what `progress` raises."""
     kernels = list({kernel.name: kernel for kernel in kernels}.values())
     with watching_the_compiler() as has_compiled:
-        work, is_cold = _Work(kernels), not are_kept(kernels)
+        work, is_cold = _Progress(kernels), not are_kept(kernels)
 
         def tell() -> None:
             if is_cold or has_compiled():
@@ -89,7 +89,7 @@ def make_ready(kernels: Sequence[Kernel], progress: Progress = _silent) -> None:
                 ticker.check()
 
 
-class _Work:
+class _Progress:
     """Progress of the work on some kernels, in seconds of a processor. A kernel that is compiled now counts by the time
     that this process has worked on it."""
 

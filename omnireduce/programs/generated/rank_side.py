@@ -74,7 +74,7 @@ class Block(NamedTuple):
     lines: list[str]
 
 
-class Parts(Statements):
+class RankWriter(Statements):
     """Writes what a rank does. `used`: the methods of the job that it calls."""
 
     def __init__(self, pipeline: Pipeline, names: Names, target: Target) -> None:

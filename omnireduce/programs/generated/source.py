@@ -29,7 +29,7 @@ from omnireduce.programs.expressions import (
     is_narrow,
 )
 from omnireduce.programs.generated.oracle import Oracle
-from omnireduce.programs.generated.rank_side import Parts, Target
+from omnireduce.programs.generated.rank_side import RankWriter, Target
 from omnireduce.programs.generated.statements import (
     MARGIN,
     Names,
@@ -48,7 +48,7 @@ from omnireduce.programs.stages import FusedAllReduce
 from omnireduce.support.files.output import check_writable, write_file
 
 
-class Declared(Statements):
+class SourceWriter(Statements):
     """Writes the language. `words`: what it takes from there."""
 
     def __init__(self, pipeline: Pipeline, names: Names) -> None:
@@ -179,9 +179,9 @@ class _File:
         self._sizes = sizes_in(pipeline.nodes)
         self._given = numbers
         self._shards = on_shards and target.name == "omnireduce" and runs_on_shards(pipeline)
-        self._parts = Parts(pipeline, self._names, target)
+        self._parts = RankWriter(pipeline, self._names, target)
         self._oracle = Oracle(pipeline, self._names)
-        self._declared = Declared(pipeline, self._names)
+        self._declared = SourceWriter(pipeline, self._names)
 
     def text(self) -> str:
         environment = Environment(

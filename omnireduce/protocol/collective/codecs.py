@@ -36,7 +36,7 @@ class Coder:
 
     def __init__(self, name: str, codec: Codec, block_size: int) -> None:
         self.name, self._codec, self.block_size = name, codec, block_size
-        self._calling = _Calling(name)
+        self._calling = _CodecErrors(name)
         with self._calling:
             self.block_bytes = codec.block_bytes(block_size)
         if not (isinstance(self.block_bytes, int) and 1 <= self.block_bytes <= FLOAT_BYTES * block_size):
@@ -104,7 +104,7 @@ class Coder:
         return padded[: x.size]
 
 
-class _Calling:
+class _CodecErrors:
     """A context for calls of a codec, which may be a user's own: its failures become CodecError."""
 
     def __init__(self, name: str) -> None:

@@ -30,14 +30,14 @@ class Send(NamedTuple):
     instead: Mapping[int, Array] = MappingProxyType({})
 
 
-class Return(NamedTuple):
+class ReturnCredit(NamedTuple):
     """Return the credit of receive slot `slot` to `peer`."""
 
     peer: int
     slot: int
 
 
-class Tell(NamedTuple):
+class SendControl(NamedTuple):
     """Send a control message to `peer`, or to ALL."""
 
     peer: int
@@ -76,7 +76,7 @@ class Warn(NamedTuple):
     still_s: float = 0.0
 
 
-Effect = Send | Return | Tell | Wake | Finish | End | Warn
+Effect = Send | ReturnCredit | SendControl | Wake | Finish | End | Warn
 
 
 def kind_of(cause: Cause, *, own: bool) -> AbortKind:

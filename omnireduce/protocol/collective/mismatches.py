@@ -13,7 +13,7 @@ from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ProtocolError
 
 
-class Begun(NamedTuple):
+class BegunCall(NamedTuple):
     """The call that `rank` has begun as collective `number`. Errors call the rank by its `name`."""
 
     rank: int
@@ -30,7 +30,7 @@ class MismatchError(ProtocolError):
         self.cause = cause
 
 
-def check_refusals(one: Begun, other: Begun) -> None:
+def check_refusals(one: BegunCall, other: BegunCall) -> None:
     """Raises MismatchError for two ranks that have begun different calls, unless both have refused theirs."""
     first, second = sorted((one, other))
     if first.number == second.number and first.descriptor.refused and second.descriptor.refused:
@@ -48,7 +48,7 @@ def check_refusals(one: Begun, other: Begun) -> None:
     raise MismatchError(Cause(f"ranks {first.rank} and {second.rank}", reason, mismatch=True))
 
 
-def _refused(refusing: Begun, calling: Begun) -> Cause:
+def _refused(refusing: BegunCall, calling: BegunCall) -> Cause:
     """The cause of the job's end if one rank refuses its call and another rank does not. The other rank may be at a
     later collective, because this shard had no part in its call."""
     called = f", which rank {calling.rank} called"

@@ -8,7 +8,7 @@ from omnireduce.core.descriptor import decode_descriptor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.regions import EXTRA_WORDS
-from omnireduce.protocol.collective.mismatches import Begun, check_refusals
+from omnireduce.protocol.collective.mismatches import BegunCall, check_refusals
 
 
 class HostError(Exception):
@@ -44,7 +44,7 @@ def check_begun(
     """
     try:
         begun = [
-            Begun(rank, name, number, decode_descriptor(descriptor))
+            BegunCall(rank, name, number, decode_descriptor(descriptor))
             for rank, name, descriptor in zip(ranks, names, encoded, strict=True)
         ]
     except ProtocolError as error:

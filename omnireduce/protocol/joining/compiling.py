@@ -16,7 +16,7 @@ from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import difference, taken
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import JobKey, PendingJob
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 
 COMPILING_S = 1800.0  # the longest wait: a process that has been stopped cannot say so
 TOO_LONG = f"the kernels were not ready after {COMPILING_S:g} s"
@@ -52,7 +52,7 @@ class Compilers:
         """The connections of ranks whose time is over."""
         return [key for key, _ in takewhile(lambda item: item[1].until <= now, self._all.items())]
 
-    def objection(self, hello: Hello, terms: Terms, here: PendingJob | None) -> str:
+    def objection(self, hello: Hello, terms: TeamLimits, here: PendingJob | None) -> str:
         """The reason not to wait for the worker of `hello`; empty if the others are to wait. `here`: the pending job
         that it wants to join."""
         wrong = ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.joining.checks import demand, memory_bytes
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Limits:
             )
         return ""
 
-    def beyond(self, hello: Hello, terms: Terms, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+    def beyond(self, hello: Hello, terms: TeamLimits, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
         """The limit, of the shard or of a team with `terms`, that the job of `hello` would exceed, as a text; empty if
         there is room.
 
@@ -57,7 +57,7 @@ class Limits:
         return _beyond_terms(terms, hello, len(own[0]), own[1])
 
 
-def _beyond_terms(terms: Terms, hello: Hello, jobs: int, held: Sequence[Hello]) -> str:
+def _beyond_terms(terms: TeamLimits, hello: Hello, jobs: int, held: Sequence[Hello]) -> str:
     """The limit of its team that one more job would exceed beside `jobs` others of the team, as a text; empty if there
     is room."""
     team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"

@@ -53,7 +53,7 @@ from omnireduce.protocol.joining.failed_launches import FailedLaunches, fails_la
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import Claim, FormationKey, JobKey, PendingJob, WaitingRank, member_name
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.teams import FREE
 
 
@@ -238,7 +238,7 @@ class Room:
         held = [*self._held.values(), *(other.spec for other in others if other.replaces not in self._held)]
         return bool(self._limits.beyond(pending_job.spec, pending_job.terms, jobs, held))
 
-    def why_none(self, hello: Hello, terms: Terms, displaced: PendingJob | None) -> str:
+    def why_none(self, hello: Hello, terms: TeamLimits, displaced: PendingJob | None) -> str:
         """The reason why there is no room for one more job in place of `displaced`; empty if there is room. Pending
         jobs count like running jobs."""
         leaving = self.replaced_by(hello, displaced)
@@ -300,7 +300,7 @@ class Membership:
         ends += [0.0] if self._has_freed_room and any(job.replaces is not None for job in waiting) else []
         return min(ends, default=None)
 
-    def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
+    def hello(self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
         formation_key, claim, displaced = FormationKey.of(hello), Claim.NEWCOMER, dict[int, str]()
         # first: nothing may depend on numbers without bounds
@@ -457,7 +457,7 @@ class Membership:
         ranks = self._compilers.ranks(pending_job.place) if now < pending_job.begun + COMPILING_S else []
         return msgspec.structs.replace(pending_job.pending(), compiling=ranks)
 
-    def _open(self, formation_key: FormationKey, hello: Hello, now: float, terms: Terms) -> None:
+    def _open(self, formation_key: FormationKey, hello: Hello, now: float, terms: TeamLimits) -> None:
         """Begin to gather. If ranks of another launch wait under the same name, both launches are told."""
         generation = self._generation_of(formation_key) if hello.min_ranks else None
         last = frozenset[int]()
@@ -617,7 +617,7 @@ class Membership:
             pending_job.lead(hello)
 
     def _objection(
-        self, hello: Hello, formation_key: FormationKey, claim: Claim, terms: Terms, displaced: dict[int, str]
+        self, hello: Hello, formation_key: FormationKey, claim: Claim, terms: TeamLimits, displaced: dict[int, str]
     ) -> tuple[str, bool]:
         """The reason why `hello` cannot join beside the ranks that are here, except the ranks `displaced`, and whether
         it might later; empty when it can join."""

@@ -13,7 +13,7 @@ import msgspec
 from omnireduce.core.status_messages import LISTED, JobStatus
 from omnireduce.core.wire.control import Hello, Pending
 from omnireduce.core.wire.safe_text import shown
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 
 
 def worker_name(rank: int, host: str, pid: int) -> str:
@@ -85,7 +85,7 @@ class PendingJob:
     """
 
     spec: Hello
-    terms: Terms
+    terms: TeamLimits
     since: float  # the time to join counts from here on; moved when a rank has compiled
     begun: float  # when the job began to gather; not moved when a rank has compiled
     told_at: float  # when all waiting ranks were told last who is missing

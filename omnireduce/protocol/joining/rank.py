@@ -40,7 +40,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
-from omnireduce.protocol.collective.effects import Tell, error_of
+from omnireduce.protocol.collective.effects import SendControl, error_of
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.authentication import UNHEARD
 from omnireduce.protocol.joining.compiling import COMPILING_S
@@ -104,7 +104,7 @@ class JoinFailed(NamedTuple):
     error: OmniReduceError
 
 
-JoinAction = Connect | Tell | HangUp | Notice | Meet | Joined
+JoinAction = Connect | SendControl | HangUp | Notice | Meet | Joined
 JoinEffect = JoinAction | JoinFailed
 
 
@@ -132,7 +132,7 @@ QUIET_S = 2.0  # the error of an attempt, or of a wait for a proof, that took lo
 
 
 @dataclass(slots=True)
-class _Visit:
+class _ShardConnection:
     """One connection to an aggregator in this attempt. `hint` may explain its loss."""
 
     since: float
@@ -162,7 +162,7 @@ class Joining:
         self._pauses = False
         self._pause_s = RETRY_S
         self._reason = ""  # why the current aggregator could not be reached, or was lost before the Hello
-        self._visits: list[_Visit] = []
+        self._visits: list[_ShardConnection] = []
         self._shards = 0  # the number of aggregators to visit so far
         self._assignment: RankAssignment | None = None
         self.newcomers = 0  # workers that wait for the next generation
@@ -193,7 +193,7 @@ class Joining:
         if shard != len(self._visits):
             return  # the connection belongs to an attempt that has ended
         request = JoinRequest(self._hello_to(shard), self._secret, nonce)
-        self._visits.append(_Visit(now, hint, request))
+        self._visits.append(_ShardConnection(now, hint, request))
         self._again_at = None
         yield from self._say(shard, request.first, now)
 
@@ -261,7 +261,7 @@ class Joining:
         leave = Leave(replace(cause, culprit=cause.culprit[:MOST_SAID], reason=cause.reason[:MOST_SAID]))
         for shard, visit in enumerate(self._visits):
             if visit.request.has_said_hello:
-                yield Tell(shard, leave)
+                yield SendControl(shard, leave)
         yield HangUp()
         self._visits.clear()
         self._has_joined, self._place = False, None
@@ -320,7 +320,7 @@ class Joining:
     def _say(self, shard: int, message: Greeting | Proof | Hello, now: float) -> Iterator[JoinEffect]:
         """Say it at once: an aggregator drops a connection without a Hello, and the next aggregator may take long to
         start."""
-        yield Tell(shard, message)
+        yield SendControl(shard, message)
         if isinstance(message, Hello):
             self._reminders, self._reason = Reminders(now), ""
             if shard + 1 < self._shards:

@@ -22,7 +22,7 @@ from omnireduce.protocol.joining.rank import Joined
 from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.runtime.rank.calls.single import CallContext, Pool, WithPool
 from omnireduce.runtime.rank.engine import Engine
-from omnireduce.runtime.rank.joining import Arrival, assemble, join_beside
+from omnireduce.runtime.rank.joining import JoinedWorker, assemble, join_beside
 from omnireduce.support.config import Config
 from omnireduce.support.logs import tagged
 from omnireduce.support.secret import Secret
@@ -80,7 +80,7 @@ class Channel:
     """One channel: links, machine and engine of a rank that has joined `job` with `arrival`. `pool` lends memory for
     results. Raises the errors of `assemble`."""
 
-    def __init__(self, config: Config, job: str, arrival: Arrival, pool: Pool) -> None:
+    def __init__(self, config: Config, job: str, arrival: JoinedWorker, pool: Pool) -> None:
         self.joined, self.job = arrival.joined, job
         self.links, self.machine, self.engine = assemble(config, job, arrival)
         self.way = CallChannel(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)

@@ -36,9 +36,9 @@ from omnireduce.runtime.rank.channels import CallChannel, Channel, RankChannels,
 from omnireduce.runtime.rank.embedded_aggregator import Embedded, embed
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.handles import Handle, Together
+from omnireduce.runtime.rank.handles import Handle, HandleGroup
 from omnireduce.runtime.rank.joining import (
-    Arrival,
+    JoinedWorker,
     hello_of,
     join_beside,
     tell_aggregators,
@@ -330,7 +330,7 @@ class Communicator:
             self._end_embedded()
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
-    def _enter(self, arrival: Arrival, hello: Hello, secret: Secret | None) -> None:
+    def _enter(self, arrival: JoinedWorker, hello: Hello, secret: Secret | None) -> None:
         self._assignment = arrival.joined.assignment
         channels = [Channel(self.config, self._job, arrival, self._pools[0])]
         if self.config.protocol.urgent_bytes:
@@ -780,7 +780,7 @@ class Communicator:
         except Exception as error:
             self.refuse(error)
             raise
-        return Together(handles, lambda _: x)
+        return HandleGroup(handles, lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
         context, engine = self._member.ordinary
@@ -790,7 +790,7 @@ class Communicator:
         except Exception as error:
             self.refuse(error)
             raise
-        return Together(handles, batch.result)
+        return HandleGroup(handles, batch.result)
 
     def _in_background(self, way: CallChannel, start: Callable[[], Handle[T]]) -> Handle[T]:
         if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:

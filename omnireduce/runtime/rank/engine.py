@@ -26,7 +26,7 @@ from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.rank.calls.arguments import Names
 from omnireduce.runtime.rank.calls.single import Call
-from omnireduce.runtime.rank.handles import Observing, Started, check_fits, check_free
+from omnireduce.runtime.rank.handles import EngineObserver, SingleHandle, check_fits, check_free
 from omnireduce.runtime.rank.poller import Poller
 from omnireduce.runtime.rank.threads import ParallelDriver
 from omnireduce.support.logs import BoundLog, tagged
@@ -188,15 +188,15 @@ class Engine(Interruptible):
             on_wake=self._poller.wake_rank,
         )  # fmt: skip
         self._driver.read_all_s = machine.timeout_s / READS
-        self._handles: dict[int, Started[Any]] = {}
+        self._handles: dict[int, SingleHandle[Any]] = {}
         self.names = Names()
         self._start_afresh()
         self._left = False  # this process has shut the communicator down
         self.is_closed = False  # the shutdown is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once when closed, perhaps for a signal handler
-        self.observer: Observing | None = None  # if a profile or a timeline is wanted
+        self.observer: EngineObserver | None = None  # if a profile or a timeline is wanted
         self.make_ready: Callable[[Descriptor], None] | None = None  # makes the kernels ready that a collective needs
-        self.refused: tuple[Started[Any], str] | None = None  # the last call that this rank has refused, and why
+        self.refused: tuple[SingleHandle[Any], str] | None = None  # the last call that this rank has refused, and why
         self.other: Callable[[], Engine | None] | None = None  # the engine of the communicator's other channel
         self._ended_there: Cause | None = None  # why the other channel has ended
 
@@ -224,7 +224,7 @@ class Engine(Interruptible):
             return function()
 
     @entering
-    def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
+    def submit(self, *calls: Call[Any]) -> list[SingleHandle[Any]]:
         """Start collectives, all or none.
 
         Raises UsageError when another collective under way uses their arrays or a block does not fit a slot, when a
@@ -236,7 +236,7 @@ class Engine(Interruptible):
             self._refuse_if_over()
             for call in calls:
                 self.make_ready(call.descriptor)
-        handles = [Started(self, call) for call in calls]
+        handles = [SingleHandle(self, call) for call in calls]
         with self._lock:
             self._refuse_if_over()
             for call in calls:
@@ -264,14 +264,14 @@ class Engine(Interruptible):
                 raise
         return handles
 
-    def _in_use(self, other: Engine) -> Collection[Started[Any]]:
+    def _in_use(self, other: Engine) -> Collection[SingleHandle[Any]]:
         """The collectives under way in both channels. Raises the error of the other channel's end."""
         if other._machine.ended is not None:
             raise other.end_error()
         return [*self._handles.values(), *list(other._handles.values())]
 
     @entering
-    def wait(self, handle: Started[Any], timeout_s: float | None = None) -> None:
+    def wait(self, handle: SingleHandle[Any], timeout_s: float | None = None) -> None:
         """Drive, or let another thread drive, until `handle` is finished. Raises TimeoutError after `timeout_s`."""
         if not handle.finished:
             self._refuse_nested()
@@ -290,7 +290,7 @@ class Engine(Interruptible):
         if not in_time:
             raise TimeoutError("the collective is still under way")
 
-    def _wait(self, handle: Started[Any], deadline: float | None) -> bool:
+    def _wait(self, handle: SingleHandle[Any], deadline: float | None) -> bool:
         """Return whether `handle` is finished; False if the time is over."""
         while not handle.finished and not self._settle_end(handle):
             if deadline is not None and time.monotonic() >= deadline:
@@ -312,7 +312,7 @@ class Engine(Interruptible):
                 self._lock.acquire()
             raise
 
-    def _settle_end(self, handle: Started[Any]) -> bool:
+    def _settle_end(self, handle: SingleHandle[Any]) -> bool:
         """Finish handles that an interrupted abort left behind; return whether `handle` is finished."""
         if self._machine.ended is not None and not handle.finished:
             self._on_end(self._machine.ended)

@@ -26,17 +26,17 @@ def _nothing() -> None:
 class Waiter(Protocol):
     """The part of the engine that a handle needs."""
 
-    def wait(self, handle: Started[Any], timeout_s: float | None) -> None: ...
+    def wait(self, handle: SingleHandle[Any], timeout_s: float | None) -> None: ...
     def end_error(self, *, under_way: bool = False) -> OmniReduceError: ...
 
 
-class Observing(Protocol):
+class EngineObserver(Protocol):
     """The part of an observer that an engine needs."""
 
-    def watch(self, calls: Sequence[Call[Any]], handles: Sequence[Started[Any]], /) -> tuple[Call[Any], ...]: ...
+    def watch(self, calls: Sequence[Call[Any]], handles: Sequence[SingleHandle[Any]], /) -> tuple[Call[Any], ...]: ...
 
 
-class Over(Protocol):
+class DoneCallback(Protocol):
     """A function that is called when a collective is over."""
 
     def __call__(self, *, failed: bool) -> None: ...
@@ -70,14 +70,14 @@ class Handle(Generic[T], ABC):
 
     @property
     @abstractmethod
-    def _parts(self) -> Sequence[Started[Any]]:
+    def _parts(self) -> Sequence[SingleHandle[Any]]:
         """The single collectives of this handle."""
 
 
-class Together(Handle[T]):
+class HandleGroup(Handle[T]):
     """Several collectives as one; `result` makes one result of all their results."""
 
-    def __init__(self, handles: Sequence[Started[Any]], result: Callable[[list[Any]], T]) -> None:
+    def __init__(self, handles: Sequence[SingleHandle[Any]], result: Callable[[list[Any]], T]) -> None:
         self._handles = handles
         self._result = once(lambda: result([handle.wait() for handle in handles]))
 
@@ -85,7 +85,7 @@ class Together(Handle[T]):
         return all(handle.done() for handle in self._handles)
 
     @property
-    def _parts(self) -> Sequence[Started[Any]]:
+    def _parts(self) -> Sequence[SingleHandle[Any]]:
         return self._handles
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -95,7 +95,7 @@ class Together(Handle[T]):
         return self._result()
 
 
-class Started(Handle[T]):
+class SingleHandle(Handle[T]):
     """One collective, which an engine has started."""
 
     def __init__(self, engine: Waiter, call: Call[T]) -> None:
@@ -105,14 +105,14 @@ class Started(Handle[T]):
         self._reads, self._writes = call.reads, call.writes
         self.thread = threading.current_thread()
         self._failed = False
-        self.on_over: Over | None = None
+        self.on_over: DoneCallback | None = None
         self.finished = False
 
     def done(self) -> bool:
         return self.finished
 
     @property
-    def _parts(self) -> Sequence[Started[Any]]:
+    def _parts(self) -> Sequence[SingleHandle[Any]]:
         return (self,)
 
     async def over(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -158,7 +158,7 @@ class Started(Handle[T]):
         self.finished = True
         self.tell()
 
-    def refuse(self, new: Started[Any]) -> None:
+    def refuse(self, new: SingleHandle[Any]) -> None:
         """Raise UsageError if `new` may not be under way together with this collective."""
         if new.name and new.name == self.name and new.thread is not self.thread:
             raise UsageError(
@@ -171,7 +171,7 @@ class Started(Handle[T]):
             raise UsageError("this array is in use by a collective that is under way; wait for its handle first")
 
 
-def check_free(new: Sequence[Started[Any]], under_way: Collection[Started[Any]], names: Names) -> None:
+def check_free(new: Sequence[SingleHandle[Any]], under_way: Collection[SingleHandle[Any]], names: Names) -> None:
     """Raise UsageError if a collective in `new` uses arrays of another collective, or a name of another thread."""
     for handle in new:
         for other in under_way:

@@ -30,7 +30,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
 from omnireduce.protocol.collective.block_lists import MessageSizing
-from omnireduce.protocol.collective.effects import Tell
+from omnireduce.protocol.collective.effects import SendControl
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.pending_job import worker_name
@@ -51,7 +51,7 @@ from omnireduce.runtime.driver import say_last_words
 from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.engine import GOODBYE_S, Engine
 from omnireduce.runtime.rank.threads import threads_for
-from omnireduce.runtime.rank.traced_parts import Parts, traced
+from omnireduce.runtime.rank.traced_parts import RankParts, traced
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.support import config as settings
 from omnireduce.support.config import Config, whole_bytes
@@ -122,7 +122,7 @@ def _is_heard(link: StreamLink) -> bool:
     return True
 
 
-class Assembled(NamedTuple):
+class AssembledRank(NamedTuple):
     """The links, machine and engine of a rank."""
 
     links: list[Link]
@@ -130,7 +130,7 @@ class Assembled(NamedTuple):
     engine: Engine
 
 
-def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
+def assemble(config: Config, job: str, arrival: JoinedWorker) -> AssembledRank:
     """Make the engine of a rank that has joined.
 
     Raises TransportError when there are no descriptors or no memory for it. Then it tells the other ranks, and gives
@@ -153,8 +153,8 @@ def assemble(config: Config, job: str, arrival: Arrival) -> Assembled:
     raise TransportError(f"rank {joined.rank} of job '{job}' could not begin: {wrong}")
 
 
-def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
-    joined, parts = arrival.joined, Parts(arrival.links)
+def _assemble(config: Config, job: str, arrival: JoinedWorker, me: str) -> AssembledRank:
+    joined, parts = arrival.joined, RankParts(arrival.links)
     is_traced = bool(trace_folder(config.trace))
     if is_traced:
         parts = traced(with_folder(config.trace), job, joined.rank, joined.size, parts.links)
@@ -182,7 +182,9 @@ def _assemble(config: Config, job: str, arrival: Arrival, me: str) -> Assembled:
     log = BoundLog(logging.getLogger("omnireduce"), job=job, rank=joined.rank)
     eventfds = () if arrival.group is None else arrival.group.eventfds
     try:
-        return Assembled(links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, eventfds))
+        return AssembledRank(
+            links, machine, parts.engine(machine, links, config.transport.spin_us / 1e6, log, eventfds)
+        )
     except BaseException:
         if threads is not None:
             threads.close()
@@ -204,7 +206,7 @@ def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int,
     return group.regions, me, names, protocol.slots, protocol.slot_bytes, local_ranks
 
 
-def _give_up(arrival: Arrival, cause: Cause) -> None:
+def _give_up(arrival: JoinedWorker, cause: Cause) -> None:
     """Tell all shards, then close the links and release all memory."""
     links = arrival.links
     if arrival.group is not None:
@@ -245,7 +247,7 @@ def hello_of(config: Config, job: str, launch: str, rank: int, size: int) -> Hel
     )
 
 
-class Arrival(NamedTuple):
+class JoinedWorker(NamedTuple):
     """A worker that has joined: an attached link for each shard, in order, its place in the job, the number of workers
     that wait for the next generation, and the memory that it shares with the other ranks of its host, if any."""
 
@@ -255,7 +257,7 @@ class Arrival(NamedTuple):
     group: HostGroup | None = None
 
 
-def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]) -> Arrival:
+def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]) -> JoinedWorker:
     """Join the job of `hello` on every configured aggregator, within `cluster.join_timeout_s`. It calls `gave_up` now
     and then, and stops when that returns True.
 
@@ -279,7 +281,7 @@ class First(Protocol):
 
 def join_beside(
     first: First | None, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]
-) -> Arrival:
+) -> JoinedWorker:
     """`join`, for as long as `first` lasts (None: no condition). Raises the errors of `join`, and the error of its
     end."""
     try:
@@ -317,7 +319,7 @@ class _PendingRank:
         self._selector = selectors.DefaultSelector()
         self._rendezvous: HostRendezvous | None = None
 
-    def run(self, gave_up: Callable[[], bool]) -> Arrival:
+    def run(self, gave_up: Callable[[], bool]) -> JoinedWorker:
         """Return when this worker is a rank of the job, or raise why it cannot be."""
         with self._selector:
             try:
@@ -331,7 +333,7 @@ class _PendingRank:
                 raise
         assert self._joined is not None
         group = None if self._rendezvous is None else self._rendezvous.group
-        return Arrival(self._links, self._joined, self._machine.newcomers, group)
+        return JoinedWorker(self._links, self._joined, self._machine.newcomers, group)
 
     def _wait(self) -> None:
         deadline = self._machine.deadline
@@ -413,7 +415,7 @@ class _PendingRank:
     def _carry_out(self, action: JoinAction) -> Iterator[JoinEffect] | None:
         if isinstance(action, Connect):
             return self._connect(action)
-        if isinstance(action, Tell):
+        if isinstance(action, SendControl):
             self._tell(action)
         elif isinstance(action, HangUp):
             self._hang_up(action.first)
@@ -443,7 +445,7 @@ class _PendingRank:
         nonce = secrets.token_bytes(NONCE_BYTES)
         return self._machine.connected(wanted.shard, nonce, time.monotonic(), why_lost(link))
 
-    def _tell(self, effect: Tell) -> None:
+    def _tell(self, effect: SendControl) -> None:
         """Send a message. A Hello also gets this worker's endpoint for RDMA."""
         link, message = self._links[effect.peer], effect.message
         if isinstance(message, Hello):

@@ -35,7 +35,7 @@ from omnireduce.protocol.host.state import storage_of
 from omnireduce.runtime.rank.joining import memory_key
 from omnireduce.support.config import Config
 from omnireduce.support.logs import BoundLog, tagged
-from omnireduce.support.progress import Seldom, Ticker
+from omnireduce.support.progress import Throttle, Ticker
 
 SIGN_S = 0.5  # between two signs that a rank compiles; at least four within the time limit of the others
 
@@ -49,7 +49,7 @@ def progress_of(rank: int, log: BoundLog) -> Progress:
             text = progress_text(done_s, total_s)
             log.warning("%s", text, extra=tagged("compiling", done_s=round(done_s, 1), total_s=round(total_s, 1)))
 
-    return Seldom(say)
+    return Throttle(say)
 
 
 def aggregator_sums(config: Config, size: int) -> bool:

@@ -104,7 +104,7 @@ def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = No
     return launch
 
 
-class Alone(NamedTuple):
+class LauncherSign(NamedTuple):
     """The sign in the environment that a process without a launcher is one of several, and what to do `instead`.
     `is_certain`: it should certainly be one of several ranks."""
 
@@ -113,14 +113,14 @@ class Alone(NamedTuple):
     is_certain: bool
 
 
-def alone_though(environ: Mapping[str, str] = os.environ) -> Alone | None:
+def alone_though(environ: Mapping[str, str] = os.environ) -> LauncherSign | None:
     """The sign that there are several processes; None if there is none."""
     for hint in HINTS:
         many = hint.many(environ)
         if many:
             said = f"{hint.who} speaks of {f'{many} processes or more' if many > 1 else 'several processes'}"
             instead = f"{hint.instead}; or, for a process on its own, set RANK=0 and WORLD_SIZE=1"
-            return Alone(said, instead, hint.is_certain and many > 1)
+            return LauncherSign(said, instead, hint.is_certain and many > 1)
     return None
 
 

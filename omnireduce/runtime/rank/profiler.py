@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.channels import Channel
-from omnireduce.runtime.rank.traced_parts import Moved, Observer
+from omnireduce.runtime.rank.traced_parts import ChannelCounters, Observer
 from omnireduce.runtime.tracing.merged_timeline import merge
 from omnireduce.runtime.tracing.profile import Profile
 from omnireduce.runtime.tracing.timeline import OFF, PART_SUFFIX, NoTimeline, Timeline
@@ -182,11 +182,11 @@ class Profiler:
             self._log.warning("the profile cannot be written: %s", error)
 
 
-def _moved(channel: Channel) -> Callable[[], Moved]:
+def _moved(channel: Channel) -> Callable[[], ChannelCounters]:
     host = channel.machine.host
 
-    def moved() -> Moved:
-        return Moved(channel.sent_bytes, None if host is None else host.own_blocks)
+    def moved() -> ChannelCounters:
+        return ChannelCounters(channel.sent_bytes, None if host is None else host.own_blocks)
 
     return moved
 

@@ -18,11 +18,11 @@ from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.engine import Engine
-from omnireduce.runtime.rank.handles import Started
+from omnireduce.runtime.rank.handles import SingleHandle
 from omnireduce.runtime.tracing.links import traced_links
 from omnireduce.runtime.tracing.profile import Profile, Tally
 from omnireduce.runtime.tracing.timeline import Timeline
-from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, What, now
+from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, SpanKind, now
 from omnireduce.support.config import Trace
 from omnireduce.support.logs import BoundLog
 from omnireduce.transport.base import Link
@@ -30,7 +30,7 @@ from omnireduce.transport.base import Link
 _numbers = itertools.count(1)
 
 
-class Moved(NamedTuple):
+class ChannelCounters(NamedTuple):
     """Counters of a channel: bytes that it has sent, and non-zero blocks that its rank brought to exchanges in memory
     (None: they are not counted)."""
 
@@ -42,17 +42,17 @@ class Observer:
     """Watches collectives from start to end. `profile`, `timeline` and `recorder` may change. `recorder` records the
     work of the collectives, unless the channel is traced already."""
 
-    def __init__(self, moved: Callable[[], Moved], profile: Profile | None) -> None:
+    def __init__(self, moved: Callable[[], ChannelCounters], profile: Profile | None) -> None:
         self.profile, self._moved = profile, moved
         self.timeline: Timeline | None = None
         self.recorder: Recorder | None = None
         self._before = moved()
 
-    def watch(self, calls: Sequence[Call[Any]], handles: Sequence[Started[Any]]) -> tuple[Call[Any], ...]:
+    def watch(self, calls: Sequence[Call[Any]], handles: Sequence[SingleHandle[Any]]) -> tuple[Call[Any], ...]:
         """The calls to start in place of `calls`, with hooks for their end."""
         return tuple(self._watched(*pair) for pair in zip(calls, handles, strict=True))
 
-    def _watched(self, call: Call[Any], handle: Started[Any]) -> Call[Any]:
+    def _watched(self, call: Call[Any], handle: SingleHandle[Any]) -> Call[Any]:
         called, operand = call.descriptor, call.operand
         if self.recorder is not None and not isinstance(operand, TracedOperand):
             is_tensor = called.reduces and not called.has_rows
@@ -103,7 +103,7 @@ def _details(called: Descriptor, operand: Operand, nbytes: int, own: int | None)
 
 
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, LocalRanks], HostExchange]
-Progress = dict[What, tuple[int, int]]  # for each kind of step, the number of steps, and of their blocks
+Progress = dict[SpanKind, tuple[int, int]]  # for each kind of step, the number of steps, and of their blocks
 
 
 class MakeEngine(Protocol):
@@ -134,13 +134,13 @@ class TracedOperand:
     def start(self, shard: int) -> int:
         start = now()
         cursor = self._operand.start(shard)
-        self._recorder.add(What.PACK, start, now(), shard)
+        self._recorder.add(SpanKind.PACK, start, now(), shard)
         return cursor
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         start = now()
         packed = self._operand.pack(shard, cursor, span, rows, indices)
-        self._recorder.add(What.PACK, start, now(), shard, packed.block_count)
+        self._recorder.add(SpanKind.PACK, start, now(), shard, packed.block_count)
         self.own += packed.block_count
         return packed
 
@@ -151,19 +151,19 @@ class TracedOperand:
     def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         start, shard = self._found
         self._operand.pack_found(indices, encode)
-        self._recorder.add(What.PACK, start, now(), shard, indices.size)
+        self._recorder.add(SpanKind.PACK, start, now(), shard, indices.size)
         self.own += indices.size
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         start = now()
         self._operand.put(rows, indices, unchanged, left_out)
-        self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
+        self._recorder.add(SpanKind.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size  # with blocks that the message leaves out: they belong to the result
 
     def put_placed(self, indices: Array, place: WriteBlocks) -> None:
         start = now()
         self._operand.put_placed(indices, place)
-        self._recorder.add(What.SCATTER, start, now(), detail=indices.size)
+        self._recorder.add(SpanKind.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size
 
     def take_totals(self, shard: int, totals: Array) -> None:
@@ -173,12 +173,12 @@ class TracedOperand:
         start = now()
         self._operand.finish()
         end = now()
-        self._recorder.add(What.SCATTER, start, end)
+        self._recorder.add(SpanKind.SCATTER, start, end)
         if self._is_tensor:
             counts = self.layout.blocks, self.block_bytes, self.own, self.union
             for what, detail in zip(OF_TENSOR, counts, strict=True):
                 self._recorder.add(what, end, end, detail=detail)
-        self._recorder.add(What.COLLECTIVE, self._submitted, end, detail=self.nbytes)
+        self._recorder.add(SpanKind.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
 class TracedMachine(WorkerMachine):
@@ -228,7 +228,7 @@ class TracedExchange(HostExchange):
     def _wait(self) -> bool:
         start = now()
         can_go_on = self.await_step()
-        self._recorder.add(What.WAIT, start, now())
+        self._recorder.add(SpanKind.WAIT, start, now())
         return can_go_on
 
     def _record(self, step: Callable[[], int], progress: Callable[[], Progress]) -> int:
@@ -245,10 +245,10 @@ class TracedExchange(HostExchange):
         s = self._state[0]
         shown = int(s["combined"]) if s["shards"] else 0
         return {
-            What.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
-            What.COMBINE: (int(s["summed"] if s["shards"] else s["combined"]), int(s["result_blocks"])),
-            What.SHOW: (shown, int(s["shown_blocks"])),
-            What.COLLECT: (int(s["collected"]), int(s["collected_blocks"])),
+            SpanKind.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
+            SpanKind.COMBINE: (int(s["summed"] if s["shards"] else s["combined"]), int(s["result_blocks"])),
+            SpanKind.SHOW: (shown, int(s["shown_blocks"])),
+            SpanKind.COLLECT: (int(s["collected"]), int(s["collected_blocks"])),
         }
 
     def _with_rows(self) -> Progress:
@@ -257,8 +257,8 @@ class TracedExchange(HostExchange):
         s = self._state[0]
         combined = max(0, int(s["combined"] - s["number_chunks"])) * int(s["chunk_blocks"])
         return {
-            What.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
-            What.COMBINE: (int(s["combined"]), min(combined, int(s["union"]))),
+            SpanKind.STAGE: (int(s["staged"]), int(s["staged_blocks"])),
+            SpanKind.COMBINE: (int(s["combined"]), min(combined, int(s["union"]))),
         }
 
 
@@ -269,7 +269,7 @@ class TracedEngine(Engine):
         super().__init__(*arguments)
         self._recorder = recorder
 
-    def submit(self, *calls: Call[Any]) -> list[Started[Any]]:
+    def submit(self, *calls: Call[Any]) -> list[SingleHandle[Any]]:
         return super().submit(*(call._replace(operand=self._traced(call)) for call in calls))
 
     def _traced(self, call: Call[Any]) -> TracedOperand:
@@ -279,14 +279,14 @@ class TracedEngine(Engine):
     def _block(self, deadline: float | None) -> None:
         start = now()
         super()._block(deadline)
-        self._recorder.add(What.WAIT, start, now())
+        self._recorder.add(SpanKind.WAIT, start, now())
 
     def _let_go(self) -> None:
         super()._let_go()
         self._recorder.write()
 
 
-class Parts(NamedTuple):
+class RankParts(NamedTuple):
     """The parts of a rank: its links, and functions that make its machine, its engine and its host exchange."""
 
     links: list[Link]
@@ -295,10 +295,10 @@ class Parts(NamedTuple):
     exchange: MakeExchange = HostExchange
 
 
-def traced(settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]) -> Parts:
+def traced(settings: Trace, job: str, rank: int, size: int, links: Sequence[Link]) -> RankParts:
     """The parts of a rank; with a recorder if traces are wanted."""
     recorder = Recorder(settings, Origin(job=job, kind="rank", number=rank, ranks=size, shards=len(links)))
-    return Parts(
+    return RankParts(
         traced_links(links, recorder),
         partial(TracedMachine, recorder),
         partial(TracedEngine, recorder),

@@ -17,7 +17,7 @@ from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.job import why_broken_off
-from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, Listening
+from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, ListeningSockets
 from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.status_requests import StatusPages, StatusRequests
 from omnireduce.runtime.shard.teardown import Teardown
@@ -47,7 +47,7 @@ class Admission:
         self._membership, self._connections, self._teardown = membership, connections, teardown
         self._status_requests, self._pages, self._clock, self._change = status_requests, pages, clock, change
 
-    def open(self, listener: Listener, listening: Listening, *, busy: bool) -> None:
+    def open(self, listener: Listener, listening: ListeningSockets, *, busy: bool) -> None:
         """Accept some of the connections that wait at a listener, fewer when jobs are `busy`."""
         unidentified, closing = self._connections.unidentified, self._connections.closing
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from omnireduce.core.dtypes import Array
-from omnireduce.core.status_messages import LISTED, MOST, Below, JobKey, JobStatus, Stragglers, Traffic
+from omnireduce.core.status_messages import LISTED, MOST, JobKey, JobRelay, JobStatus, Stragglers, Traffic
 from omnireduce.core.wire.control import (
     TOKEN_BYTES,
     Aborted,
@@ -76,11 +76,11 @@ class JobFactory(Protocol):
     """Makes a job on a server from the arguments that differ between jobs. Raises OSError and MemoryError."""
 
     def __call__(
-        self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], above: Above | None, /
+        self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], above: JobUpstream | None, /
     ) -> Job: ...
 
 
-class Above(NamedTuple):
+class JobUpstream(NamedTuple):
     """The upstream of a relay's job: its address, the Welcome of each member, and the member's uplink."""
 
     address: str
@@ -103,7 +103,7 @@ class Job:
         name: str,
         links: Sequence[Link],
         hellos: Sequence[Hello],
-        above: Above | None = None,
+        above: JobUpstream | None = None,
         *,
         clock: Clock,
         on_end: Callable[[Job, End], None],
@@ -123,7 +123,7 @@ class Job:
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._above = clock(), hellos[0], above
         relays = Counter(hello.relays[0] for hello in hellos if hello.relays)
-        self._relays = [Below(*relay) for relay in list(relays.items())[:LISTED]]
+        self._relays = [JobRelay(*relay) for relay in list(relays.items())[:LISTED]]
         if above is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
             welcomes = [replace(welcome, shards=shards) for welcome in welcomes]
@@ -177,7 +177,7 @@ class Job:
             states=ShardStates(spec.state_bytes),
         )
 
-    def _below(self, above: Above, undo: ExitStack) -> Callable[..., AggregatorMachine]:
+    def _below(self, above: JobUpstream, undo: ExitStack) -> Callable[..., AggregatorMachine]:
         """Give the uplinks their slots; return the function that makes the machine of a relay."""
         self._sums = undo.enter_context(closing(Region(*self._results.slots.shape)))
         for place, link in enumerate(above.uplinks):

@@ -29,7 +29,7 @@ class Listener(NamedTuple):
     of_monitor: bool = False
 
 
-class Listening:
+class ListeningSockets:
     """Keeps `listeners` in `selector`, and accepts connections there.
 
     If the system has no room for one more connection, the first waiting connection would keep its listener readable. A

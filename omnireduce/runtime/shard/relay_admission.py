@@ -47,7 +47,7 @@ from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffe
 from omnireduce.protocol.joining.pending_job import FormationKey, member_name
 from omnireduce.protocol.joining.request import JoinRequest
 from omnireduce.runtime.driver import Clock
-from omnireduce.support.config.schema import Terms
+from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.logs import tagged
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import FREE
@@ -151,7 +151,7 @@ class Relaying:
         ends = [uplink.since + self._limits.join_timeout_s for uplink in unconnected]
         return min([*ends, *(uplink.again_at for uplink in unconnected if uplink.again_at is not None)], default=None)
 
-    def hello(self, key: Hashable, hello: Hello, now: float, terms: Terms = FREE) -> Iterator[MembershipEffect]:
+    def hello(self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
         wrong, temporary = self._objection(hello, terms)
         if not wrong and not hello.refuses:
@@ -164,7 +164,7 @@ class Relaying:
             self._pending_jobs.setdefault(uplink.formation_key, {})[key] = uplink
         self._call(uplink)
 
-    def _objection(self, hello: Hello, terms: Terms) -> tuple[str, bool]:
+    def _objection(self, hello: Hello, terms: TeamLimits) -> tuple[str, bool]:
         """The reason why `hello` is not passed on, and whether it may be later; empty if it is passed on."""
         wrong = other_version(hello.version) or malformed(hello) or self._limits.over(hello)
         above = len(self._upstream.addresses)

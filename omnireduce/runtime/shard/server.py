@@ -27,8 +27,8 @@ from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.admission import Admission
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
-from omnireduce.runtime.shard.job import WARN_AFTER_S, Above, Job, JobFactory, why_broken_off, why_not_started
-from omnireduce.runtime.shard.listening import Listener, Listening
+from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, JobFactory, JobUpstream, why_broken_off, why_not_started
+from omnireduce.runtime.shard.listening import Listener, ListeningSockets
 from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
 from omnireduce.runtime.shard.status_requests import StatusPages, StatusRequests
@@ -108,7 +108,7 @@ class ShardServer:
         self._settled_until = UNSETTLED  # until this time there is no work outside jobs
         self._stop_by: float | None = None
         self._stops_after_jobs = False
-        self._listening = Listening(listeners, self._selector, clock, lambda: len(self._connections))
+        self._listening = ListeningSockets(listeners, self._selector, clock, lambda: len(self._connections))
 
     @property
     def access(self) -> Access:
@@ -297,7 +297,7 @@ class ShardServer:
         connections = [key for key in admit.keys if isinstance(key, Connection)]
         links, relayed = [connection.link for connection in connections], admit.relayed
         uplinks = [link for link in relayed.uplinks if isinstance(link, Link)] if relayed is not None else []
-        above = None if relayed is None else Above(relayed.address, relayed.welcomes, uplinks)
+        above = None if relayed is None else JobUpstream(relayed.address, relayed.welcomes, uplinks)
         try:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos, above)
         except Exception as error:  # otherwise the ranks would wait for ever, and the job would still count

@@ -10,7 +10,7 @@ from typing import Any
 from omnireduce.core.wire.control import Hello
 from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.runtime.tracing.links import traced_links
-from omnireduce.runtime.tracing.trace import Origin, Recorder, What, now
+from omnireduce.runtime.tracing.trace import Origin, Recorder, SpanKind, now
 from omnireduce.support.config import Trace
 from omnireduce.transport.base import Link
 
@@ -26,7 +26,7 @@ class TracedReduction(Reduction):
         start, before = now(), self.written
         work = super().merge(slot, most)
         if work:
-            self._recorder.add(What.MERGE, start, now(), detail=self.written - before)
+            self._recorder.add(SpanKind.MERGE, start, now(), detail=self.written - before)
         return work
 
 
@@ -42,7 +42,7 @@ class TracedSelector(selectors.EpollSelector):
         ready = super().select(timeout)
         end = now()
         for recorder in self.recorders:
-            recorder.add(What.WAIT, start, end)
+            recorder.add(SpanKind.WAIT, start, end)
         return ready
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, What, read_trace
+from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, SpanKind, read_trace
 from omnireduce.support.files.paths import user_path
 
 Pairs = tuple[Array, Array]  # for each message or credit: when it left its sender, and when it had arrived
@@ -24,7 +24,7 @@ class Lane:
     origin: Origin
     spans: Array
 
-    def of(self, what: What, peer: int | None = None) -> Array:
+    def of(self, what: SpanKind, peer: int | None = None) -> Array:
         """The lane's spans of one kind, only those with `peer` if it is given, in the order in which they were
         recorded."""
         spans: Array = self.spans[self.spans["what"] == what]
@@ -124,7 +124,7 @@ def _fastest(lanes: Sequence[Lane], one: str, other: str, shifts: Mapping[str, i
             continue
         if sender.origin.kind == receiver.origin.kind:
             continue
-        for out, into in ((What.MESSAGE_OUT, What.MESSAGE_IN), (What.CREDIT_OUT, What.CREDIT_IN)):
+        for out, into in ((SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN), (SpanKind.CREDIT_OUT, SpanKind.CREDIT_IN)):
             left, arrived = pairs(sender, receiver, out, into)
             if left.size:
                 times.append(int((arrived - left).min()) + shifts[other] - shifts[one])
@@ -138,7 +138,7 @@ def missing(lanes: Sequence[Lane]) -> list[str]:
     return [name for name in wanted if name not in there]
 
 
-def pairs(sender: Lane, receiver: Lane, out: What, into: What) -> Pairs:
+def pairs(sender: Lane, receiver: Lane, out: SpanKind, into: SpanKind) -> Pairs:
     """The times when each message or credit of `sender` left, and when it had arrived at `receiver`. Links keep their
     order.
 
@@ -158,8 +158,8 @@ def arrivals(lane: Lane, lanes: Sequence[Lane]) -> Pairs:
     all_pairs: list[Pairs] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for peer in lanes:
         if peer.origin.kind != lane.origin.kind and peer.origin.boot == lane.origin.boot:
-            all_pairs.append(pairs(peer, lane, What.MESSAGE_OUT, What.MESSAGE_IN))
-            all_pairs.append(pairs(peer, lane, What.CREDIT_OUT, What.CREDIT_IN))
+            all_pairs.append(pairs(peer, lane, SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN))
+            all_pairs.append(pairs(peer, lane, SpanKind.CREDIT_OUT, SpanKind.CREDIT_IN))
     left, arrived = (np.concatenate([times[side] for times in all_pairs]) for side in (0, 1))
     order = np.argsort(arrived, kind="stable")
     return left[order], arrived[order]
@@ -171,7 +171,7 @@ def wake_ups(lane: Lane, lanes: Sequence[Lane]) -> Array:
     Such a span begins when the first message or credit that arrived had left its sender, or when the wait began if that
     was later. It ends when the wait returned.
     """
-    waits = lane.of(What.WAIT)
+    waits = lane.of(SpanKind.WAIT)
     left, arrived = arrivals(lane, lanes)
     after = np.searchsorted(waits["end"], arrived, "right") - 1  # the last wait that had ended then
     first = np.full(waits.size, np.iinfo(np.int64).max)
@@ -206,12 +206,12 @@ def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
     UsageError if a rank recorded none.
     """
     ranks = [lane for lane in lanes if lane.origin.kind == "rank"]
-    count = min((lane.of(What.COLLECTIVE).size for lane in ranks), default=0)
+    count = min((lane.of(SpanKind.COLLECTIVE).size for lane in ranks), default=0)
     if count == 0:
         raise UsageError("no collective was recorded; was the job traced on daemon and workers, and did it run one?")
     by_lane = {}
     for lane in ranks:
-        collectives = lane.of(What.COLLECTIVE)[:count]
+        collectives = lane.of(SpanKind.COLLECTIVE)[:count]
         by_lane[str(lane.origin)] = apart(collectives["start"], collectives["end"]), collectives["end"]
     begins = np.min([begin for begin, _ in by_lane.values()], axis=0)
     ends = np.max([end for _, end in by_lane.values()], axis=0)
@@ -230,5 +230,5 @@ def apart(begins: Array, ends: Array) -> Array:
 
 def sizes(lanes: Sequence[Lane]) -> Array:
     """The bytes of each collective's tensor, in order."""
-    by_rank: list[Array] = [lane.of(What.COLLECTIVE)["detail"] for lane in lanes if lane.origin.kind == "rank"]
+    by_rank: list[Array] = [lane.of(SpanKind.COLLECTIVE)["detail"] for lane in lanes if lane.origin.kind == "rank"]
     return min(by_rank, key=len)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from omnireduce.core.dtypes import Array
-from omnireduce.runtime.tracing.trace import Recorder, What, now
+from omnireduce.runtime.tracing.trace import Recorder, SpanKind, now
 from omnireduce.transport.base import EVERYTHING, Credited, Event, Link, Received
 
 
@@ -19,7 +19,7 @@ class TracedLink(Link):
         self._link, self._number, self._recorder = link, number, recorder
         self.counters, self.send_slots, self.receive_slots = link.counters, link.send_slots, link.receive_slots
         self._gathers = link.gathers
-        self._gathered: list[tuple[What, int]] = []
+        self._gathered: list[tuple[SpanKind, int]] = []
 
     @property
     def over(self) -> bool:
@@ -52,11 +52,11 @@ class TracedLink(Link):
     # output
 
     def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
-        with self._leaving(What.MESSAGE_OUT, nbytes if instead is None else instead.size):
+        with self._leaving(SpanKind.MESSAGE_OUT, nbytes if instead is None else instead.size):
             self._link.send(slot, nbytes, instead)
 
     def return_credit(self, slot: int) -> None:
-        with self._leaving(What.CREDIT_OUT, slot):
+        with self._leaving(SpanKind.CREDIT_OUT, slot):
             self._link.return_credit(slot)
 
     def _send(self, slot: int, nbytes: int) -> None:
@@ -68,18 +68,18 @@ class TracedLink(Link):
     def send_control(self, body: bytes) -> None:
         start = self._offer()
         self._link.send_control(body)
-        self._recorder.add(What.SEND, start, now(), self._number)
+        self._recorder.add(SpanKind.SEND, start, now(), self._number)
 
     def flush(self, most: int = EVERYTHING) -> None:
         if self._gathered or self._link.wants_write:
             start = self._offer()
             self._link.flush(most)
-            self._recorder.add(What.SEND, start, now(), self._number)
+            self._recorder.add(SpanKind.SEND, start, now(), self._number)
         else:
             self._link.flush(most)
 
     @contextmanager
-    def _leaving(self, what: What, detail: int) -> Iterator[None]:
+    def _leaving(self, what: SpanKind, detail: int) -> Iterator[None]:
         """A context in which a message or credit is handed to the link. It leaves with the next `flush`, or by RDMA at
         once."""
         self._gathered.append((what, detail))
@@ -88,7 +88,7 @@ class TracedLink(Link):
             return
         start = self._offer()
         yield
-        self._recorder.add(What.SEND, start, now(), self._number)
+        self._recorder.add(SpanKind.SEND, start, now(), self._number)
 
     def _offer(self) -> int:
         """Record that all gathered messages and credits begin to leave now; return the time."""
@@ -107,12 +107,12 @@ class TracedLink(Link):
         start = now()
         events = self._link.poll()
         end = now()
-        self._recorder.add(What.RECEIVE, start, end, self._number)
+        self._recorder.add(SpanKind.RECEIVE, start, end, self._number)
         for event in events:
             if isinstance(event, Received):
-                self._recorder.add(What.MESSAGE_IN, end, end, self._number, event.nbytes)
+                self._recorder.add(SpanKind.MESSAGE_IN, end, end, self._number, event.nbytes)
             elif isinstance(event, Credited):
-                self._recorder.add(What.CREDIT_IN, end, end, self._number, event.slot)
+                self._recorder.add(SpanKind.CREDIT_IN, end, end, self._number, event.slot)
         return events
 
 

@@ -24,12 +24,20 @@ from omnireduce.runtime.tracing import timeline_reader
 from omnireduce.runtime.tracing.aligned_traces import Lane, apart, clocks, on_one_clock, pairs, read_traces, wake_ups
 from omnireduce.runtime.tracing.timeline import CYCLE
 from omnireduce.runtime.tracing.timeline_reader import Part, read_parts
-from omnireduce.runtime.tracing.trace import WORK, Origin, What
+from omnireduce.runtime.tracing.trace import WORK, Origin, SpanKind
 from omnireduce.support.files.output import write_chunks
 
 COLLECTIVES, WORKING, WAITING = TRACKS = ("collectives", "work", "waits")
-BLOCKS = (What.PACK, What.SCATTER, What.MERGE, What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
-DETAILS = {What.COLLECTIVE: "bytes"} | dict.fromkeys(BLOCKS, "blocks")
+BLOCKS = (
+    SpanKind.PACK,
+    SpanKind.SCATTER,
+    SpanKind.MERGE,
+    SpanKind.STAGE,
+    SpanKind.COMBINE,
+    SpanKind.SHOW,
+    SpanKind.COLLECT,
+)
+DETAILS = {SpanKind.COLLECTIVE: "bytes"} | dict.fromkeys(BLOCKS, "blocks")
 MANY = 1 << 14  # spans that are made tuples at once
 ARROWS = 1 << 32  # numbers of arrows for each job: more than it has messages
 Event = dict[str, Any]
@@ -73,9 +81,9 @@ def thread_event(process: int, thread: int, name: str) -> Event:
 
 def _lane(number: int, lane: Lane, lanes: Sequence[Lane], low: int, high: int) -> Iterator[Event]:
     peer = "shard" if lane.origin.kind == "rank" else "rank"
-    collectives = lane.of(What.COLLECTIVE)
+    collectives = lane.of(SpanKind.COLLECTIVE)
     collectives["start"] = apart(collectives["start"], collectives["end"])
-    shown = [("", COLLECTIVES, collectives), ("", WAITING, lane.of(What.WAIT))]
+    shown = [("", COLLECTIVES, collectives), ("", WAITING, lane.of(SpanKind.WAIT))]
     shown += [("wake-up", WAITING, wake_ups(lane, lanes)), *(("", WORKING, lane.of(what)) for what in WORK)]
     for name, track, spans in shown:
         place = {"ph": "X", "pid": number, "tid": _thread(number, track)}
@@ -83,7 +91,7 @@ def _lane(number: int, lane: Lane, lanes: Sequence[Lane], low: int, high: int) -
             args = ({} if to < 0 else {peer: to}) | ({DETAILS[what]: detail} if what in DETAILS else {})
             begin = microseconds(start - low)
             times = {"ts": begin, "dur": microseconds(end - low) - begin}
-            yield place | {"name": name or What(what).name.lower(), "args": args} | times
+            yield place | {"name": name or SpanKind(what).name.lower(), "args": args} | times
 
 
 def _thread(lane: int, track: str) -> int:
@@ -116,7 +124,7 @@ def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high:
         i, j = numbers[str(sender.origin)], numbers[str(receiver.origin)]
         if sender.origin.kind == receiver.origin.kind or sender.origin.boot != receiver.origin.boot:
             continue
-        left, there = pairs(sender, receiver, What.MESSAGE_OUT, What.MESSAGE_IN)
+        left, there = pairs(sender, receiver, SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN)
         inside = (left >= low) & (there <= high)
         for start, end in zip(left[inside].tolist(), there[inside].tolist(), strict=True):
             arrow = {"name": "message", "cat": "message", "id": next(arrows)}

@@ -38,7 +38,7 @@ CYCLE = "CYCLE_START"
 INNER = "queue: "  # the beginning of the names of collectives that a queue starts for its tensors
 
 
-class Line(StrEnum):
+class LineKind(StrEnum):
     """The kinds of a line, and the details that follow the time."""
 
     BEGIN = "B"  # tensor, activity, details
@@ -113,31 +113,31 @@ class Timeline(NoTimeline):
         partial.replace(self.path)  # so a reader always sees a whole first line, and a locked file
 
     def begin(self, tensor: str, activity: str, **details: object) -> None:
-        self._note(Line.BEGIN, tensor, activity, details)
+        self._note(LineKind.BEGIN, tensor, activity, details)
 
     def end(self, tensor: str, activity: str, **details: object) -> None:
-        self._note(Line.END, tensor, activity, details)
+        self._note(LineKind.END, tensor, activity, details)
 
     def ready(self, tensor: str, rank: int) -> None:
-        self._note(Line.READY, tensor, rank)
+        self._note(LineKind.READY, tensor, rank)
 
     def cycle(self) -> None:
         if self.marks_cycles:
-            self._note(Line.CYCLE)
+            self._note(LineKind.CYCLE)
 
     def started(self, number: int, kind: str, name: str, details: dict[str, Any]) -> None:
         """A collective is started; `number` is unique."""
-        self._note(Line.STARTED, number, kind, name, details)
+        self._note(LineKind.STARTED, number, kind, name, details)
 
     def done(self, number: int, details: dict[str, Any]) -> None:
         """Collective `number` is complete, or has failed."""
-        self._note(Line.DONE, number, details)
+        self._note(LineKind.DONE, number, details)
 
     def close(self) -> None:
         """Write how many lines are missing, and close the file. May be called twice."""
         with self._lock:
             if self._file >= 0:
-                self._write(self._encode([Line.LAST, now(), self._missed]) + b"\n")
+                self._write(self._encode([LineKind.LAST, now(), self._missed]) + b"\n")
                 self.abandon()
 
     def abandon(self) -> None:
@@ -146,7 +146,7 @@ class Timeline(NoTimeline):
             os.close(self._file)
         self._file = -1
 
-    def _note(self, line: Line, *what: object) -> None:
+    def _note(self, line: LineKind, *what: object) -> None:
         with self._lock:
             if self._left <= 0 or self._file < 0:
                 self._missed += 1

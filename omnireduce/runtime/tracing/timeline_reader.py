@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.timeline import EXCHANGE, INNER, PART_SUFFIX, Line
+from omnireduce.runtime.tracing.timeline import EXCHANGE, INNER, PART_SUFFIX, LineKind
 from omnireduce.runtime.tracing.trace import MORE_NS, Origin
 from omnireduce.support.files.paths import user_path
 
@@ -62,7 +62,7 @@ def _read_part(path: Path) -> Part:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1000))
         last = _line(file.read().rstrip(b"\n").rpartition(b"\n")[2])
-        if last is not None and last[0] == Line.LAST:
+        if last is not None and last[0] == LineKind.LAST:
             return Part(msgspec.structs.replace(origin, ended_ns=last[1]), path, size, last[2])
         ended = (last[1] if last is not None else origin.began_ns) + MORE_NS
         if is_written(path):
@@ -110,7 +110,15 @@ def _line(text: bytes) -> Words | None:
     return words if len(words) == LENGTHS[words[0]] else None
 
 
-LENGTHS = {Line.BEGIN: 5, Line.END: 5, Line.READY: 4, Line.CYCLE: 2, Line.STARTED: 6, Line.DONE: 4, Line.LAST: 3}
+LENGTHS = {
+    LineKind.BEGIN: 5,
+    LineKind.END: 5,
+    LineKind.READY: 4,
+    LineKind.CYCLE: 2,
+    LineKind.STARTED: 6,
+    LineKind.DONE: 4,
+    LineKind.LAST: 3,
+}
 
 
 def events_of(part: Part) -> Iterator[Event]:
@@ -129,18 +137,18 @@ class _Reader:
         self._taken: defaultdict[str, set[int]] = defaultdict(set)  # slots of the rows of each name
 
     def events(self) -> Iterator[Event]:
-        does: dict[Line, Callable[..., Iterator[Event]]] = {
-            Line.BEGIN: self._begin,
-            Line.END: self._end,
-            Line.READY: self._ready,
-            Line.STARTED: self._started,
-            Line.DONE: self._done,
-            Line.CYCLE: lambda at: iter([Event("", 0, "C", "", at, {})]),
-            Line.LAST: lambda at, missed: iter(()),
+        does: dict[LineKind, Callable[..., Iterator[Event]]] = {
+            LineKind.BEGIN: self._begin,
+            LineKind.END: self._end,
+            LineKind.READY: self._ready,
+            LineKind.STARTED: self._started,
+            LineKind.DONE: self._done,
+            LineKind.CYCLE: lambda at: iter([Event("", 0, "C", "", at, {})]),
+            LineKind.LAST: lambda at, missed: iter(()),
         }
         for line, at, *rest in lines_of(self._part):
             self._last = max(self._last, at)
-            yield from does[Line(line)](at, *rest)
+            yield from does[LineKind(line)](at, *rest)
         yield from self._close()
 
     def _begin(self, at: int, tensor: str, activity: str, details: dict[str, Any]) -> Iterator[Event]:

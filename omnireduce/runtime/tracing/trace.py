@@ -41,7 +41,7 @@ _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class What(IntEnum):
+class SpanKind(IntEnum):
     """The kinds of spans. `peer` is the shard in a rank's trace, the rank in a shard's trace, -1 if there is no
     peer."""
 
@@ -67,9 +67,9 @@ class What(IntEnum):
     UNION = 18  # detail: blocks of the result, which any rank has brought
 
 
-IN_MEMORY = (What.STAGE, What.COMBINE, What.SHOW, What.COLLECT)
-WORK = (What.PACK, What.SCATTER, What.MERGE, *IN_MEMORY, What.SEND, What.RECEIVE)
-OF_TENSOR = (What.TENSOR, What.BLOCK, What.OWN, What.UNION)
+IN_MEMORY = (SpanKind.STAGE, SpanKind.COMBINE, SpanKind.SHOW, SpanKind.COLLECT)
+WORK = (SpanKind.PACK, SpanKind.SCATTER, SpanKind.MERGE, *IN_MEMORY, SpanKind.SEND, SpanKind.RECEIVE)
+OF_TENSOR = (SpanKind.TENSOR, SpanKind.BLOCK, SpanKind.OWN, SpanKind.UNION)
 SPAN = np.dtype([("what", "u1"), ("peer", "i4"), ("detail", "i8"), ("start", "i8"), ("end", "i8")])
 
 
@@ -193,7 +193,7 @@ class Recorder:
         self._columns = [self._spans[name] for name in SPAN.names or ()]
         self._count = self._missed = 0
 
-    def add(self, what: What, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
+    def add(self, what: SpanKind, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
         """Record a span. Two threads must not call this at once."""
         i = self._count
         if i == self._room and not self._grown():

@@ -244,7 +244,7 @@ class Metrics(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
 
 
-class Terms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TeamLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and job names of a team on each shard: its file NAME.toml in `security.teams_folder`."""
 
     jobs: Annotated[

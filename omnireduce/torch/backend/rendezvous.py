@@ -99,38 +99,38 @@ FEW = 64  # ranks
 _log = logging.getLogger("omnireduce")
 
 
-class Arrival(msgspec.Struct, frozen=True, array_like=True):
+class RendezvousEntry(msgspec.Struct, frozen=True, array_like=True):
     """The entry of a rank: a number that no other rank has, and `said`, a text for all others."""
 
     number: str
     said: str
 
 
-class Met(NamedTuple):
+class Rendezvous(NamedTuple):
     """All ranks are here. `key`: not used in the store before. `said`: the text of each rank."""
 
     key: str
     said: list[str]
 
 
-_arrival = msgspec.json.Decoder(Arrival)
-_arrivals = msgspec.json.Decoder(list[Arrival])
+_arrival = msgspec.json.Decoder(RendezvousEntry)
+_arrivals = msgspec.json.Decoder(list[RendezvousEntry])
 
 
-def meet(store: dist.Store, rank: int, size: int, said: str, timeout: timedelta) -> Met:
+def meet(store: dist.Store, rank: int, size: int, said: str, timeout: timedelta) -> Rendezvous:
     """Return when all ranks have called it with this store. Raises DistStoreError, a RuntimeError, if they have not
     after `timeout`, and any error of the store."""
-    own = Arrival(secrets.token_hex(8), said)
+    own = RendezvousEntry(secrets.token_hex(8), said)
     store.set(f"rank {rank}", msgspec.json.encode(own))
     waiting = _Waiting(store, rank, size, timeout)
     key = _call_up(waiting, own) if rank == 0 else _answer(waiting, own)
-    return Met(key, [arrival.said for arrival in _arrivals.decode(store.get(key))])
+    return Rendezvous(key, [arrival.said for arrival in _arrivals.decode(store.get(key))])
 
 
-def _call_up(waiting: _Waiting, own: Arrival) -> str:
+def _call_up(waiting: _Waiting, own: RendezvousEntry) -> str:
     store, ranks, key = waiting.store, range(waiting.size), own.number
     waiting.wait([f"rank {rank}" for rank in ranks])
-    known = list[Arrival]()
+    known = list[RendezvousEntry]()
     while True:
         arrivals = [_arrival.decode(store.get(f"rank {rank}")) for rank in ranks]
         for arrival in arrivals[1:]:
@@ -143,7 +143,7 @@ def _call_up(waiting: _Waiting, own: Arrival) -> str:
     return key
 
 
-def _answer(waiting: _Waiting, own: Arrival) -> str:
+def _answer(waiting: _Waiting, own: RendezvousEntry) -> str:
     store = waiting.store
     waiting.wait([own.number])
     key: str = store.get(own.number).decode()

@@ -58,7 +58,7 @@ class ObjectCodec(NamedTuple):
     keys: Callable[[list[Any]], Sequence[Any]] = lambda items: ()
 
 
-class OfFront:
+class FrontObject:
     """Objects of a type that a front knows, such as tensors of torch: the name of the type, and the data of its
     codec."""
 
@@ -164,7 +164,7 @@ FORMS: dict[type[Any], ObjectCodec] = {  # the position is the number of the ext
     np.generic: ObjectCodec(_scalar_said, _Array, _scalar_made),
     collections.OrderedDict: _table(collections.OrderedDict),
     collections.Counter: _table(collections.Counter),
-    OfFront: ObjectCodec(list, tuple[_Name, bytes], _of_front),
+    FrontObject: ObjectCodec(list, tuple[_Name, bytes], _of_front),
 }
 _NAMES = dict[type[Any], str]()  # the names of the types of fronts
 _NAMED = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # the codecs of these types by name
@@ -203,7 +203,7 @@ def _lowered(x: Any, depth: int = 0) -> object:
         return x
     kind = np.generic if isinstance(x, np.generic) else kind
     if kind in _NAMES:
-        x, kind = (_NAMES[kind], encode(_NAMED[_NAMES[kind]][1].said(x))), OfFront
+        x, kind = (_NAMES[kind], encode(_NAMED[_NAMES[kind]][1].said(x))), FrontObject
     if kind not in FORMS:
         what = x.__qualname__ if callable(x) and hasattr(x, "__qualname__") else kind.__qualname__
         raise UsageError(f"{what} is no plain data, which is {SAID}; {ADVICE}")
