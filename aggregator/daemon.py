@@ -43,7 +43,7 @@ from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, r
 from omnireduce.aggregator.systemd import notify, watchdog_s
 from omnireduce.core.admin_messages import Order
 from omnireduce.errors import ConfigError
-from omnireduce.kernels.compiling.warm import progress_text, take_trouble, warm_up_aggregator
+from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_aggregator
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.addresses import parse_listen

@@ -19,7 +19,7 @@ from omnireduce.aggregator.heartbeats import LOOK_S
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.errors import OmniReduceError
-from omnireduce.kernels.compiling.warm import warm_up_aggregator
+from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.runtime.embedded_messages import (
     LONGEST,
     MOST_BYTES,

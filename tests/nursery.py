@@ -196,7 +196,7 @@ def _main() -> None:
     sys.path[0] = str(ROOT)
     for name in (*IMPORTS, *([VERBS] if find_spec("pyverbs") else []), *sys.argv[2:]):
         importlib.import_module(name)
-    from omnireduce.kernels.compiling import warm
+    from omnireduce.kernels import warm
 
     warm.warm_up_all()
     gc.freeze()  # or the first collection in a child copies all that it shares with the others

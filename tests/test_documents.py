@@ -31,7 +31,7 @@ import omnireduce
 from omnireduce import Communicator
 from omnireduce.__main__ import main
 from omnireduce.core.wire.control import PROTOCOL_VERSION
-from omnireduce.kernels.compiling.warm import make_ready, worker_kernels
+from omnireduce.kernels.warm import make_ready, worker_kernels
 from omnireduce.support.config import load_config
 from omnireduce.support.files.cache import cache_folders
 

@@ -23,7 +23,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 
 def rank_for(shape: tuple[int, ...], most: int) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError, UsageError
 from omnireduce.kernels.compiling.jit import has_compiler, kernel_files
-from omnireduce.kernels.compiling.warm import progress_text, take_trouble, warm_up_all
+from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_all
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
 from omnireduce.runtime.aggregator_client import AT_ONCE, question, reach
 from omnireduce.runtime.rank.embedded_aggregator import identify

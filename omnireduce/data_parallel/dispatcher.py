@@ -32,7 +32,7 @@ from omnireduce.data_parallel.stalls import Ready, in_words, stalls
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
-from omnireduce.runtime.rank.refusals import told
+from omnireduce.runtime.rank.shared_errors import told
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 from omnireduce.support.logs import tagged
 

@@ -14,7 +14,7 @@ from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
 # What optimizers call what all ranks must have alike

@@ -20,7 +20,7 @@ from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 ToTensor = Callable[[Array], Any]
 

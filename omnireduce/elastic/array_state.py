@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.elastic.loop import ATTEMPTS, State, keep_training
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 T = TypeVar("T")
 

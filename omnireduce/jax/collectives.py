@@ -23,7 +23,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.support.rounding import scaled
 
 OnHost = Callable[[Communicator, list[Array]], list[Array]]

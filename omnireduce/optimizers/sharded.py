@@ -38,7 +38,7 @@ from omnireduce.runtime.rank.calls.arguments import check_root, two_that_share
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 LEAST = 1e-6  # is added to the norm, as torch does
 

@@ -27,7 +27,7 @@ from omnireduce.programs.placement import RankPlacement, bound_sizes, check_name
 from omnireduce.programs.runner import given_alike
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 STATE = 0  # the number of the state; the communicator has no other
 

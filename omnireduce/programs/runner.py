@@ -24,7 +24,7 @@ from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import Comparison
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

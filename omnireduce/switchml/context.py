@@ -24,7 +24,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.launcher_detection import own_launch
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config
 from omnireduce.support.logs import tagged

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.torch.backend.process_group import ProcessGroup
 from omnireduce.torch_backend import BACKEND
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.torch.gradient_hooks import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
 

@@ -13,7 +13,7 @@ from local_cluster import READY_S, WAIT_S, Daemon, Ranks, configured, eventually
 
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError, UsageError
 from omnireduce.kernels.compiling.claims import Kernel
-from omnireduce.kernels.compiling.warm import Progress
+from omnireduce.kernels.warm import Progress
 from omnireduce.runtime.rank import communicator, kernels_ready
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config

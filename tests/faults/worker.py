@@ -19,7 +19,7 @@ from transports import check_carried
 
 from omnireduce import Communicator, OmniReduceError
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.compiling.warm import make_ready, worker_kernels
+from omnireduce.kernels.warm import make_ready, worker_kernels
 
 BLOCK = 256
 ROW = 64

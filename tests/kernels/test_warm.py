@@ -17,7 +17,7 @@ from numba.core import event
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.registry import cpu_target
 
-from omnireduce.kernels.compiling import warm
+from omnireduce.kernels import warm
 from omnireduce.kernels.compiling.cache import KernelFiles
 from omnireduce.kernels.compiling.claims import Kernel
 from omnireduce.kernels.compiling.jit import kernel
@@ -40,7 +40,7 @@ def test_no_collective_needs_a_kernel_that_was_not_made_ready(daemon: Daemon) ->
 def test_all_processes_name_the_same_kernels_alike() -> None:
     """So that each knows what the others have compiled."""
     program = """
-from omnireduce.kernels.compiling import warm
+from omnireduce.kernels import warm
 kernels = [*warm.worker_kernels(), *warm.aggregator_kernels()]
 print([kernel.name for kernel in kernels])
 assert len({kernel.name for kernel in kernels}) == len(kernels) - 4  # both list the runs of indices

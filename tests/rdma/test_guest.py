@@ -103,8 +103,8 @@ def test_packets_go_over_the_cable() -> None:
 
 
 def test_compiled_kernels_are_kept() -> None:
-    from omnireduce.kernels.compiling.warm import warm_up_aggregator
     from omnireduce.kernels.merge import plan_union
+    from omnireduce.kernels.warm import warm_up_aggregator
 
     warm_up_aggregator()
     statistics: Any = plan_union

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from omnireduce.kernels.compiling.warm import warm_up_all
+from omnireduce.kernels.warm import warm_up_all
 
 from .cluster import Cluster
 from .draw import draw_plan, fault_at

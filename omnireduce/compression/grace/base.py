@@ -23,7 +23,7 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE's Communicator is another class
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.support.logs import tagged
 
 NEARLY = 1e-6  # a magnitude so near to the threshold, as a share of it, may be sent or not

@@ -24,7 +24,7 @@ from omnireduce.kernels.codecs.means import MEANS_BYTES
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 
 class AllToAll(Collective):

@@ -21,7 +21,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.runtime.rank.refusals import told_to_others
+from omnireduce.runtime.rank.shared_errors import told_to_others
 
 
 class Aggregator(Collective):

@@ -1,6 +1,6 @@
 """The compiler behind every kernel: the decorators, and where what it has compiled is kept.
 
-Kernels release the GIL and are kept on disk: `cache.py`. An edit to any file of kernels, or to this file, makes all of
+Kernels release the GIL and are kept on disk: `cache.py`. An edit to any file of kernels makes all of
 them compile anew, because a compiled kernel holds the code of the kernels that it calls. NUMBA_DISABLE_JIT=1 runs the
 same code as plain Python.
 """
@@ -206,8 +206,8 @@ def source_stamp() -> str:
     """A digest of the kernels as they are now: of their files, of this file, and of those whose constants they take."""
     this = Path(__file__)
     package = this.parents[2]
-    kernels = (file for file in (package / "kernels").rglob("*.py") if file.parent != this.parent)
-    files = [*sorted(kernels), this, *(package / f"{name}.py" for name in CONSTANTS)]
+    kernels = (package / "kernels").rglob("*.py")
+    files = [*sorted(kernels), *(package / f"{name}.py" for name in CONSTANTS)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(b"%d " % file.stat().st_size + file.read_bytes())

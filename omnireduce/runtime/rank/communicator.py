@@ -23,7 +23,7 @@ from omnireduce.core.layout import Layout
 from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import ClosedError, UsageError, left_because
-from omnireduce.kernels.compiling.warm import Progress
+from omnireduce.kernels.warm import Progress
 from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank import engine
@@ -55,7 +55,8 @@ from omnireduce.runtime.rank.kernels_ready import (
 from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.rank.process_groups import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.profiler import Profiler
-from omnireduce.runtime.rank.refusals import names_told, reason_of, settle, tell, told
+from omnireduce.runtime.rank.refusals import settle, tell
+from omnireduce.runtime.rank.shared_errors import names_told, reason_of, told
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.config import Config, check_config

@@ -19,7 +19,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.compiling.claims import Kernel, are_kept
 from omnireduce.kernels.compiling.jit import kernel_files
-from omnireduce.kernels.compiling.warm import (
+from omnireduce.kernels.warm import (
     Progress,
     aggregator_kernels,
     first_kernels,

@@ -14,70 +14,21 @@ ranks hear it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
-from omnireduce.core.descriptor import REFUSED_BYTES, Descriptor
+from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine
+from omnireduce.runtime.rank.shared_errors import is_told, reason_of, told
 
-E = TypeVar("E", bound=Exception)
 SETTLE_S = 2.0  # the longest wait of a rank that leaves for the others to hear its refusal
-
-
-class Refusing(Protocol):
-    """An object whose `refuse` reaches other ranks: a communicator, or a queue for one of its names."""
-
-    def refuse(self, error: Exception) -> None: ...
-
-
-@contextmanager
-def told_to_others(others: Refusing) -> Iterator[None]:
-    """A context that tells the other ranks of an error, because they are about to begin the same call."""
-    try:
-        yield
-    except Exception as error:
-        others.refuse(error)
-        raise
-
-
-def told(error: E, name: str = "") -> E:
-    """Note on the error that the other ranks know of it; return it. `name`: only ranks that wait for this name do."""
-    error.__dict__.setdefault("told", set()).add(name)
-    return error
-
-
-def names_told(error: Exception) -> set[str]:
-    """The names given to `told`."""
-    return set(error.__dict__.get("told", ()))
-
-
-def is_told(error: Exception, name: str = "") -> bool:
-    """Whether the other ranks know of the error; with a `name`, the ranks that wait for this name."""
-    return not {"", name}.isdisjoint(names_told(error))
-
-
-def take_part_instead(error: Exception, make: Callable[[str], Call[Any]]) -> None:
-    """Note on `error`, which refuses a call, that the call can carry the refusal: `make` makes this call from the
-    reason."""
-    error.__dict__["instead"] = make
-
-
-def reason_of(error: Exception) -> str:
-    """The reason of a refusal, in one line that can be sent."""
-    text = " ".join(str(error).split())
-    if not isinstance(error, OmniReduceError) or not text:
-        text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-    data = text.encode(errors="backslashreplace")
-    return text if len(data) <= REFUSED_BYTES else data[: REFUSED_BYTES - 3].decode(errors="ignore") + "…"
 
 
 def refusal(place: CallContext, why: str) -> Call[None]:
