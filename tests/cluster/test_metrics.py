@@ -268,9 +268,9 @@ def test_it_is_not_ready_before_the_shards_are() -> None:
     """A first start compiles kernels for a while."""
     program = """
 import os, signal, urllib.error, urllib.request
-from omnireduce.aggregator import cli, daemon, monitor
-opened, really = [], monitor.open_http
-monitor.open_http = lambda address: opened.append(really(address)) or opened[0]
+from omnireduce.aggregator import cli, daemon, http_monitor
+opened, really = [], http_monitor.open_http
+http_monitor.open_http = lambda address: opened.append(really(address)) or opened[0]
 def compiling(progress):
     for page in ("healthz", "readyz"):
         try:
