@@ -18,7 +18,7 @@ from local_cluster import MPIRUN, ROOT
 
 from omnireduce.core.names import JOB_PATTERN
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.runtime.rank import environment
+from omnireduce.runtime.rank import launcher_detection
 from omnireduce.runtime.rank.launcher_detection import (
     Launch,
     alone_though,
@@ -275,7 +275,7 @@ SPEAKS_OF_SEVERAL = [
 def test_nobody_is_alone_in_silence(
     environ: dict[str, str], is_certain: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "_said", set[str]())
+    monkeypatch.setattr(launcher_detection, "_said", set[str]())
     if is_certain:
         with pytest.raises(UsageError, match="but does not give this process a rank and a size"):
             own_launch(environ)
@@ -400,7 +400,7 @@ def ids_of_hosts(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> li
     """The id of the same launch on each of HOSTS."""
     found = []
     for parts in HOSTS:
-        monkeypatch.setattr(environment, "this_host", lambda parts=parts: ".".join(parts))
+        monkeypatch.setattr(launcher_detection, "this_host", lambda parts=parts: ".".join(parts))
         found.append(launch_id(6, 7, environ))
     return found
 
