@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test-unit test test-all lint types check package site simulate fuzz mutations faults siege bench bench-quick rdma torch keras ray test-rdma clean
+.PHONY: help install demo test-unit test test-all lint types check package site simulate fuzz mutations faults attacks bench bench-quick rdma torch keras ray test-rdma clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 13
@@ -63,10 +63,10 @@ faults: $(READY) ## kill, stop and pause real workers and shards, then thousands
 	@$(BIN)/python -m tests.faults $(or $(ARGS),--rounds 300)
 	@$(if $(ARGS),,$(BIN)/python -m tests.faults soak --jobs 3000)
 
-siege: $(READY) ## attack a daemon in every way, each beside an honest job; three quarters of an hour. ARGS="--seconds 60 --kinds garbage"
+attacks: $(READY) ## attack a daemon in every way, each beside an honest job; three quarters of an hour. ARGS="--seconds 60 --kinds garbage"
 	@status=0; \
-	$(BIN)/python -m tests.siege $(or $(ARGS),--seconds 600) || status=1; \
-	$(if $(ARGS),,$(BIN)/python -m tests.siege --seconds 600 --secret --tls || status=1;) \
+	$(BIN)/python -m tests.attacks $(or $(ARGS),--seconds 600) || status=1; \
+	$(if $(ARGS),,$(BIN)/python -m tests.attacks --seconds 600 --secret --tls || status=1;) \
 	exit $$status
 
 bench: $(READY) ## measure everything against MPICH, Open MPI and gloo, and draw it; three quarters of an hour. ARGS=--resume goes on

@@ -79,7 +79,7 @@ CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all othe
     "docs/reliability.md: python -m tests.faults": "four minutes and twice; tests/faults plays some rounds",
     "docs/security.md: cd /etc/omnireduce": "as root, where the unit of systemd runs",
     "docs/security.md: kubectl": "on a cluster with Kubernetes",
-    "docs/security.md: python -m tests.siege": "ten minutes and more; tests/siege plays some seconds",
+    "docs/security.md: python -m tests.attacks": "ten minutes and more; tests/attacks plays some seconds",
     "vagrant/README.md: cd vagrant": "starts virtual machines",
     "vagrant/README.md: cd /omnireduce\nrdma": "inside two virtual machines, with Soft-RoCE",
     "vagrant/README.md: cd /omnireduce\n.venv/bin/omnireduce": "inside two virtual machines",

@@ -36,7 +36,7 @@ UNIT = {
 }
 # Long: launches of whole programs, frameworks, deployments, campaigns, compilations.
 SLOW = {
-    *("deploy", "faults", "frameworks", "fuzz", "keras3", "siege", "tuning"),
+    *("attacks", "deploy", "faults", "frameworks", "fuzz", "keras3", "tuning"),
     *(f"bench/test_{part}.py" for part in ("bench_runs", "bench_training", "benchmark_runs", "carriers", "lab")),
     *(f"bench/test_{part}.py" for part in ("profile", "replays", "testbed", "worker_program")),
     *(f"cluster/test_{part}.py" for part in ("cold_kernels", "examples", "frozen_shard", "live_browser", "watchdog")),

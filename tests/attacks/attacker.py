@@ -1,4 +1,4 @@
-"""The attacker as a process: it strikes at a bounded rate, and yields the cores to everybody else."""
+"""The attacker as a process: it attacks at a bounded rate, and yields the cores to everybody else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection
 from .kinds import BY_NAME, Kind
 from .target import Target
 
-GO, HALT = "go", "halt"  # what an attacker may be told
+GO, HALT = "go", "halt"  # commands to an attacker
 NICEST = 19
 
 
 @dataclass
 class Tally:
-    """What an attacker did from GO to HALT: the words that came of its strokes, its time on a core, all in seconds."""
+    """Work of an attacker from GO to HALT: the words that its steps yielded, seconds on a core, seconds in all."""
 
     event: str = "tally"
     words: Counter[str] = field(default_factory=Counter)
@@ -34,11 +34,11 @@ class Tally:
     def __str__(self) -> str:
         words = ", ".join(f"{word} {count}" for word, count in self.words.most_common(6))
         wall_s = self.wall_s or 1.0
-        return f"{self.words.total() / wall_s:.0f} strokes/s, {self.cpu_s / wall_s:.0%} of a core: {words}"
+        return f"{self.words.total() / wall_s:.0f} steps/s, {self.cpu_s / wall_s:.0%} of a core: {words}"
 
 
 def serve(pipe: Connection, kind: str, target: Target, seed: int, nice: int) -> None:
-    """Attack whenever told to, until the other end of the pipe is closed."""
+    """Attack from each GO to the next HALT, until the other end of the pipe is closed."""
     os.nice(nice)
     draw = random.Random(seed)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -48,20 +48,20 @@ def serve(pipe: Connection, kind: str, target: Target, seed: int, nice: int) -> 
 
 
 def _attack(pipe: Connection, kind: Kind, target: Target, draw: random.Random) -> Tally:
-    """Strike until there is word."""
+    """Make steps of the attack until a command comes."""
     tally, began, cpu = Tally(), time.monotonic(), time.process_time()
-    strokes, due = kind.attack(target, draw), began
+    steps, due = kind.attack(target, draw), began
     while not pipe.poll(max(0.0, due - time.monotonic())):
         due = max(due + 1 / kind.rate, time.monotonic())
         try:
-            word = next(strokes, "over")
+            word = next(steps, "over")
         except (OSError, AssertionError) as error:
             word = type(error).__name__
-            strokes = kind.attack(target, draw)
+            steps = kind.attack(target, draw)
         if word == "over":
-            strokes = kind.attack(target, draw)
+            steps = kind.attack(target, draw)
         tally.words[word] += 1
     pipe.recv()
-    strokes.close()  # type: ignore[attr-defined]  # it is a generator: its connections go
+    steps.close()  # type: ignore[attr-defined]  # it is a generator: its connections go
     tally.cpu_s, tally.wall_s = time.process_time() - cpu, time.monotonic() - began
     return tally

@@ -1,4 +1,4 @@
-"""Looks at a daemon while it is attacked: the memory of its shard all the time, /healthz once a second."""
+"""Observation of a daemon under attack: the memory of its shard ten times a second, /healthz once a second."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from local_cluster import WAIT_S
 
 from omnireduce.support.addresses import parse_address
 
-LOOK_S, PROBE_S = 0.1, 1.0  # between two looks, between two probes
+SAMPLE_S, PROBE_S = 0.1, 1.0  # between two samples of the memory, between two probes
 
 
 class Watch:
-    """From the begin of the `with` block to its end."""
+    """Peak memory of a shard and answers of /healthz, from the begin of the `with` block to its end."""
 
     def __init__(self, shard: int, http_address: str) -> None:
         self._shard, self._http = shard, parse_address(http_address)
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=each) for each in (self._look, self._probe)]
+        self._threads = [threading.Thread(target=loop) for loop in (self._sample_memory, self._probe)]
         self.peak_bytes = 0
         self.probes = 0
         self.slowest_probe_s = 0.0
@@ -40,11 +40,11 @@ class Watch:
         for thread in self._threads:
             thread.join()
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
+    def _sample_memory(self) -> None:
+        while not self._over.wait(SAMPLE_S):
             try:
                 self.peak_bytes = max(self.peak_bytes, held(self._shard).memory)
-            except (FileNotFoundError, ProcessLookupError, IndexError):  # a process that is gone has no figures
+            except (FileNotFoundError, ProcessLookupError, IndexError):  # a process that has ended has no figures
                 self.troubles.append("the shard died")
                 return
 

@@ -1,4 +1,4 @@
-"""A short siege of a few kinds; `make siege` plays all. And: that a siege can fail."""
+"""Short attacks of a few kinds; `make attacks` plays all. And: a deliberate bug in the daemon is seen."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.console import Console
 from simulator.mutate import mutated, source_of
 
 from .attacker import Tally
-from .campaign import attackers, besiege
-from .field import Options
+from .buggy_daemon import BUGS
+from .campaign import attack, attackers
 from .kinds import BY_NAME, KINDS
-from .spoiled import BUGS
+from .testbed import Options
 from .verdict import MOST_GROWTH_BYTES, MOST_LOG_BYTES, MOST_RATIO, Figures, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,9 +26,9 @@ SHORT = ("extreme hellos", "page requests")
 
 
 @pytest.mark.parametrize("kind", SHORT)
-def test_a_short_siege(kind: str) -> None:
+def test_a_short_attack(kind: str) -> None:
     """Bounds that no machine is too slow for: memory, log, right sums, jobs that go on, health that is answered."""
-    figures = besiege(BY_NAME[kind], "stranger", Options(seed=SEED), SECONDS)
+    figures = attack(BY_NAME[kind], "stranger", Options(seed=SEED), SECONDS)
     assert not figures.faults(judge_time=False), (SEED, figures.faults(judge_time=False), str(figures.tally))
 
 
@@ -41,16 +41,16 @@ def test_a_short_siege(kind: str) -> None:
         ("sums are maxima", "silent connections", "elements are wrong"),
     ],
 )
-def test_a_siege_of_a_spoiled_daemon_fails(bug: str, kind: str, fault: str) -> None:
-    """On a busy machine it may take a longer siege: what is written and kept depends on how often the attacker can
-    strike. So this one does not yield the processor."""
-    prefix = (sys.executable, str(Path(__file__).with_name("spoiled.py")), bug)
+def test_an_attack_shows_a_deliberate_bug(bug: str, kind: str, fault: str) -> None:
+    """On a busy machine the attack may have to last longer: how much the daemon logs and keeps depends on the number of
+    steps. So this attacker does not yield the processor."""
+    prefix = (sys.executable, str(Path(__file__).with_name("buggy_daemon.py")), bug)
     for seconds in (SECONDS, 4 * SECONDS, 16 * SECONDS):
-        figures = besiege(BY_NAME[kind], "stranger", Options(seed=SEED, prefix=prefix, nice=0), seconds)
-        found = figures.faults(judge_time=True)
-        if any(fault in each for each in found):
+        figures = attack(BY_NAME[kind], "stranger", Options(seed=SEED, prefix=prefix, nice=0), seconds)
+        faults = figures.faults(judge_time=True)
+        if any(fault in text for text in faults):
             return
-    pytest.fail(f"{found}, {figures.tally}")
+    pytest.fail(f"{faults}, {figures.tally}")
 
 
 def test_every_bug_fits_the_product() -> None:
@@ -59,11 +59,11 @@ def test_every_bug_fits_the_product() -> None:
 
 
 def figures_of(**changed: object) -> Figures:
-    """Of a siege that holds, but for what is changed."""
+    """Measurements that hold, except those in `changed`."""
     usual = {"alone": [[0.001]] * 3, "beside": [[0.001]] * 3, "attack_s": 60.0}
-    found = Figures("kind", "hit", tally=Tally(), **(usual | changed))  # type: ignore[arg-type]
-    found.tally.words["hit"] += 1
-    return found
+    figures = Figures("kind", "hit", tally=Tally(), **(usual | changed))  # type: ignore[arg-type]
+    figures.tally.words["hit"] += 1
+    return figures
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def figures_of(**changed: object) -> Figures:
 def test_verdicts(changed: dict[str, object], faults: list[str]) -> None:
     figures = figures_of(**changed) if "shows" not in changed else Figures("kind", "miss", alone=[[1]], beside=[[1]])
     assert figures.faults(judge_time=True) == faults
-    assert figures.faults(judge_time=False) == [each for each in faults if each != "latency"]
+    assert figures.faults(judge_time=False) == [fault for fault in faults if fault != "latency"]
     console = Console(width=200)
     with console.capture() as captured:
         console.print(table([figures], judge_time=True))
@@ -107,7 +107,7 @@ def test_who_attacks() -> None:
 
 
 def test_a_kind_that_does_not_exist() -> None:
-    command = [sys.executable, "-m", "tests.siege", "--kinds", "nonsense"]
+    command = [sys.executable, "-m", "tests.attacks", "--kinds", "nonsense"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "nonsense; expected some of: huge worlds" in done.stderr

@@ -20,15 +20,18 @@ from omnireduce.support.addresses import parse_address
 from omnireduce.support.secret import Secret
 from omnireduce.transport.framing import FRAME
 
-PATIENCE_S = 2.0  # how long an attacker waits for an answer
+PATIENCE_S = 2.0  # an attacker waits so long for an answer
 LONG_PATIENCE_S = 20.0  # for the results of large collectives
 SMALL = {"slots": 2, "slot_bytes": 65536}  # the smallest slots that a job may have
 
 
 @dataclass(frozen=True)
 class Target:
-    """A daemon's shard at `address` and its pages at `http`. `secret` is what this attacker knows of it, `ca` the file
-    that its TLS certificate can be checked with. `job` runs there and `gathering` waits for its last rank."""
+    """A daemon's shard at `address` and its pages at `http`.
+
+    `secret` is the daemon's, if this attacker knows it. `ca` is the file that verifies the daemon's TLS certificate.
+    The job `job` runs there; the job `gathering` waits for its last rank.
+    """
 
     address: str
     http: str
@@ -46,7 +49,7 @@ def tls_context(ca: str) -> ssl.SSLContext:
 
 
 class Peer(RawPeer):
-    """One connection of an attacker, by TLS where the daemon wants it; it proves the secret, if it knows one."""
+    """One connection of an attacker, by TLS if the daemon has a certificate; it proves the secret if it knows one."""
 
     def __init__(self, target: Target, *, local: bool = False, proves: bool = True) -> None:
         super().__init__(target.address, local=local)
@@ -64,11 +67,11 @@ class Peer(RawPeer):
             raise
 
     def read(self, count: int) -> bytes:
-        """So many bytes; descriptors that come with them are kept. Raises ConnectionError when there are no more."""
+        """Read `count` bytes; keep descriptors that come with them. Raises ConnectionError at the end of the stream."""
         while len(self._rest) < count:
             if self.sock.family == socket.AF_UNIX:
-                more, found, _, _ = socket.recv_fds(self.sock, 65536, 4)
-                self.descriptors += found
+                more, descriptors, _, _ = socket.recv_fds(self.sock, 65536, 4)
+                self.descriptors += descriptors
             else:
                 more = self.sock.recv(65536)
             if not more:
@@ -94,7 +97,7 @@ class Peer(RawPeer):
         return kind, slot, decode_control(body) if kind == CONTROL else None
 
     def answer(self) -> str:
-        """What the aggregator says next: the name of a message, `closed` or `silence`."""
+        """Name of the next message of the aggregator, or `closed`, or `silence`."""
         try:
             while (message := self.event()[2]) is None:
                 pass
@@ -130,24 +133,24 @@ class Peer(RawPeer):
 
 
 def with_input(peers: Sequence[Peer]) -> list[Peer]:
-    """Those of which something has come. Raises TimeoutError when nothing does."""
-    found = [peer for peer in peers if peer.has_input]
-    found = found or select.select(peers, (), (), LONG_PATIENCE_S)[0]
-    if not found:
+    """Peers that have input. Raises TimeoutError if no input comes."""
+    readable = [peer for peer in peers if peer.has_input]
+    readable = readable or select.select(peers, (), (), LONG_PATIENCE_S)[0]
+    if not readable:
         raise TimeoutError("silence")
-    return found
+    return readable
 
 
 class Crowd:
-    """Connections that stay; of more than `most` the oldest one goes. Leaving the `with` block closes all."""
+    """Connections that stay open, at most `limit`: a further one closes the oldest. `__exit__` closes all."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._peers: deque[RawPeer | socket.socket] = deque()
 
     def add(self, peer: RawPeer | socket.socket) -> None:
         self._peers.append(peer)
-        if len(self._peers) > self._most:
+        if len(self._peers) > self._limit:
             self._peers.popleft().close()
 
     def __enter__(self) -> Crowd:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .attacks import Attack, floods, frames, hellos, legal, pages, sealed
+from .steps import Attack, floods, frames, hellos, legal, pages, sealed
 
 MIB = 1 << 20
-GIGABIT = 125e6  # bytes a second: what an attacker elsewhere can send and be sent
+GIGABIT = 125e6  # bytes a second, in each direction, of an attacker on another host
 FEW_JOBS = (
     f"aggregator.max_jobs={hellos.MAX_JOBS}",
     f"aggregator.max_bytes={64 * MIB}",
@@ -17,19 +17,20 @@ FEW_JOBS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """An attack, and beside what it is made.
+    """An attack, and the daemon and the honest job that it needs.
 
-    `shows` is a word that it yields when it could strike at all, "" any: without it nothing was attacked. `forbids` is
-    one that it may never yield. `who` makes it where there is a secret: a stranger, a member who knows it, or both.
-    `own_bytes` are the slots that its own jobs may have. `elastic`: the honest job is. `tls`: only where the daemon has
-    a certificate; `large_key`: one that takes long to sign with. `settings` are the daemon's.
+    An attack that reached the daemon yields the word `shows`, or any word if `shows` is "". It must never yield the
+    word `forbids`. If the daemon has a secret, `who` attacks: a stranger, a member who knows the secret, or each in
+    turn. The slots of the attacker's own jobs may take `own_bytes`. `elastic`: the honest job is elastic. `tls`: the
+    attack needs a daemon with a certificate; `large_key`: signing with the key of that certificate takes long.
+    `settings` are the daemon's.
     """
 
     name: str
     attack: Attack
     shows: str
     who: tuple[str, ...] = ("stranger", "member")
-    rate: float = 100.0  # strokes a second at most
+    rate: float = 100.0  # steps a second at most
     own_bytes: int = 0
     elastic: bool = False
     tls: bool = False
@@ -65,7 +66,7 @@ KINDS: tuple[Kind, ...] = (
         legal.large_results,
         "result",
         MEMBER,
-        rate=GIGABIT / legal.TCP_STROKE_BYTES,
+        rate=GIGABIT / legal.TCP_STEP_BYTES,
         own_bytes=legal.TCP_BYTES,
     ),
     Kind("large joins", legal.large_joins, "Welcome", MEMBER),

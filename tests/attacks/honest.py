@@ -15,15 +15,15 @@ from transports import check_carried
 
 from omnireduce import Communicator, OmniReduceError
 
-SAMPLES = "samples"  # asks for what was measured since it was asked last
+SAMPLES = "samples"  # a request for the measurements since the last request
 ELEMENTS = 20_000
 IDLE_S = 0.002  # between two collectives
-CYCLE = 7  # of so many collectives each has other data
+CYCLE = 7  # data of a collective comes again after so many collectives
 
 
 @dataclass(frozen=True)
 class Samples:
-    """How long each collective took, in seconds."""
+    """Seconds of each collective."""
 
     seconds: list[float]
     event: str = SAMPLES
@@ -47,14 +47,14 @@ def serve(pipe: Connection, address: str, job: str, rank: int, size: int, overri
 
 
 def _run(pipe: Connection, comm: Communicator) -> None:
-    """The last element counts the ranks that were told to finish; they do so together."""
+    """Sum until all ranks were told to finish. The last element counts those, so that all stop together."""
     parts = [_contribution(rank) for rank in range(comm.size)]
-    own, total, out = parts[comm.rank], np.sum(parts, axis=0, dtype=np.float32), np.empty(ELEMENTS, np.float32)
+    contribution, total, out = parts[comm.rank], np.sum(parts, axis=0, dtype=np.float32), np.empty(ELEMENTS, np.float32)
     seconds: list[float] = []
     finishing, number = 0.0, 0
     while not number or out[-1] < comm.size:
         factor = 1 + number % CYCLE
-        x = own * factor
+        x = contribution * factor
         x[-1] = finishing
         began = time.monotonic()
         comm.allreduce(x, out=out, name="gradient")

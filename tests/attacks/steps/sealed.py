@@ -19,7 +19,7 @@ from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target, tls_context
 
 CORRUPT = b"\x17\x03\x03\x00\x20" + b"\xee" * 32
 REQUESTED = (0, 1)  # of SSL_key_update: whether the other side is to change its key, too
-BURST = 1000  # updates in one stroke
+BURST = 1000  # updates in one step
 
 
 def _connect(target: Target) -> socket.socket:

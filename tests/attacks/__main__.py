@@ -1,4 +1,4 @@
-"""`python -m tests.siege`: every kind of attack beside an honest job, or some; exit status 1 when one does not hold."""
+"""`python -m tests.attacks`: every kind of attack beside an honest job, or some; exit status 1 if one does not hold."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "clust
 
 
 @click.command(
-    name="python -m tests.siege", help="Attack a daemon beside an honest job; exit status 1 when it does not hold."
+    name="python -m tests.attacks", help="Attack a daemon beside an honest job; exit status 1 when it does not hold."
 )
-@click.option("--seconds", default=600.0, show_default=True, help="Of attack in all: each kind has its share.")
+@click.option("--seconds", default=600.0, show_default=True, help="Seconds of attack in all: each kind has its share.")
 @click.option("--secret", is_flag=True, help="The daemon has a secret; attackers know it or not.")
 @click.option("--tls", is_flag=True, help="The daemon has a certificate.")
 @click.option("--kinds", help="Names, with commas in between. [default: all]")
@@ -26,8 +26,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("", "clust
 def main(seconds: float, secret: bool, tls: bool, kinds: str | None, pairs: int, seed: int | None) -> None:
     os.environ.pop("OMNIREDUCE_SECURITY_SECRET", None)
     from .campaign import campaign
-    from .field import Options
     from .kinds import BY_NAME, KINDS
+    from .testbed import Options
     from .verdict import table
 
     names = [name.strip() for name in kinds.split(",")] if kinds else [kind.name for kind in KINDS]
@@ -40,7 +40,7 @@ def main(seconds: float, secret: bool, tls: bool, kinds: str | None, pairs: int,
     figures = campaign([BY_NAME[name] for name in names], options, seconds, click.echo)
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     console.print(table(figures, judge_time=True))
-    failed = [each.name for each in figures if each.faults(judge_time=True)]
+    failed = [row.name for row in figures if row.faults(judge_time=True)]
     click.echo(f"{len(figures)} kinds, {len(failed)} do not hold{': ' + ', '.join(failed) if failed else ''}")
     sys.exit(1 if failed or not figures else 0)
 

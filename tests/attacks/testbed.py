@@ -1,4 +1,4 @@
-"""A daemon, the honest job on it, somebody who gathers, and the attacker."""
+"""A daemon, the honest job on it, a job that gathers its ranks, and the attacker."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from .honest import SAMPLES
 from .kinds import Kind
 from .target import SMALL, Peer, Target
 
-ADDRESS_SPACE = 4 << 30  # of the daemon: what an attacker makes it take comes to an end
+ADDRESS_SPACE = 4 << 30  # bytes of the daemon at most, whatever an attacker makes it allocate
 TRANSPORTS = ("shm", "tcp")  # of the honest ranks
-SETTLE_S = 0.3  # what an attacker has left behind is dealt with before the honest job is alone again
+SETTLE_S = 0.3  # the daemon finishes with what the attacker left, before the honest job is alone again
 HONEST = ("protocol.slot_bytes=262144", "protocol.slots=2", "transport.spin_us=0")
 
 
 class JobError(Exception):
-    """The honest job has ended, or what it summed was wrong."""
+    """The honest job has ended, or a sum of it was wrong."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a siege is asked for: a daemon with a secret, with a certificate; so many pairs of phases."""
+    """Settings of an attack: whether the daemon has a secret and a certificate; the number of pairs of phases."""
 
     secret: bool = False
     tls: bool = False
@@ -54,7 +54,7 @@ class Options:
 
 
 class Attacker(Member):
-    """The process that strikes at a target."""
+    """The process that attacks a target."""
 
     def __init__(self, kind: str, target: Target, options: Options) -> None:
         super().__init__(kind, target, options.seed, options.nice, target=attacker.serve)
@@ -67,22 +67,22 @@ class Attacker(Member):
             yield
         finally:
             self.tell(HALT)
-            found: object = self.hear("tally", within_s=2 * WAIT_S)
-            assert isinstance(found, Tally)
-            tally.add(found)
+            heard: object = self.hear("tally", within_s=2 * WAIT_S)
+            assert isinstance(heard, Tally)
+            tally.add(heard)
 
 
 def _bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
 
-class Field:
-    """Where one kind of attack is played, by `who`: a stranger or a member."""
+class Testbed:
+    """A daemon, its honest job, and an attacker of one kind: `who` is a stranger or a member."""
 
     def __init__(self, kind: Kind, who: str, options: Options) -> None:
         self._kind = kind
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-siege-")))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-attacks-")))
             shared = self._secret(folder) if options.secret else ()
             self._certificates = certificates(LARGE_KEY if kind.large_key else SMALL_KEY) if options.tls else None
             theirs = self._certificates.holder("aggregator") if self._certificates else ()
@@ -118,8 +118,8 @@ class Field:
         """The same attacker against another daemon of this machine."""
         with self._open() as daemon:
             target = replace(self._target(daemon), secret=self.target.secret)
-            with Attacker(self._kind.name, target, self._options) as found:
-                yield found
+            with Attacker(self._kind.name, target, self._options) as decoy:
+                yield decoy
 
     def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:
         elastic = ("elastic.enabled=true", "elastic.last_call_s=1") if self._kind.elastic else ()
@@ -153,7 +153,7 @@ class Field:
 
     @property
     def memory(self) -> int:
-        """Of the shard, in bytes."""
+        """Memory of the shard, in bytes."""
         return held(self.shard).memory
 
     @property
@@ -166,20 +166,20 @@ class Field:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _heard(self, member: Member, expected: str) -> honest.Samples:
-        found = member.hear(expected, "error", "wrong", "left", within_s=2 * WAIT_S)
-        if found.event != expected:
-            raise JobError(f"the honest job: {found.event}: {found.text}")
-        return found  # type: ignore[return-value]
+        report = member.hear(expected, "error", "wrong", "left", within_s=2 * WAIT_S)
+        if report.event != expected:
+            raise JobError(f"the honest job: {report.event}: {report.text}")
+        return report  # type: ignore[return-value]
 
     def samples(self) -> list[float]:
-        """How long each collective of the honest ranks took since this was asked last. Raises JobError."""
+        """Seconds of each collective of the honest ranks since the last call. Raises JobError."""
         for member in self._honest:
-            with contextlib.suppress(ConnectionError):  # what it said before it went is still to be heard
+            with contextlib.suppress(ConnectionError):  # its last report can still be read
                 member.tell(SAMPLES)
-        return [each for member in self._honest for each in self._heard(member, SAMPLES).seconds]
+        return [seconds for member in self._honest for seconds in self._heard(member, SAMPLES).seconds]
 
     def measure(self, seconds: float) -> list[float]:
-        """The same for the next `seconds`, or until the job ends."""
+        """Seconds of each collective of the honest ranks during `seconds`, or until the job ends. Raises JobError."""
         self.samples()
         connection.wait([member.pipe for member in self._honest], seconds)
         return self.samples()
@@ -188,7 +188,7 @@ class Field:
         connection.wait([member.pipe for member in self._honest], SETTLE_S)
 
     def gather(self) -> Peer:
-        """Somebody honest who waits for the last rank of a job."""
+        """The connection of an honest rank that waits for the last rank of its job."""
         peer = Peer(self._insider)
         peer.sock.settimeout(WAIT_S)
         peer.hello(self._insider.gathering, 0, 2, **SMALL)
@@ -197,7 +197,7 @@ class Field:
         return peer
 
     def complete(self, first: Peer) -> str:
-        """The last rank comes; what went wrong."""
+        """Let the last rank come; return what went wrong, "" if nothing did."""
         with Peer(self._insider) as last:
             last.sock.settimeout(WAIT_S)
             last.hello(self._insider.gathering, 1, 2, **SMALL)
@@ -207,5 +207,5 @@ class Field:
                 return f"those who gathered: {error!r}"
 
     def same_shard(self) -> bool:
-        """Whether the shard is the process that it was."""
+        """Whether the shard is still the same process."""
         return self._ask_pid() == self.shard

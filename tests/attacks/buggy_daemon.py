@@ -1,4 +1,4 @@
-"""`spoiled.py BUG python -m omnireduce.aggregator …`: the daemon with a deliberate bug, to show that a siege can fail.
+"""`buggy_daemon.py BUG python -m omnireduce.aggregator …`: the daemon with a deliberate bug that an attack must show.
 
 Imports nothing of the product before the bug is in place.
 """
@@ -24,7 +24,7 @@ BUGS = {
             "omnireduce.support.logs",
             "a stranger fills the disk",
             "        if event not in OWN and not self._has_room(event):\n",
-            # Long lines: few strokes show it on a slow machine, too.
+            # Long lines: few steps show it on a slow machine, too.
             '        record.msg = str(record.msg) + "." * (1 << 16)\n        if False:\n',
         ),
         Mutation(

@@ -13,7 +13,7 @@ from rich.text import Text
 from .attacker import Tally
 
 MOST_RATIO = 3.0  # p99 beside / p99 alone
-MOST_OF_ELSEWHERE = 1.5  # p99 here / p99 elsewhere: more is not the machine, which both attacks keep busy
+MOST_OF_ELSEWHERE = 1.5  # p99 here / p99 elsewhere; both attacks keep the machine equally busy
 MOST_GROWTH_BYTES = 64 << 20
 MOST_LOG_BYTES = 1_000_000  # a minute
 MOST_PROBE_S = 3.0  # for /healthz: orchestrators wait about as long
@@ -21,11 +21,12 @@ MOST_PROBE_S = 3.0  # for /healthz: orchestrators wait about as long
 
 @dataclass
 class Figures:
-    """Of one kind; `shows`, `forbids` and `own_bytes` are those of `Kind`.
+    """Measurements of one kind; `shows`, `forbids` and `own_bytes` are those of `Kind`.
 
-    For each pair of phases what the honest ranks' collectives took, alone and beside the attacker, in seconds; where
-    the second is too long, also beside an attack here and on another daemon of the machine (`elsewhere`). How much
-    the shard grew, what was logged in `attack_s` of attack, and as `troubles` what may not be at all.
+    Each list has an entry for each phase: the seconds of the honest ranks' collectives, `alone` and `beside` the
+    attacker. If they take too long beside it, `here` and `elsewhere` have those beside an attack on this daemon and on
+    another daemon of the machine. The shard grew by `growth_bytes` and logged `log_bytes` in `attack_s` seconds of
+    attack. `troubles` are faults whatever the figures say.
     """
 
     name: str
@@ -47,12 +48,12 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        """The median over the pairs of p99 beside / p99 alone; infinite where nothing was completed."""
+        """Median over the pairs of p99 beside / p99 alone; infinite if nothing was completed."""
         return _ratio(self.beside, self.alone)
 
     @property
     def of_elsewhere(self) -> float:
-        """The same of p99 here / p99 elsewhere."""
+        """Median over the pairs of p99 here / p99 elsewhere."""
         return _ratio(self.here, self.elsewhere)
 
     @property
@@ -65,25 +66,25 @@ class Figures:
         return sum(map(len, self.alone + self.beside))
 
     def faults(self, *, judge_time: bool) -> list[str]:
-        """What does not hold. How long things take depends on the machine: only where it is to be judged."""
-        found = list(dict.fromkeys(self.troubles))
+        """Faults, as text. Times depend on the machine: they count only with `judge_time`."""
+        faults = list(dict.fromkeys(self.troubles))
         if not (self.tally.words[self.shows] if self.shows else self.tally.words):
-            found.append(f"nothing was attacked: no '{self.shows}'")
+            faults.append(f"nothing was attacked: no '{self.shows}'")
         if self.tally.words[self.forbids]:
-            found.append(self.forbids)
+            faults.append(self.forbids)
         if self.growth_bytes > MOST_GROWTH_BYTES + self.own_bytes:
-            found.append("memory")
+            faults.append("memory")
         if self.log_rate > MOST_LOG_BYTES:
-            found.append("log")
+            faults.append("log")
         if judge_time and not self.ratio <= MOST_RATIO and not self.of_elsewhere <= MOST_OF_ELSEWHERE:
-            found.append("latency")
+            faults.append("latency")
         if judge_time and self.slowest_probe_s > MOST_PROBE_S:
-            found.append(f"/healthz took {self.slowest_probe_s:.1f} s")
-        return found
+            faults.append(f"/healthz took {self.slowest_probe_s:.1f} s")
+        return faults
 
 
 def quantile(seconds: Sequence[float], percent: float) -> float:
-    """Infinite where there are none: nothing was completed."""
+    """A percentile of durations; infinite if there are none, because nothing was completed."""
     return float(np.percentile(seconds, percent)) if seconds else float("inf")
 
 
@@ -93,14 +94,14 @@ def _ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -
 
 
 def _milliseconds(phases: Sequence[Sequence[float]], percent: float) -> str:
-    found = [quantile(each, percent) for each in phases]
-    return f"{1000 * median(found):.1f}" if found else "-"
+    quantiles = [quantile(phase, percent) for phase in phases]
+    return f"{1000 * median(quantiles):.1f}" if quantiles else "-"
 
 
 def table(rows: Iterable[Figures], *, judge_time: bool) -> Table:
-    """One line for each kind."""
-    found = Table(box=None, pad_edge=False)
-    found.add_column("kind", no_wrap=True)
+    """A table with one line for each kind."""
+    lines = Table(box=None, pad_edge=False)
+    lines.add_column("kind", no_wrap=True)
     for name in (
         "collectives",
         "p50 alone ms",
@@ -112,22 +113,22 @@ def table(rows: Iterable[Figures], *, judge_time: bool) -> Table:
         "memory MiB",
         "log kB/min",
     ):
-        found.add_column(name, justify="right")
-    found.add_column("verdict", overflow="fold")
-    for each in rows:
-        faults = each.faults(judge_time=judge_time)
-        legal = f" of {each.own_bytes >> 20}" if each.own_bytes else ""
-        found.add_row(
-            each.name,
-            str(each.collectives),
-            _milliseconds(each.alone, 50),
-            _milliseconds(each.alone, 99),
-            _milliseconds(each.beside, 99),
-            _milliseconds(each.beside, 100),
-            f"{each.ratio:.1f}",
-            f"{each.of_elsewhere:.1f}" if each.elsewhere else "",
-            f"{each.growth_bytes / 2**20:+.0f}{legal}",
-            f"{each.log_rate / 1000:.0f}",
+        lines.add_column(name, justify="right")
+    lines.add_column("verdict", overflow="fold")
+    for figures in rows:
+        faults = figures.faults(judge_time=judge_time)
+        legal = f" of {figures.own_bytes >> 20}" if figures.own_bytes else ""
+        lines.add_row(
+            figures.name,
+            str(figures.collectives),
+            _milliseconds(figures.alone, 50),
+            _milliseconds(figures.alone, 99),
+            _milliseconds(figures.beside, 99),
+            _milliseconds(figures.beside, 100),
+            f"{figures.ratio:.1f}",
+            f"{figures.of_elsewhere:.1f}" if figures.elsewhere else "",
+            f"{figures.growth_bytes / 2**20:+.0f}{legal}",
+            f"{figures.log_rate / 1000:.0f}",
             Text("; ".join(faults), "red") if faults else Text("holds", "green"),
         )
-    return found
+    return lines
