@@ -66,7 +66,7 @@ def sign_means(block: Array, apart: bool) -> Array:
 
 def natural(block: Array, key: int = 0) -> Array:
     largest = max(map(abs, _finite(block)))
-    fraction, above = math.frexp(float(largest))  # of the largest element the power is this one, or the half
+    fraction, above = math.frexp(float(largest))  # the largest element gets this power of two, or half of it
     top = min(max(above - (fraction == 0.5), -126), 127)
     return np.array([_power(float(x), top, drawn(key, i)) for i, x in enumerate(block)], np.float32)
 

@@ -276,7 +276,7 @@ class InprocCluster:
         return operand
 
     def move_bytes(self, rank: int, kind: Any, source: Array | None, target: Array, block_size: int = 8) -> None:
-        """What broadcast, allgather and barrier are made of; `source` None contributes nothing."""
+        """Submit a collective that moves bytes: broadcast, allgather or barrier. `source` None contributes nothing."""
         same = source is target
         target = target.view(np.uint8)
         source = target if same else source if source is None else source.view(np.uint8)
@@ -361,7 +361,7 @@ class InprocCluster:
             guard.check()
 
     def culprits(self) -> set[str]:
-        """Whom the workers' errors name; fails if a worker got none."""
+        """Culprits that the workers' errors name; fails if a worker got no error."""
         assert all(end is not None and end.cause is not None for end in self.worker_ends), self.worker_ends
         return {end.cause.culprit for end in self.worker_ends if end is not None and end.cause is not None}
 

@@ -31,7 +31,7 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # of an emulated processor
+SLOWNESS = float(os.environ.get("SLOWNESS", "1"))  # factor for waits: an emulated processor needs more
 WAIT_S = 30.0 * (1 + SLOWNESS)  # longer than anything here takes on a busy machine
 BUSY = re.compile(
     r"event=(waiting|waiting_for_ranks|compiling) |\bwaiting for .* since \d|compiling kernels|^bench: case "
@@ -134,12 +134,12 @@ class Process:
 
     @property
     def log(self) -> str:
-        """What the process has written to standard error so far."""
+        """Standard error of the process so far."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
     @property
     def log_bytes(self) -> int:
-        """How much the process and its children have written to standard error so far."""
+        """Bytes that the process and its children have written to standard error so far."""
         return os.fstat(self._log.fileno()).st_size
 
     def line(self, timeout_s: float = WAIT_S) -> str:
@@ -307,7 +307,7 @@ class Ranks:
             self._errors[rank] = error
 
     def outcomes(self, timeout_s: float = WAIT_S) -> list[Any]:
-        """What each rank returned, or the exception that it raised."""
+        """Result of each rank, or the exception that it raised."""
         deadline = time.monotonic() + timeout_s
         for rank, thread in enumerate(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -315,7 +315,7 @@ class Ranks:
         return [self._results[i] if error is None else error for i, error in enumerate(self._errors)]
 
     def results(self, timeout_s: float = WAIT_S) -> list[Any]:
-        """What each rank returned; raises the first exception."""
+        """Result of each rank; raises the first exception."""
         found = self.outcomes(timeout_s)
         for each in found:
             if isinstance(each, BaseException):
@@ -400,7 +400,7 @@ def gone_within(pid: int, timeout_s: float) -> bool:
 
 
 def open_files(pid: int) -> list[str]:
-    """What the descriptors of a process refer to."""
+    """Files and sockets to which the descriptors of a process refer."""
     found = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile

@@ -30,7 +30,7 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.support.secret import Secret
 
-HEADER = struct.Struct("<QqIIIIII")  # what follows up to HEADER_BYTES is 0
+HEADER = struct.Struct("<QqIIIIII")  # the rest, up to HEADER_BYTES, is 0
 SLOTS, SLOT_BYTES = 2, 65536
 TEAM_TEXT = b"the secret of its team"
 TEAM_SECRET = Secret(TEAM_TEXT, "team")

@@ -31,14 +31,14 @@ IMPORTS = (
     "omnireduce.worker.cli",
     "omnireduce.console.commands",
 )
-VERBS = "omnireduce.transport.verbs.link"  # where there is pyverbs
-TORCH = ("omnireduce.torch", "torch._dynamo")  # the second one is what optimizers import at first use
-MOST_BYTES = 1 << 17  # of an order
+VERBS = "omnireduce.transport.verbs.link"  # loaded if pyverbs is installed
+TORCH = ("omnireduce.torch", "torch._dynamo")  # optimizers import the second one at first use
+MAX_ORDER_BYTES = 1 << 17
 WELL_KNOWN = 3  # standard input, output and error
 
 
 class Order(NamedTuple):
-    """A process that is wanted: the words behind `python` (a file, `-m` a module or `-c` code), its environment, its
+    """A request for a process: the words behind `python` (a file, `-m` a module or `-c` code), its environment, its
     working directory."""
 
     words: Sequence[str]
@@ -47,8 +47,8 @@ class Order(NamedTuple):
 
 
 class Forked:
-    """As much of `subprocess.Popen` as tests use. Standard input and output are pipes. Modules of `preloaded` have been
-    imported before."""
+    """A process with those methods of `subprocess.Popen` that tests use. Input and output are pipes. The modules of
+    `preloaded` are imported before the fork."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Nothing, when the process has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -119,20 +119,20 @@ def _server(preloaded: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], socket
 
 
 class _Nursery:
-    """The other end: forks, and says how each child ended."""
+    """The process that forks: it starts children on request, and reports the end of each."""
 
     def __init__(self, orders: socket.socket) -> None:
         self._orders, self._selector = orders, selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
 
     def serve(self) -> Order | None:
-        """In a child, return what it is to be; in the parent, None at the end."""
+        """Serve requests. Return in each child with its order, and in the parent with None at the end."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._orders:
                     self._tell_end(key)
                     continue
-                data, descriptors, _, _ = socket.recv_fds(self._orders, MOST_BYTES, 4)
+                data, descriptors, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, 4)
                 if not data:
                     return None
                 if not self._fork(descriptors):
@@ -155,8 +155,8 @@ class _Nursery:
         return pid
 
     def _forget(self) -> None:
-        """Close all that is the parent's. What were left to the garbage collector would close descriptors that have
-        become the child's."""
+        """Close the parent's sockets and descriptors. The garbage collector would do so later, when their numbers may
+        belong to the child."""
         for key in self._selector.get_map().values():
             if key.fileobj is self._orders:
                 self._orders.close()
@@ -175,7 +175,7 @@ class _Nursery:
 
 
 def _be(order: Order) -> None:
-    """Run what the order says, as `python` would."""
+    """Run the program of the order, as `python` would."""
     os.environ.clear()
     os.environ.update(order.environ)
     os.chdir(order.folder)

@@ -15,7 +15,7 @@ from omnireduce.kernels.instructions import FLUSHES
 F = np.float32
 FLUSHES_HERE = has_compiler() and platform.machine() in FLUSHES
 SMALLEST = np.finfo(F).tiny
-# Of what a result would be with as many digits as it likes: x86 looks once it is rounded to 24 of them, Arm before.
+# A result below this is flushed to zero. x86 compares the result that is rounded to 24 bits, Arm the exact one.
 TOO_SMALL = SMALLEST if platform.machine() == "aarch64" else SMALLEST * (1 - 2.0**-25)
 
 
@@ -85,7 +85,7 @@ ALONE: dict[Operation, Callable[[Array, np.float32], Array]] = {
 
 
 class Oracle:
-    """What a state keeps of a tensor of `elements`, in blocks of `block_size`, and what programs make of it."""
+    """State of a tensor of `elements`, in blocks of `block_size`, and a slow run of block programs on it."""
 
     def __init__(self, elements: int, block_size: int, columns: int, cells: int) -> None:
         self.elements, self.block_size = elements, block_size

@@ -144,7 +144,7 @@ def test_what_listens_everywhere_is_reached_on_loopback() -> None:
 def test_an_address_of_the_system_is_shown_as_users_write_it() -> None:
     assert host_of(("10.0.0.1", 1)) == host_of(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
     assert host_of(("fe80::1", 1, 0, socket.if_nametoindex("lo"))) == "fe80::1%lo"
-    assert host_of(("fe80::1", 1, 0, 1 << 30)) == f"fe80::1%{1 << 30}"  # of an interface that is gone
+    assert host_of(("fe80::1", 1, 0, 1 << 30)) == f"fe80::1%{1 << 30}"  # its interface is gone
     assert host_of(("fe80::1%lo", 1, 0, 1)) == "fe80::1%lo"
 
 

@@ -83,7 +83,7 @@ def test_element_types_are_those_of_the_kernels() -> None:
     assert set(choices) == set(ELEMENT_TYPES)
 
 
-# Where values come from
+# Sources of values
 
 
 def test_without_any_source_the_defaults_hold() -> None:
@@ -301,7 +301,7 @@ def test_one_job_may_have_no_more_memory_than_all() -> None:
 
 def test_a_job_settles_before_the_time_to_join_is_over() -> None:
     late = "elastic.last_call_s=60", "cluster.join_timeout_s=60"
-    assert load_config(overrides=late).elastic.last_call_s == 60  # what is not elastic does not settle
+    assert load_config(overrides=late).elastic.last_call_s == 60  # a job that is not elastic ignores it
     text = message(None, "elastic.enabled=true", *late)
     expected = "more than 60 because that is elastic.last_call_s"
     assert text == f"--set: cluster.join_timeout_s: got 60.0, expected {expected}"

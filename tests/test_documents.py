@@ -63,7 +63,7 @@ PROGRAMS = {
     "ulimit",
     "vagrant",
 }
-CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all others run
+CANNOT_RUN = {  # begin of a block of shell, and why no test runs it; all others run
     "docs/pytorch.md: make torch": "six minutes; tests/pytorch/test_torch_suite.py runs some of them",
     "CONTRIBUTING.md: make install": "these are the tests themselves, and what takes minutes to hours",
     "docs/operations.md: omnireduce drain": "installs another version; tests/cluster/test_draining.py drains",
@@ -86,7 +86,7 @@ CANNOT_RUN = {  # how a block of shell begins, and why no test runs it; all othe
     "vagrant/README.md: cd /omnireduce\n.venv/bin/mpirun": "inside two virtual machines; .ci/rdma does it in guests",
     "vagrant/README.md: .venv/bin/mpirun": "inside two virtual machines; .ci/rdma does it in guests",
 }
-SMALL = {  # where a block does not say how much
+SMALL = {  # sizes for blocks that give none
     "OMNIREDUCE_BENCH_ELEMENTS": "100_000",
     "OMNIREDUCE_BENCH_ROUNDS": "2",
     "OMNIREDUCE_TRAIN_STEPS": "10",
@@ -99,7 +99,7 @@ BIN = Path(sys.executable).parent
 
 @cache
 def site() -> Path:
-    """Where the site was built, without a warning."""
+    """Folder of the site, which was built without a warning."""
     folder = Path(tempfile.mkdtemp(prefix="omnireduce-site-"))
     atexit.register(shutil.rmtree, folder)
     done = subprocess.run(
@@ -169,7 +169,7 @@ def blocks(language: str = "") -> list[Block]:
 
 
 def as_parameters(found: list[Block]) -> list[Any]:
-    """Those of the README are run by `make test`, all others with the slow tests."""
+    """Blocks as parameters: `make test` runs those of the README, the slow tests all others."""
     return [pytest.param(block, marks=() if block.document == "README.md" else pytest.mark.slow) for block in found]
 
 
@@ -182,7 +182,7 @@ def quickstart() -> Block:
 
 
 def reasons(block: Block) -> list[str]:
-    """How the block begins, as CANNOT_RUN says it; empty for one that runs."""
+    """Entries of CANNOT_RUN with which the block begins; empty for a block that runs."""
     return [each for each in CANNOT_RUN if f"{block.document}: {block.text}".startswith(each)]
 
 
@@ -306,7 +306,7 @@ def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     bench = blocks("sh")[1].text.splitlines()
     found, shown = ([line.split() for line in text.splitlines()] for text in (run_script(bench, tmp_path), table))
     assert found[:3] == shown[:3]
-    assert [row[:5] for row in found[3:]] == [row[:5] for row in shown[3:]]  # what is timed differs
+    assert [row[:5] for row in found[3:]] == [row[:5] for row in shown[3:]]  # measured times differ
 
 
 def test_the_tutorial_ends_with_the_example() -> None:
@@ -364,7 +364,7 @@ def assert_options(program: tuple[str, ...], arguments: list[str]) -> None:
 
 
 def commands_in(text: str) -> str:
-    """What a help says of commands. `omnireduce aggregator` and others say nothing: they have options only."""
+    """The part of a help text about commands. `omnireduce aggregator` and others have options only: theirs is empty."""
     return text.partition("\nCommands:\n")[2]
 
 

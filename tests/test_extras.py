@@ -12,7 +12,7 @@ from local_cluster import ROOT, WAIT_S
 from omnireduce.support import extras
 from omnireduce.support.extras import install, need
 
-FRONTS = {  # what fails without the module, and what the advice begins with
+FRONTS = {  # an import that fails without the module, and the begin of the advice
     "torch": ("import omnireduce.torch", "pip install "),
     "keras": ("import omnireduce.keras", "pip install "),
     "jax": ("import omnireduce.jax", "pip install jax"),

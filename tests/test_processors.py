@@ -13,8 +13,10 @@ V2 = "0::{0}\n"
 
 
 def tree(folder: Path, cgroup: str, *, version: int, root: str = "/", files: dict[str, str]) -> Path:
-    """What the kernel says of a process in group `cgroup`, where the mounted part of the hierarchy begins at `root`.
-    `files`: their contents by their path below that."""
+    """A folder with the files of /proc and /sys for a process in group `cgroup`.
+
+    The mounted hierarchy begins at `root`; `files` has the contents of its files, by path.
+    """
     top = folder / "sys fs" / "cgroup"  # a space stands as \040 in mountinfo
     for name, text in files.items():
         file = top / name

@@ -71,7 +71,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files an
 
 
 def verdict(name: str, user: int, groups: Sequence[int]) -> str:
-    """What a process of this user, the groups' first its own, makes of the file: "accepted", or the refusal.
+    """Read the file as a process of this user; the first of `groups` is the primary one. "accepted", or the refusal.
 
     The process begins as root, because the interpreter may lie where only root gets at it.
     """

@@ -58,7 +58,7 @@ def test_files_are_left_out_unread_where_none_of_their_tests_can_be_chosen() -> 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_pytest_chooses_by_tier(choice: str) -> None:
-    """Of a folder that has files of all tiers, and of a file with a test that is marked."""
+    """Collect a folder that has files of all tiers, and a file with a test that is marked."""
     paths = ["tests/kernels", "tests/test_tidy.py", "tests/data_parallel/test_stalls.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", "-m", choice, *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=2 * WAIT_S)

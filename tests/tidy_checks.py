@@ -20,7 +20,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".service", ".sb
 TEXT_NAMES = {"Makefile", "Vagrantfile", "Containerfile", "run"}
 TEXT_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "configs", "docs", "tools", "vagrant", "deploy")
 
-PURE = (  # what a protocol machine may import, with all that is in it
+PURE = (  # modules that a protocol machine may import, with their submodules
     *(
         "__future__",
         "collections",
@@ -132,7 +132,7 @@ def dotted(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_shown(path: str, source: str) -> list[str]:
-    """What users see stays with python -OO, which leaves docstrings out."""
+    """Uses of docstrings as text for users: python -OO leaves docstrings out."""
     if "__doc__" not in source and "click" not in source:
         return []
     what = "not there with python -OO: write the help as `help=` or `description=`"

@@ -47,7 +47,7 @@ def by_ways(cases: Iterable[Any], ways: Sequence[str] = WAYS) -> list[tuple[Any,
 
 
 def called(way: str) -> str:
-    """What a communicator calls that way."""
+    """Name of a transport, or of memory, in the statistics of a communicator."""
     return "memory+shm" if way == MEMORY else way
 
 
@@ -80,20 +80,19 @@ def check_carried(comm: Communicator, overrides: Sequence[str]) -> None:
 
 
 class Carriers:
-    """What is meant by the configurations that were made, and what the communicators of this process have carried,
-    since the last `take`."""
+    """Transports that the configurations since the last `take` name, and those that have carried tensors since then."""
 
     def __init__(self) -> None:
         self.meant, self._carried = set[str](), Counter[str]()
         self._closed = engine.closed
-        engine.closed = self._count  # which each communicator calls when it has left a generation of its job
+        engine.closed = self._count  # each communicator calls `closed` when it has left a generation of its job
 
     def _count(self, communicator: Any) -> None:
         self._carried.update(communicator.statistics().carried)
         self._closed(communicator)
 
     def take(self) -> list[str]:
-        """Which ways were meant, and carried nothing though others did. What was counted is forgotten."""
+        """Transports that were named, and carried nothing though others did. Begin to count anew."""
         for each in engine._process.open:
             self._carried.update(each.statistics().carried)
         found = [each for each in sorted(self.meant) if missing(each, self._carried)]

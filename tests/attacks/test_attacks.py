@@ -20,7 +20,7 @@ from .testbed import Options
 from .verdict import MOST_GROWTH_BYTES, MOST_LOG_BYTES, MOST_RATIO, Figures, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 2.0  # of attack
+SECONDS = 2.0  # duration of an attack
 SEED = 1 if "CI" in os.environ else random.SystemRandom().randrange(1_000_000_000)
 SHORT = ("extreme hellos", "page requests")
 

@@ -32,7 +32,7 @@ from .kinds import Kind
 from .target import SMALL, Peer, Target
 
 ADDRESS_SPACE = 4 << 30  # bytes of the daemon at most, whatever an attacker makes it allocate
-TRANSPORTS = ("shm", "tcp")  # of the honest ranks
+TRANSPORTS = ("shm", "tcp")  # one for each honest rank
 SETTLE_S = 0.3  # the daemon finishes with what the attacker left, before the honest job is alone again
 HONEST = ("protocol.slot_bytes=262144", "protocol.slots=2", "transport.spin_us=0")
 
@@ -50,7 +50,7 @@ class Options:
     seed: int = 0
     pairs: int = 1
     prefix: tuple[str, ...] = ()  # in front of the daemon's command
-    nice: int = NICEST  # of the attacker
+    nice: int = NICEST  # priority of the attacker
 
 
 class Attacker(Member):

@@ -38,14 +38,14 @@ def make(
 def filled(data: Dataset, elements: int, world_size: int, round_number: int = 0) -> list[Array]:
     tensors = []
     for rank in range(world_size):
-        tensor = np.full(elements, 3, data.dtype)  # what was there before must not matter
+        tensor = np.full(elements, 3, data.dtype)  # its old contents must not matter
         data.fill(rank, round_number, tensor)
         tensors.append(tensor)
     return tensors
 
 
 def reduced(tensors: list[Array], op: str) -> Array:
-    """What the service promises, in the most obvious way."""
+    """Reduce tensors as the service promises, in the most obvious way."""
     dtype = tensors[0].dtype
     wide = np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
     total = tensors[0].astype(wide)
@@ -58,7 +58,7 @@ def reduced(tensors: list[Array], op: str) -> Array:
 
 
 def block_flags(tensor: Array, block_size: int) -> Array:
-    """Which blocks hold a non-zero element, a short last one included."""
+    """Flags of blocks that hold a non-zero element. A short last block counts."""
     starts = range(0, tensor.size, block_size)
     return np.array([bool(np.any(tensor[at : at + block_size] != 0)) for at in starts], np.bool_)
 

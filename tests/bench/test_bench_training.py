@@ -18,7 +18,7 @@ from benchmarks.frameworks.training import MODELS, Runs, Training, outcome_of
 
 
 def found(case: Training, **ms: float) -> Outcome:
-    """What becomes of it when each entrant takes so many milliseconds per step, and all models are as good."""
+    """Outcome of a case in which each entrant takes `ms` milliseconds per step, and all models are equally good."""
     runs = {label: Runs([ms[label.replace(" ", "_")]] * 3, [0.5] * 3) for label in case.labels}
     return outcome_of(case, runs)
 

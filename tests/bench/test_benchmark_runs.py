@@ -129,7 +129,7 @@ def entrants(found: Outcome) -> set[str]:
 
 
 def kill_children(chosen: Callable[[str], bool]) -> None:
-    """Those processes of this one whose command line is chosen."""
+    """Kill the child processes whose command line is chosen."""
     for pid in children(os.getpid()):
         if chosen(Path(f"/proc/{pid}/cmdline").read_text()):
             os.kill(pid, signal.SIGKILL)
@@ -220,9 +220,9 @@ def test_memory_of_workers_and_shards(transport: str) -> None:
 def test_a_small_tensor_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urgent, "WAYS", {"shm": urgent.WAYS["shm"]})
     done = CliRunner().invoke(main, ["urgent", "--turns", "2"])
-    assert done.exit_code in (0, 3), done.output  # how long it takes is no matter of a test
+    assert done.exit_code in (0, 3), done.output  # a test does not judge the time
     rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(tuple(urgent.URGENT_BYTES))]
-    assert [row[-2:] for row in rows] == [["shm", "0"]] * 2  # what carried them, and wrong elements
+    assert [row[-2:] for row in rows] == [["shm", "0"]] * 2  # transport, and number of wrong elements
     assert all(float(number) > 0 for row in rows for number in row[-6:-2])
 
 

@@ -210,7 +210,7 @@ def test_resuming_leaves_out_what_is_complete(tmp_path: Path) -> None:
 
 
 def test_resuming_measures_again_what_lacks_a_competitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it stays away, the exit status says that a target has no verdict."""
+    """If the competitor is still missing, the exit status says that a target has no verdict."""
     without = outcome(measured(ONE, ours=1.0, mpich=2.0, gloo=1.5))
     Results(tmp_path).add(without)
     asked: list[Case] = []

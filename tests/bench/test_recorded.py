@@ -37,7 +37,7 @@ def recorded(pattern: str, world_size: int, op: str = "sum", block_size: int = 1
 
 
 def block_flags(tensor: Array, block_size: int) -> Array:
-    """Which blocks hold an element that is not +0 or -0."""
+    """Flags of blocks that hold an element other than +0 and -0."""
     with np.errstate(invalid="ignore"):
         return np.array(
             [bool(np.any(tensor[at : at + block_size] != 0)) for at in range(0, tensor.size, block_size)], np.bool_

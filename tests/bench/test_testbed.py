@@ -71,7 +71,7 @@ def able() -> None:
 
 
 def answers(host: Host, *addresses: str) -> list[str]:
-    """What connecting from a host to a port where nothing listens meets, by address."""
+    """Results of connecting from a host to a port on which nothing listens, one for each address."""
     return run(*host.prefix, sys.executable, "-c", PROBE, *addresses).split()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from local_cluster import SLOWNESS, Daemon, Worker, configured, run_job, unique_job
 
-DEATH_S = 1.0 * SLOWNESS  # how soon the death of a process must be known to all
-FAILURE_S = 5.0 * SLOWNESS  # how soon every other failure
+DEATH_S = 1.0 * SLOWNESS  # all ranks must learn of the death of a process in this time
+FAILURE_S = 5.0 * SLOWNESS  # and of every other failure in this time
 
 
 def assert_serves(daemon: Daemon, *overrides: str, job: str = "", size: int = 3) -> None:

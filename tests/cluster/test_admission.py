@@ -224,7 +224,7 @@ def test_a_connection_that_does_not_say_hello_is_refused_in_time() -> None:
 
 @pytest.mark.slow
 def test_more_ranks_than_descriptors() -> None:
-    """Who comes too late is told why."""
+    """A rank for which no descriptor is left gets the reason."""
 
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -341,7 +341,8 @@ def test_a_rank_that_begins_while_another_still_joins(daemon: Daemon) -> None:
 
 
 def test_a_rank_is_there_while_another_aggregator_is_not_up_yet(daemon: Daemon) -> None:
-    """Who connects and says nothing is dropped, and the next aggregator may come up late."""
+    """A rank says hello to each aggregator as soon as it is connected: a connection without hello would be dropped, and
+    the next aggregator may come up late."""
     job = unique_job()
     with socket.socket() as silent, RawPeer(daemon.addresses[0]) as peer:
         silent.bind(("127.0.0.1", 0))  # it does not listen

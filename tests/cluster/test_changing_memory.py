@@ -30,7 +30,7 @@ ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say
 SLOTS, SLOT_BYTES = DEFAULTS.slots, DEFAULTS.slot_bytes
 PROPER, RUNS = message([3, 5, 39]), message([3, 4, 5], runs=[(3, 3)])
 STEPS = message([3, 5, 39], steps=bytes([3, 2, 34]))
-START = len(PROPER) - len(message([])) + 64 - 3 * 8  # of the list, behind the header and three blocks
+START = len(PROPER) - len(message([])) + 64 - 3 * 8  # start of the list, behind the header and three blocks
 
 
 @contextmanager

@@ -22,7 +22,7 @@ LIMIT = ("cluster.join_timeout_s=1", "aggregator.join_timeout_s=1")
 
 
 class Compiler:
-    """What compiles the kernels of one rank for as long as a test wants: of this thread, if it says so."""
+    """Compilation of the kernels of one rank that lasts until `is_done` is set. The rank's thread calls `begin`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_done, self._this = threading.Event(), threading.local()

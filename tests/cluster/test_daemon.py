@@ -382,7 +382,7 @@ def test_signals_until_the_end_of_the_process(number: int) -> None:
 def test_signals_before_the_daemon_takes_them(number: int) -> None:
     command = [sys.executable, "-m", "omnireduce.aggregator", "--listen", "127.0.0.1:0"]
     with Process(*command, from_scratch=True) as process:
-        loaded = "multiarray"  # of NumPy: by then the program's own modules are being imported
+        loaded = "multiarray"  # a module of NumPy: once it is loaded, the program imports its own modules
         assert eventually(lambda: loaded in Path(f"/proc/{process.pid}/maps").read_text())
         while process.popen.poll() is None:
             process.signal(number)

@@ -47,7 +47,7 @@ def tell(daemon: Daemon, action: Action, *settings: str, shard: int = 0, **detai
 
 
 def refusal(daemon: Daemon, *settings: str) -> str:
-    """How a new job fares."""
+    """Let a new job join; return why it was refused, "" if it was not."""
     return joins(daemon, settings, unique_job("new"))
 
 
@@ -276,7 +276,7 @@ def test_an_elastic_job_goes_on_after_the_daemon_was_replaced() -> None:
                 assert comm.allreduce(np.ones(9)).tolist() == [1.0] * 9
 
 
-# who may do that
+# permission to drain
 
 
 def test_without_a_secret_only_local_processes_of_root_and_of_its_user_may(daemon: Daemon) -> None:
@@ -349,7 +349,7 @@ def test_another_user_reads_no_status_without_the_secret(keys: Keys) -> None:  #
         assert "wants proof of a shared secret" in str(as_nobody(lambda: raw(daemon, StatusRequest(PROTOCOL_VERSION))))
 
 
-# what the supervisor knows
+# the supervisor's view
 
 
 def children(*names: str) -> list[Child]:

@@ -19,7 +19,7 @@ from separate_hosts import separate_hosts
 
 
 def outputs(daemon: Daemon, script: str, host_exchange: str = "auto", arguments: Sequence[str] = ()) -> list[str]:
-    """What two ranks of an example print."""
+    """Output of two ranks of an example."""
     ranks = run_ranks(
         [str(ROOT / "examples" / script), *arguments], 2,
         OMNIREDUCE_CLUSTER_AGGREGATORS=json.dumps(daemon.addresses), OMNIREDUCE_TRANSPORT_HOST_EXCHANGE=host_exchange,
@@ -29,7 +29,7 @@ def outputs(daemon: Daemon, script: str, host_exchange: str = "auto", arguments:
 
 
 def test_allreduce(daemon: Daemon) -> None:
-    """Of two ranks in memory, each sends its rows of the other's half, and the sum of its own half."""
+    """Each of two ranks in memory sends its rows of the other's half, and the sum of its own half."""
     for rank, line in enumerate(outputs(daemon, "allreduce.py")):
         assert line.startswith(f"rank {rank} of 2 by memory: sum 122880, sent ")
         sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))

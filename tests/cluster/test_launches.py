@@ -55,7 +55,7 @@ def test_ranks_of_two_launches_in_every_order(daemon: Daemon, order: tuple[str, 
 
 @pytest.mark.slow
 def test_torchrun_without_an_id(daemon: Daemon) -> None:
-    """What tells its launches apart is where PyTorch's ranks meet."""
+    """Launches differ in the address at which PyTorch's ranks meet."""
     with contextlib.ExitStack() as stack:
         started = []
         for rank, launch in itertools.product(range(2), range(2)):
@@ -73,7 +73,7 @@ def test_torchrun_without_an_id(daemon: Daemon) -> None:
     ("overrides", "job", "error"),
     [
         ((), None, ConfigError),
-        ((), "named", RefusedError),  # of a rank that does not come
+        ((), "named", RefusedError),  # the id of a rank that does not come
         (("cluster.job=named",), None, RefusedError),
         (("cluster.launch=x",), None, RefusedError),
         (("cluster.launch=",), None, RefusedError),  # no other launch can be there

@@ -49,7 +49,7 @@ def launch(daemon: Daemon, size: int, jobs: range) -> Counter[tuple[int, str]]:
 
 
 def outcomes(size: int, number: int) -> dict[tuple[int, str], int]:
-    """What `launch` counts for one job: every fifth fails, by its last rank."""
+    """Counts that `launch` must return for one job: the last rank of every fifth job fails."""
     if number % 5:
         return {(number, "done"): size}
     return {(number, "ZeroDivisionError"): 1} | ({(number, "AbortedError"): size - 1} if size > 1 else {})

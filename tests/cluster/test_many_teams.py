@@ -63,7 +63,7 @@ def keys(tmp_path: Path) -> Keys:
 
 
 def joins(daemon: Daemon, settings: Sequence[str], job: str = "", *more: str) -> str:
-    """How a worker fares that is alone in its job: "" or why it is refused."""
+    """Let a worker join that is alone in its job; return why it was refused, "" if it was not."""
     config = configured(daemon.addresses, "cluster.join_timeout_s=20", *settings, *more)
     try:
         with Communicator(config, rank=0, size=1, job=job or None) as comm:
@@ -158,7 +158,7 @@ def test_a_secret_changes_while_jobs_run(keys: Keys) -> None:
         assert "or there is no such team" in joins(daemon, keys.worker("speech", SPEECH))
         before = max(worker.expect("round")["round"] for worker in running)
         for worker in running:
-            expect_round(worker, "round", before + 2)  # of who proved a secret that counts no more
+            expect_round(worker, "round", before + 2)  # they have proved a secret that is valid no longer
         assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
         assert all(each not in daemon.log for each in (VISION, NEW, SPEECH, GENERAL))
 

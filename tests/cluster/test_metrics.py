@@ -119,7 +119,7 @@ def test_a_scrape_says_what_the_shards_say(watched: Daemon) -> None:
 
 
 def test_counters_outlive_their_jobs_and_job_metrics_do_not(watched: Daemon) -> None:
-    assert eventually(lambda: not scrape(watched).get("omnireduce_job_ranks"))  # of the test before
+    assert eventually(lambda: not scrape(watched).get("omnireduce_job_ranks"))  # the job of the test before
     before, job = scrape(watched), unique_job("brief")
     with workers(watched, 2, "--rounds", "7", job=job, overrides=[BY_SHARDS]) as ranks:
         for worker in ranks:
@@ -237,7 +237,7 @@ def test_whatever_workers_must_do_the_monitor_gets_its_answers(tmp_path: Path, k
         assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
         assert list(scrape(daemon)["omnireduce_shard_up"].values()) == [1, 1]
         assert str(secret.read_text()) not in daemon.log
-        secret.unlink()  # what holds is what the daemon read when it started
+        secret.unlink()  # the daemon uses the secret that it read at its start
         assert get(f"{base(daemon)}/readyz") == (200, "ready\n")
 
 

@@ -148,7 +148,7 @@ def test_a_flood_of_silent_clients_takes_no_place_of_those_who_ask() -> None:
         for _ in range(3 * CONNECTIONS):
             stack.enter_context(pages.connect())
         assert pages.get("healthz") == ALIVE
-        assert threading.active_count() <= threads + 2  # of the slow one, and of the last page
+        assert threading.active_count() <= threads + 2  # one for the slow client, one for the last page
         assert len(pages.server._silent) <= CONNECTIONS
         slow.sendall(b"\r\n")
         assert slow.recv(100).startswith(b"HTTP/1.0 200 OK")

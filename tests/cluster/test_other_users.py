@@ -44,7 +44,7 @@ def as_nobody(function: Callable[[], _T]) -> _T:
 
 
 def outcome(daemon: Daemon, *overrides: str) -> str:
-    """How a worker of another user, alone in its job, fares: its transport, or the error."""
+    """Let a worker of another user run a job alone; return its transport, or the error."""
     config, job = configured(daemon.addresses, "cluster.join_timeout_s=20", *overrides), unique_job()
 
     def run() -> str:
@@ -60,7 +60,7 @@ def outcome(daemon: Daemon, *overrides: str) -> str:
 
 @pytest.mark.refuses_transport
 def test_another_users_worker_gets_no_memory(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    """Of root's aggregator, which could be trusted, but does not trust the worker: where tcp will do, it goes on."""
+    """The aggregator is root's. The worker could trust it, but it does not trust the worker. By tcp the job goes on."""
     assert outcome(daemon) == "tcp"
     text = f"the aggregator {daemon.addresses[0]} is of user 0, this worker of user {NOBODY}: for shared memory set "
     assert f"going on by tcp: {text}security.local_users = 'any' on both" in caplog.text
@@ -144,7 +144,7 @@ def test_the_log_and_the_metrics_say_which_user_was_refused() -> None:
 
 
 def test_another_users_aggregator_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
-    """Where tcp will do as well, the worker goes on with that."""
+    """The worker goes on by tcp if its configuration allows tcp."""
     with Daemon(1, "transport.kind=tcp") as daemon, impostor(int(daemon.addresses[0].rpartition(":")[2])) as listener:
         config = configured(daemon.addresses, "cluster.join_timeout_s=20")
         with Communicator(config, rank=0, size=1, job=unique_job()) as comm:

@@ -129,7 +129,7 @@ def https(daemon: Daemon) -> str:
 
 
 def trusting(*holder: str) -> ssl.SSLContext:
-    """What a scraper has: who signed the pages' certificate and, perhaps, a certificate of its own."""
+    """TLS context of a scraper: it trusts the signer of the pages' certificate, and may have one of its own."""
     folder = certificates().folder
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     for name in holder:
@@ -162,7 +162,7 @@ def test_over_tls(token_file: Path) -> None:
 
 
 def said(url: str, request: bytes) -> bytes:
-    """What comes back without TLS."""
+    """Answer to a request without TLS."""
     with socket.create_connection(parse_address(url.partition("//")[2]), WAIT_S) as client:
         client.sendall(request)
         return client.recv(1000)

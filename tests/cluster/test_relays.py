@@ -48,7 +48,7 @@ class Tree(NamedTuple):
         return [configured(each.addresses, *overrides) for each in ways]
 
 
-SUMS = ((0, 1), (2, 3, (4,)), 5)  # who is summed with whom, where no ranks share memory
+SUMS = ((0, 1), (2, 3, (4,)), 5)  # nested by relay: ranks that are summed together, if no ranks share memory
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one shard", "two shards"])
@@ -83,7 +83,7 @@ def of_rank(rank: int, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_right(tree: Tree, way: str) -> None:
-    """Of every kind of element and operation, also of what no relay sums, and of tensors without blocks."""
+    """Element types and operations of every kind, even those that no relay sums, and tensors without blocks."""
     calls = [(dtype, op) for dtype in ("float32", "int64", "float16") for op in ("sum", "max")] + [("float64", "mean")]
     brought = {dtype: [of_rank(rank, dtype) for rank in range(6)] for dtype, _ in calls}
 
@@ -135,7 +135,7 @@ def test_rows_objects_and_the_rest(tree: Tree, way: str) -> None:
 
 
 def test_a_rank_that_refuses_a_group_is_named_to_the_others(tree: Tree) -> None:
-    """Whoever comes first, and the next attempt is sound."""
+    """The others learn its name, whichever rank comes first, and the next attempt succeeds."""
 
     def run(comm: Communicator) -> str:
         refuses = comm.rank in (1, 4)

@@ -146,7 +146,7 @@ COUNTED = (
 
 
 def test_broken_rules_are_counted_as_that() -> None:
-    """Whoever finds it: the link, who decodes, or the machine."""
+    """A violation counts, whether the link, the decoder or the machine finds it."""
     with Daemon(1) as daemon:
         for what in COUNTED:
             test_members_that_break_the_rules_are_named(daemon, what)

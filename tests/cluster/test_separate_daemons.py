@@ -40,8 +40,10 @@ def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def sums(ranks: Sequence[tuple[Host, Sequence[str]]], *sets: str) -> list[str]:
-    """What each rank gets that runs on this host, with these aggregators, and what has carried it. Hosts of tests could
-    share memory."""
+    """Sums and transports of ranks, one line each. `ranks` has the host and the aggregators of each rank.
+
+    Hosts of tests are on one machine, so they could share memory.
+    """
     job = unique_job("apart")
     with ExitStack() as stack:
         processes = []
@@ -55,7 +57,7 @@ def sums(ranks: Sequence[tuple[Host, Sequence[str]]], *sets: str) -> list[str]:
 
 
 def omnireduce(host: Host, *words: str) -> str:
-    """What this command of the program prints on a host."""
+    """Output of a command of the program on a host."""
     command = [*host.prefix, sys.executable, "-m", "omnireduce", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S)
     assert done.returncode == 0, done.stdout + done.stderr

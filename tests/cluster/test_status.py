@@ -42,7 +42,7 @@ def statuses(daemon: Daemon) -> list[Status]:
 
 
 def jobs(daemon: Daemon, name: str) -> list[JobStatus]:
-    """What each shard says of one job."""
+    """Status of one job, from each shard."""
     return [job for each in statuses(daemon) for job in each.jobs if job.name == name]
 
 
@@ -87,7 +87,7 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     assert (traffic.blocks, traffic.rank_blocks) == (4 * BLOCKS, 8 * BLOCKS)
     assert (traffic.own_blocks, traffic.union_blocks) == (4 * 700, 4 * 600)
     assert (traffic.density, traffic.union_density) == (0.35, 0.6)
-    left_out = 200 + 300 if transport == "tcp" else 0  # what one rank alone brings
+    left_out = 200 + 300 if transport == "tcp" else 0  # blocks that only one rank contributes
     payload_up, payload_down = 4 * 700 * BLOCK * 4, 4 * (2 * 600 - left_out) * BLOCK * 4
     assert payload_up <= traffic.received_bytes == sum(sent for sent, _ in totals)
     assert payload_down <= traffic.sent_bytes == sum(received for _, received in totals)
@@ -362,10 +362,8 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (
-            b"",
-            r"does not answer within 0\.\d+ s; is it stopped or overloaded, or",
-        ),  # what connecting has left of 0.3 s
+        # connecting takes a part of 0.3 s
+        (b"", r"does not answer within 0\.\d+ s; is it stopped or overloaded, or"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", r"not a frame of this protocol: it looks like HTTP\Z"),
     ],
     ids=["silence", "another server"],

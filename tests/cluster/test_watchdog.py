@@ -71,7 +71,7 @@ def children_of(process: Process) -> list[str]:
 
 @contextmanager
 def systemd(tmp_path: Path) -> Iterator[tuple[socket.socket, dict[str, str]]]:
-    """What systemd would give a service that must say WATCHDOG=1 every two seconds."""
+    """Socket and environment that systemd gives a service that must send WATCHDOG=1 every two seconds."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
         sock.settimeout(WAIT_S)

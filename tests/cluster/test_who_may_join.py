@@ -128,7 +128,7 @@ def played_back(peer: RawPeer) -> None:
 
 
 def sent_back(peer: RawPeer) -> None:
-    """What the aggregator would say, if the roles were not part of it."""
+    """Send back the proof that the aggregator would give, if proofs did not name the role."""
     peer.send(framed(Greeting(PROTOCOL_VERSION, bytes(32))))
     challenge = peer.control()
     assert isinstance(challenge, Challenge)
@@ -264,7 +264,7 @@ def test_an_aggregator_that_never_proves_itself(secret_file: str) -> None:
         assert re.fullmatch(what + re.escape(UNHEARD), str(caught.value))
 
 
-# where it must not be seen
+# places where the secret must not be seen
 
 
 def family(pid: int) -> list[int]:

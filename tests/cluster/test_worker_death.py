@@ -43,7 +43,7 @@ def test_kill_of_the_rank_that_others_wait_for(daemon: Daemon) -> None:
 
 @either
 def test_kill_in_full_flow(daemon: Daemon, transport: tuple[str, ...]) -> None:
-    """Of a rank whose messages and results are on their way."""
+    """Kill a rank whose messages and results are on their way."""
     job = unique_job("flow")
     with workers(daemon, 3, *LARGE, job=job, overrides=transport) as ranks:
         for worker in ranks:

@@ -17,5 +17,5 @@ def set_user(user: int) -> bool:
     call = ctypes.CDLL(None).syscall
     changed = setresuid > 0 and call(setresuid, KEEP, user, KEEP) == 0
     if changed:
-        call(setfsuid, 0)  # what Python and numba load late must not fail for the whole process
+        call(setfsuid, 0)  # Python and Numba load files late: the rest of the process must still be able to
     return changed

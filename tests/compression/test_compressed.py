@@ -87,7 +87,7 @@ def test_all_that_was_received_and_what_is_left_are_all_gradients(
     received = results[0][0]
     assert all((each == received).all() for each, _ in results)
     everything = sum(gradient(rank, step) for rank in range(RANKS) for step in range(STEPS))
-    rounded = 3000 / 64 if codec else 0  # of the sum, which each step encodes once more
+    rounded = 3000 / 64 if codec else 0  # error of the sum, which each step encodes once more
     assert np.abs(received + sum(left for _, left in results) - everything).max() <= STEPS * rounded
 
 

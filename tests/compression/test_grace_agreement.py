@@ -21,7 +21,7 @@ EFSIGNSGD, RANDOMK = {"compressor": "efsignsgd"}, {"compressor": "randomk"}
 
 
 def errors_of(daemon: Daemon, way: str, step: Any) -> list[str]:
-    """What two ranks are told of a step."""
+    """Errors that two ranks get from a step."""
 
     def run(comm: Communicator) -> str:
         with pytest.raises(AbortedError) as told:
@@ -86,7 +86,7 @@ def test_a_rank_that_is_a_step_ahead(daemon: Daemon) -> None:
 
 
 class Negated(grace.Compressor):
-    """Of the user's own. What ranks keep beside may differ."""
+    """A compressor of a user. Its attribute `kept` may differ from rank to rank."""
 
     def __init__(self, kept: int, average: bool = True) -> None:
         super().__init__(average)

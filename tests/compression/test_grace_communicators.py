@@ -28,7 +28,7 @@ def gradient(rank: int, step: int, size: int = SIZE) -> Array:
 
 
 def steps_by(communicator: str, comm: Communicator, **params: Any) -> list[Array]:
-    """What some steps give, sums and no means."""
+    """Results of some steps: sums, no means."""
     grc = grace_from_params({"communicator": communicator, "memory": "residual", **params}, comm=comm)
     grc.compressor.average = False
     return [grc.step(gradient(comm.rank, step), "w") for step in range(STEPS)]
@@ -302,7 +302,7 @@ def test_a_communicator_of_the_users_own(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("communicator", COMPRESSORS["efsignsgd"].communicators)
 def test_the_memory_of_signs_keeps_the_rest_of_a_small_step(daemon: Daemon, communicator: str) -> None:
-    """What was received, times lr, and what is left are lr times all gradients."""
+    """lr times the received gradients, plus the rest in memory, is lr times all gradients."""
     lr = 0.25
 
     def run(comm: Communicator) -> tuple[Array, Array]:
@@ -346,7 +346,7 @@ def test_a_step_that_was_aborted_can_be_made_again(daemon: Daemon, communicator:
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)
 def test_what_is_forgotten_begins_anew(daemon: Daemon, communicator: str) -> None:
-    """Of memories, momenta of compressors and factors. What is drawn at random on the service goes on."""
+    """Memories, momenta of compressors and factors begin anew. Random numbers on the service go on."""
     names = ["topk", "signum", "powersgd", "qsgd"]
 
     def run(comm: Communicator) -> None:

@@ -58,7 +58,7 @@ def test_the_error_of_a_codec_is_kept(codec: str, seed: int, size: int) -> None:
         total += sent
     left = memory.state_dict()["residuals"]["w"].astype(np.float64)
     difference = total + left - given_.sum(axis=0, dtype=np.float64)
-    exact = codec in ("bf16", "fp16", "int8", "qsgd")  # what is left of these is a multiple of the same unit
+    exact = codec in ("bf16", "fp16", "int8", "qsgd")  # the rest after these codecs is a multiple of the same unit
     assert (np.abs(difference) <= (0 if exact else 1e-2)).all()
 
 

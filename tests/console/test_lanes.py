@@ -26,7 +26,7 @@ from omnireduce.support.config import Trace
 from omnireduce.support.printing import TABLE_WIDTH
 from omnireduce.worker.cli import main
 
-Span = tuple[SpanKind, int, int, int, int]  # what, peer, detail, start, end
+Span = tuple[SpanKind, int, int, int, int]  # kind, peer, detail, start, end
 MS = 1_000_000
 
 
@@ -258,7 +258,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, way: str) -> Path:
 
 
 def test_activities_add_up_when_collectives_overlap(traced: Path) -> None:
-    found = break_down(read_lanes(traced), skip=5)  # of one collective, so that medians are what they are medians of
+    found = break_down(read_lanes(traced), skip=5)  # only one collective is left, so that each median is its value
     assert (found.nbytes, found.count, found.recorded) == (1_200_000, 1, 7)
     for row in found.rows:
         assert set(row.ms) == set(ACTIVITIES)

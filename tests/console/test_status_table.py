@@ -123,7 +123,7 @@ def test_nothing_is_markup() -> None:
 
 
 def test_nothing_is_a_command_to_the_terminal() -> None:
-    """Whatever an aggregator, or who takes its place, says."""
+    """Text from an aggregator, or from an impostor, is escaped."""
     clear = "\x1b[2J"
     wait = Stragglers(clear, [0], 1, clear, 1.0)
     rows = [job(clear, carried={clear: 1}, waiting=wait), job(clear, generation=0, missing=[1])]

@@ -91,7 +91,7 @@ def test_the_plan_of_a_training(traced: Path, tmp_path: Path) -> None:
 
 
 def test_a_trace_and_a_tensor_that_is_drawn_cost_the_same(tmp_path: Path) -> None:
-    """Where the trace has one tensor with blocks at random."""
+    """The trace has one tensor, whose blocks are at random places."""
     write(tmp_path, [[Told(1_024_000, 1000, 100, 190)]] * 2)
     arguments = ["--ranks", "4", "--shards", "2", "--cores", "64", "--link-gbps", "0.1", "--json"]
     inputs = ["--trace", str(tmp_path)], ["--elements", "256000", "--density", "0.1"]
@@ -142,7 +142,7 @@ def test_collectives_of_a_size_count_together(tmp_path: Path) -> None:
     found = read_reduced(tmp_path)
     assert found.sizes == [Size(1, 30_720, 30, 1024, 0.5, 0.5), Size(2, 10_240, 10, 1024, 0.25, 0.5)]
     assert (found.others, found.kinds, found.missed) == (2, 2, 0)
-    assert found.measured_s == pytest.approx(3e-3)  # of the tensors
+    assert found.measured_s == pytest.approx(3e-3)  # for all tensors
 
 
 def test_what_only_some_ranks_have_recorded_does_not_count(tmp_path: Path) -> None:

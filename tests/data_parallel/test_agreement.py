@@ -48,7 +48,7 @@ class Ranks:
         rank = self.rng.choice(able)
         step = self.programs[rank].pop(0)
         if isinstance(step, Request):
-            if step.name in self.machines[rank].pending:  # of the step before: wait for it first
+            if step.name in self.machines[rank].pending:  # it belongs to the step before: wait for it first
                 self.programs[rank][:0] = [step.name, step]
             else:
                 self.machines[rank].submit(step)

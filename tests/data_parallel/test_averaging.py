@@ -61,7 +61,7 @@ def test_any_of_the_gradients_may_be_missing(daemon: Daemon, had: list[Step]) ->
 
 
 def test_ranks_agree_once_as_long_as_nothing_changes(daemon: Daemon) -> None:
-    """What each rank lacks may differ. A step is one exchange for what is small, and one for what is large."""
+    """Each rank may lack another gradient. A step has one exchange for small gradients, and one for large ones."""
 
     def run(comm: Communicator) -> tuple[list[int], list[int]]:
         averaging, agreements, collectives = Averaging(NAMES, PARTS), [], []

@@ -26,7 +26,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {  # proper arguments of all me
     "allgather_object": lambda: {"x": {"step": 7}},
 }
 LOCK = threading.Lock()
-WRONG: dict[str, dict[str, Any]] = {  # what makes each of them refuse
+WRONG: dict[str, dict[str, Any]] = {  # arguments that each of them refuses
     "allreduce": {"op": "median"},
     "grouped_allreduce": {"arrays": []},
     "allreduce_rows": {"n_rows": 1},
@@ -125,7 +125,7 @@ def test_an_object_that_cannot_be_sent(daemon: Daemon, most: str) -> None:
 
 
 def test_a_name_that_is_under_way_is_refused_in_its_turn(daemon: Daemon) -> None:
-    """What was submitted before is done first, and what comes after that waits for its turn."""
+    """Calls that were submitted before run first; later calls wait for their turn."""
     is_refused = threading.Event()
 
     def work(queue: Queue) -> list[float]:

@@ -33,14 +33,14 @@ def as_here(words: Sequence[str]) -> list[str]:
 
 
 KIB, MIB = 1 << 10, 1 << 20
-PROGRAM_BYTES = 256 * MIB  # of supervisor, monitor and shards before the first job, which share most of it
+PROGRAM_BYTES = 256 * MIB  # memory of supervisor, monitor and shards before the first job; they share most of it
 JOB_BYTES, RANK_BYTES, TLS_BYTES = MIB, 64 * KIB, 320 * KIB  # work space of a job and of each rank; TLS of a connection
 
 
 def memory_bytes(allowed: Aggregator) -> int:
-    """What an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts it.
+    """Bytes that an aggregator of this configuration may need for jobs and strangers, as docs/security.md counts them.
 
-    With TLS: a line of the configuration turns it on, and nobody thinks of memory then.
+    TLS is included: one line of the configuration turns it on, and then nobody thinks of memory.
     """
     jobs = 2 * allowed.max_bytes + allowed.max_jobs * JOB_BYTES
     ranks = allowed.max_ranks * (RANK_BYTES + READ_BYTES + TLS_BYTES + SMALL_LIMIT)
@@ -88,7 +88,7 @@ def replace(file: Path, *secrets: str) -> None:
 
 
 def admitted(addresses: Sequence[str], own: Path) -> set[str]:
-    """Which of two secrets workers are let in with; `own`: a file of theirs."""
+    """The secrets, of two, with which workers are let in; `own` is a file for the secret of the workers."""
     found = set()
     for secret in (OLD, NEW):
         own.touch(0o600)
@@ -129,7 +129,7 @@ def check_rotation(
 
 @contextlib.contextmanager
 def systemd_socket() -> Iterator[tuple[str, socket.socket]]:
-    """Where a service notifies systemd: the address and the socket."""
+    """Address and socket to which a service sends notifications for systemd."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         path = os.path.join(folder, "notify")
         sock.bind(path)

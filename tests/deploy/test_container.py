@@ -84,7 +84,7 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the build stage copies, alone in a folder."""
+    """A folder that holds only the files that the build stage copies."""
     folder = tmp_path_factory.mktemp("image")
     for text in of("build", "COPY"):
         *sources, target = text.split()
@@ -112,7 +112,7 @@ def test_what_is_copied_is_all_that_the_package_needs(image: Path) -> None:
 
 
 def locked() -> dict[str, tuple[Version, int]]:
-    """Of each package in the lock, its version and how many hashes it has."""
+    """Version and number of hashes of each package in the lock."""
     text = re.sub(r"\\\n", " ", LOCK.read_text())
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     found = {}
@@ -132,7 +132,7 @@ def unmet(requirements: Iterable[str]) -> list[str]:
 
 
 def test_the_lock_has_all_that_the_image_installs() -> None:
-    """Of every package one version, with the hashes of its files; lock.sh makes it anew."""
+    """The lock has one version of every package, with the hashes of its files; lock.sh writes it."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
     wanted = [
@@ -145,12 +145,12 @@ def test_the_lock_has_all_that_the_image_installs() -> None:
     assert all(hashes for _, hashes in locked().values())
     assert "://" not in LOCK.read_text()
     here = {canonicalize_name(each.name): each for each in importlib.metadata.distributions()}
-    for name in locked().keys() - {"setuptools"}:  # what these need is locked, too
+    for name in locked().keys() - {"setuptools"}:  # their requirements are locked, too
         assert unmet(needs_of(here[name])) == []
 
 
 def needs_of(package: importlib.metadata.Distribution) -> list[str]:
-    """What an installed package needs here, without its extras."""
+    """Requirements of an installed package on this machine, without its extras."""
     asked = [Requirement(each) for each in package.requires or []]
     return [f"{each.name}{each.specifier}" for each in asked if not each.marker or each.marker.evaluate({"extra": ""})]
 
@@ -202,7 +202,7 @@ def test_the_base_is_resolved_once_and_recorded(tmp_path: Path) -> None:
     assert build(tmp_path, "mine:4", base="python:3.11-slim")[0] == 2  # another base than the record's
 
 
-PUSH = {  # what the two say: docker in its last line, podman in a file
+PUSH = {  # output of a push: docker writes the digest in its last line, podman in a file
     "docker": '[ "$1" != push ] || [ "$2" = --help ] || printf "layer: Pushed\\n1: digest: %s size: 528\\n" DIGEST',
     "podman": '[ "$1" != push ] || { echo "  --digestfile string"; [ "$2" != --digestfile ] || echo DIGEST > "$3"; }',
 }
@@ -310,7 +310,7 @@ def test_a_container_sees_a_new_secret(tmp_path: Path) -> None:
 
 
 def test_the_sshd_of_a_pod_lets_in_only_its_job() -> None:
-    """What the real sshd makes of the file; test_kubernetes.py runs it in a pod."""
+    """The real sshd reads the file and reports its settings; test_kubernetes.py runs it in a pod."""
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")
     if sshd is None:
         pytest.skip("no sshd here")
@@ -341,7 +341,7 @@ BUILDERS = {"docker": ["docker", "info"], "podman": ["podman", "info"], "buildah
 
 
 def test_a_real_build(tmp_path: Path) -> None:
-    """Where a builder and its registry can be reached, as in a pipeline that publishes images."""
+    """Runs only if a builder and its registry can be reached, as in a pipeline that publishes images."""
     for name, probe in BUILDERS.items():
         if (
             shutil.which(name)

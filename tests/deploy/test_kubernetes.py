@@ -230,7 +230,7 @@ def test_the_training_runs_what_its_launcher_says(settings: Path) -> None:
 
 @pytest.fixture
 def mounted() -> dict[str, dict[str, str]]:
-    """What Kubernetes and the operator mount, beside empty folders."""
+    """Files that Kubernetes and the operator mount, beside empty folders."""
     return {"configuration": objects("aggregator.yaml")["ConfigMap"]["data"], "secret": {"secret": SECRET}}
 
 
@@ -332,7 +332,7 @@ def test_the_launcher_reaches_a_worker_and_none_that_is_not_of_the_job(
         assert eventually(lambda: "Server listening" in sshd.log or sshd.popen.poll() is not None)
         assert sshd.popen.poll() is None, sshd.log
         assert ssh("1", keys["job"]) == (0, f"10001\n10001\n{SECRET}{IMAGE_PATH}\nmade\n", "")
-        stranger = keys["job"] | {"id_rsa": keys["other"]["id_rsa"]}  # who knows but what all may know
+        stranger = keys["job"] | {"id_rsa": keys["other"]["id_rsa"]}  # has the private key of another job
         status, said, why = ssh("2", stranger)
         assert (status, said) == (255, "")
         assert "Permission denied (publickey)" in why

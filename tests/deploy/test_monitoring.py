@@ -21,7 +21,7 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "omnireduce.json"
 NAME, LABEL = re.compile(r"\bomnireduce_\w+"), re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"")
 BY = re.compile(r"\bby \(([^)]*)\)")
 SHOWN = re.compile(r"\{\{\s*(?:with )?(?:\$labels\.)?(\w+)\s*\}\}")
-WORDS = {"value", "end"}  # of templates, beside labels
+WORDS = {"value", "end"}  # words in templates that are no labels
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_the_training_that_comes_with_the_project(tmp_path: Path) -> None:
 def test_a_failure_of_the_workers_is_the_status_of_the_batch(tmp_path: Path) -> None:
     status, out, log = run(tmp_path, "python", "-c", "import omnireduce; omnireduce.init(); raise SystemExit(3)")
     assert status == 3, log
-    assert "shard " in out  # what the aggregators say, for the record
+    assert "shard " in out  # the log of the aggregators is kept
     assert "event=stopped" in log
 
 

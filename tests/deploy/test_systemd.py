@@ -71,7 +71,7 @@ def test_the_unit_is_one_to_systemd(tmp_path: Path) -> None:
 
 
 def reload(process: Process) -> None:
-    """What `systemctl reload` runs."""
+    """Run the command of `systemctl reload`."""
     program, *arguments = shlex.split(setting("ExecReload"))
     arguments[arguments.index("$MAINPID")] = str(process.pid)
     assert subprocess.run([program, *arguments], timeout=WAIT_S, check=False).returncode == 0
@@ -230,7 +230,7 @@ def unit_families() -> list[int]:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where nothing has been compiled."""
+    """A folder for kernels that is still empty."""
     return tmp_path_factory.mktemp("kernels")
 
 

@@ -15,17 +15,18 @@ from .rounds import Outcome, Reaction, play
 from .site import Held, Site
 
 COMMAND = "python -m tests.faults"
-MOST_DEATHS = 5  # of shards of one daemon: one more within a minute would end it
-LOG_LINES = 12  # of the daemon, shown with a failure
+MOST_DEATHS = 5  # deaths of shards of one daemon: one more within a minute would end it
+LOG_LINES = 12  # last lines of the daemon's log, shown with a failure
 
 
 class _Place:
-    """Where rounds are played: on one site, and on a new one when that has failed or seen too many deaths."""
+    """The site of the next round. A site that has failed, or seen too many deaths, is replaced by a new one."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self.site: Site | None = None
-        self.sites: list[tuple[list[Held], list[Held]]] = []  # what the shards of each held at first, and at the end
+        # resources of the shards of each site at its begin, and at its end
+        self.sites: list[tuple[list[Held], list[Held]]] = []
 
     def __enter__(self) -> Self:
         return self

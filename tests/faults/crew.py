@@ -24,7 +24,7 @@ def _nursery() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", worker.__name__])
     kept = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # of the server, to find what it imports
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the server finds its imports
     try:
         forkserver.ensure_running()
     finally:
@@ -57,7 +57,7 @@ class Member:
         return self._process.pid
 
     def name(self, rank: int) -> str:
-        """How errors call it as this rank."""
+        """Its name in errors, as this rank."""
         return worker_name(rank, socket.gethostname(), self.pid)
 
     def tell(self, order: object) -> None:
@@ -77,7 +77,7 @@ class Member:
         raise AssertionError(f"process {self.pid} reports no {' or '.join(events)} within {within_s:g} s, but {seen}")
 
     def ask(self, within_s: float = WAIT_S) -> Report:
-        """What becomes of its job: `there` after one more round, or its end."""
+        """Ask for the state of its job: `there` after one more round, or its end."""
         self.tell(ARE_YOU_THERE)
         return self.hear("there", "error", "wrong", "left", within_s=within_s)
 

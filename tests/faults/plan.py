@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from transports import MEMORY
 
-SHARDS = 2  # of the daemon; a job uses the first, or both
-JOIN_S = (
-    1.5  # how long ranks wait for one that died while they joined; more than until they are told anew who is missing
-)
-FAULTS = {  # how often each is drawn
+SHARDS = 2  # shards of the daemon; a job uses the first, or both
+# Ranks wait so long for a rank that died while they joined. The next list of missing ranks comes earlier.
+JOIN_S = 1.5
+FAULTS = {  # relative frequency of each kind
     "kill worker": 10,
     "stop worker": 5,
     "pause worker": 3,
@@ -35,7 +34,7 @@ class Plan:
     shards: int
     joining: bool
     after_s: float
-    pause_s: float  # how long a victim is paused
+    pause_s: float  # duration of the pause of a victim
     timeout_s: float
     workload: str
     elements: int

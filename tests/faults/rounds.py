@@ -19,13 +19,13 @@ from .site import Held, Site
 from .worker import Order, Report
 
 OVERDUE_S = 10.0  # beyond its bound, until an error is no longer waited for
-GENEROUS_S = 20  # what a job that meets no fault may take to join, and one of its collectives
+GENEROUS_S = 20  # a job without a fault joins in this time, and does a collective in this time
 MISSING = re.compile(r"rank (\d+(?:, \d+)*) of job")  # in the error of a rank that waited for others in vain
 
 
 @dataclass(frozen=True)
 class Reaction:
-    """What one survivor raised, how long after the fault, and how long it may have taken."""
+    """Error of one survivor, seconds from the fault to it, and the largest number of seconds allowed."""
 
     who: str
     kind: str
@@ -38,7 +38,7 @@ class Reaction:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a round in which nothing went wrong."""
+    """Result of a round in which nothing went wrong."""
 
     plan: Plan
     reactions: list[Reaction]

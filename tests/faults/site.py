@@ -16,7 +16,7 @@ from .crew import Member, complete
 from .plan import SHARDS
 from .worker import Order
 
-GROWTH_BYTES = 16 << 20  # of a shard: what its allocator may keep
+GROWTH_BYTES = 16 << 20  # growth of a shard that its allocator may cause
 REST_S = 10.0  # a connection that is over may linger for a second
 INHERITED = 2 * SHARDS  # descriptors of a shard that is forked again: the supervisor's of those that it had
 NEIGHBOURS = ("shm", "tcp")  # the ranks of a job beside
@@ -39,7 +39,7 @@ class Held:
 
 
 def held(pid: int) -> Held:
-    """What a process holds now."""
+    """Open files and memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kilobytes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
     return Held(len(open_files(pid)), sum(kilobytes) * 1024)

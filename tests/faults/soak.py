@@ -23,9 +23,9 @@ from .plan import SHARDS
 from .site import REST_S, Held, held
 from .worker import report
 
-RANKS = 2  # of each job: threads of different processes
+RANKS = 2  # ranks of each job: threads of different processes
 LANES = 4  # jobs at once
-FAILING = 10  # of so many jobs one fails
+FAILING = 10  # one of so many jobs fails
 MOST_BATCHES = 20  # after each of which everything is at rest
 LIMITS = ("cluster.join_timeout_s=20", "cluster.timeout_s=20")
 GROWTH_BYTES = 4 << 20  # from the second quarter of the batches to the last
@@ -116,7 +116,7 @@ def _batches(jobs: int) -> list[range]:
 
 
 def _links(pid: int) -> int:
-    """How many sockets and files of slots a process has open."""
+    """Number of open sockets and slot files of a process."""
     return sum(name.startswith(("socket:", "/memfd:")) for name in open_files(pid))
 
 

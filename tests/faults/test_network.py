@@ -71,7 +71,7 @@ def cut(host: Host) -> Iterator[float]:
 
 
 def on(host: Host, function: Callable[[], T]) -> T:
-    """What the function returns when it runs on this host."""
+    """Call a function on this host; return its result."""
 
     def run(_: int) -> T:
         enter_network(host.name)

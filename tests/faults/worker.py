@@ -24,7 +24,7 @@ from omnireduce.kernels.warm import make_ready, worker_kernels
 BLOCK = 256
 ROW = 64
 CLONE_NEWNET = 0x40000000
-ARE_YOU_THERE, FINISH = "are you there", "finish"  # what a worker may be told during a job
+ARE_YOU_THERE, FINISH = "are you there", "finish"  # commands to a worker during a job
 
 make_ready(worker_kernels())
 
@@ -123,7 +123,7 @@ Round = Callable[[Communicator], None]
 
 
 def _contributions(order: Order, length: int) -> list[Array]:
-    """What each rank contributes: some of its blocks of `length`, and the last element, are not zero."""
+    """Arrays of all ranks: some blocks of `length` elements, and the last element, are not zero."""
     numbers = np.arange(-(-order.elements // length))
     parts = []
     for rank in range(order.size):
@@ -139,7 +139,7 @@ def _check(found: Array, expected: Array) -> None:
 
 
 def _dense(order: Order) -> tuple[Array, Array]:
-    """What this rank contributes, and the sum."""
+    """Array of this rank, and the sum of all."""
     parts = _contributions(order, BLOCK)
     return parts[order.rank], np.sum(parts, axis=0, dtype=np.float32)
 

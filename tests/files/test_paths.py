@@ -199,7 +199,7 @@ def test_arrays_are_found_in_the_home_folder(home: Path) -> None:
 
 
 def test_paths_in_a_configuration_are_those_of_its_file(home: Path) -> None:
-    """Those of variables and overrides are in the current folder; all are whole, for a script may leave that."""
+    """Paths of variables and overrides are of the current folder. All become absolute: that folder may change."""
     (home / "c.toml").write_text(
         '[trace]\nfolder = "t"\nprofile = "1"\n[security]\nsecret_file = " ~/s "\ntls_ca = ""\n'
     )
@@ -231,7 +231,7 @@ def test_paths_of_a_launch(home: Path) -> None:
 
 @pytest.mark.usefixtures("nowhere")
 def test_a_current_folder_that_is_gone_is_said(tmp_path: Path) -> None:
-    """What needs it says so; what does not need it works."""
+    """Calls that need the current folder say that it is gone; other calls work."""
     gone = "the current folder is gone: change to another folder, or give absolute paths"
     calls: list[Callable[[], object]] = [
         current_folder,

@@ -159,7 +159,7 @@ def saved(folder: Path, kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
 def test_damage_anywhere_is_refused_or_harmless(kind: str, tmp_path: Path) -> None:
-    """Whatever byte is changed and wherever a file is cut: arrays or one FileError, no other exception."""
+    """A file with any byte changed, or cut anywhere, gives arrays or one FileError, no other exception."""
     good = saved(tmp_path, kind)
     path = tmp_path / f"damaged.{kind}"
 

@@ -11,7 +11,7 @@ from ranks_of import SIZE, Told, run_ranks, told
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they write values."""
+    """The folder into which ranks write values."""
     return tmp_path_factory.mktemp("values")
 
 
@@ -23,5 +23,5 @@ def ranks(daemon: Daemon, folder: Path, request: pytest.FixtureRequest) -> Told:
 
 @pytest.fixture(scope="module")
 def alone(daemon: Daemon, folder: Path, request: pytest.FixtureRequest) -> Told:
-    """Of one process, with the batches of all ranks."""
+    """Report of a single process that trains on the batches of all ranks."""
     return told(run_ranks(daemon, 0, request.module.WORKER, str(folder)))

@@ -15,7 +15,7 @@ STAND_IN = ROOT / "tests/frameworks/stand_in"
 
 @cache
 def needle_folder() -> Path:
-    """What belongs into PYTHONPATH."""
+    """Folder for PYTHONPATH that has the package `needle`."""
     checkout = os.environ.get("OMNIREDUCE_NEEDLE")
     if not checkout:
         return STAND_IN

@@ -72,7 +72,7 @@ def with_uneven_batches() -> None:
     ddp.broadcast_parameters(model)
     opt = ddp.DistributedOptimizer(ndl.optim.SGD(model.parameters(), lr=0.125), loader=loader)
     train(model, opt, loader)
-    opt.lr = 0.5  # of the optimizer inside
+    opt.lr = 0.5  # sets the rate of the wrapped optimizer
     assert opt.opt.lr == 0.5
     keep("with uneven batches", model)
 

@@ -32,7 +32,7 @@ def _environ(daemon: Daemon) -> dict[str, str]:
 
 
 def run_ranks(daemon: Daemon, size: int, *command: str) -> str:
-    """What `size` ranks print under mpirun; 0: one process without a launcher."""
+    """Output of `size` ranks under mpirun; 0: of one process without a launcher."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)} | _environ(daemon)
     start = [str(MPIRUN), "-n", str(size)] if size else []
     done = subprocess.run(
@@ -54,7 +54,7 @@ def two_ranks(daemon: Daemon, launch: str, *command: str) -> Iterator[list[Proce
 
 
 def told(text: str) -> Told:
-    """What stands in lines of JSON."""
+    """Reports of ranks, from lines of JSON, by kind."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     found: Told = {}
     for each in sorted(lines, key=lambda line: int(line["rank"])):

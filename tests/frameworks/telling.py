@@ -19,7 +19,7 @@ def tell(rank: int, way: str, **what: Any) -> None:
 
 
 def digest(arrays: list[Any]) -> str:
-    """Of the bits of all arrays."""
+    """Digest of the bits of all arrays."""
     return hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)).hexdigest()
 
 

@@ -28,7 +28,7 @@ def test_ranks_have_the_same_bits_and_nearly_those_of_one_process(
 
 
 def test_sums_of_trees(ranks: Told) -> None:
-    """Of 0.5, 1.5 and 2.5; of 1, 2 and 3; and so on."""
+    """Each leaf is the sum over three ranks: 0.5 + 1.5 + 2.5, 1 + 2 + 3, and so on."""
     leaves = [
         ["bfloat16", [2, 3], [4.5], True],
         ["float32", [400_000], [6.0], True],

@@ -30,11 +30,11 @@ from .oracles import MAX_BYTES, MAX_RANKS, hello_is_proper
 from .seeds import SECRET
 
 TEAMS = Teams({"": [SECRET], TEAM_SECRET.team: [TEAM_SECRET]})
-TURNS = 200  # of a server until a connection that has ended must be forgotten
+TURNS = 200  # a server forgets a connection that has ended after at most so many turns
 
 
 class InlineLink(StreamLink):
-    """What tcp does with bytes, over a socket pair. What it reports must keep the rules of credits."""
+    """A link that treats bytes as tcp does, over a socket pair. It checks that its events keep the rules of credits."""
 
     kind = "inline"
     inline = True
@@ -165,7 +165,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
 
 
 def hellos(data: bytes) -> Iterator[Hello]:
-    """Those that can be read at all."""
+    """Hello messages that can be decoded."""
     for frame in frames(data):
         with contextlib.suppress(ProtocolError):
             message = decode_control(frame[FRAME.size :])
@@ -183,7 +183,7 @@ def _last_word(said: bytes) -> str:
 
 
 def aggregator(data: bytes) -> str:
-    """What an aggregator says to a worker with a secret that wants to join."""
+    """Play the bytes of an aggregator to a worker with a secret that wants to join."""
     machine = Joining(HELLO, [link_name := "the peer"], SECRET, 60.0)
     with wired() as (link, peer):
         outcomes: list[Joined | JoinFailed] = []
@@ -218,7 +218,7 @@ def _end_of_joining(outcome: Joined | JoinFailed, data: bytes) -> str:
 
 
 def delivery(data: bytes) -> str:
-    """What an aggregator sends to a worker of a running job."""
+    """Play the bytes of an aggregator to a worker of a running job."""
     with wired() as (link, peer):
         send, receive = Guarded((SLOTS, SLOT_BYTES)), Guarded((SLOTS, SLOT_BYTES))
         link.attach(send.array, receive.array)

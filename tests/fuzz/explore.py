@@ -19,11 +19,11 @@ from .seeds import folder
 
 Run = Callable[[bytes], str]
 LIGHT = MACHINES | CONNECTIONS  # without processes
-HANG_S = 120.0  # of one input: longer than any wait in a target
+HANG_S = 120.0  # limit for one input: longer than any wait in a target
 
 
 def opened(target: str) -> AbstractContextManager[Run]:
-    """What plays an input of this target. Leaving the context checks what can be checked at the end only."""
+    """A function that plays inputs of this target. The end of the context checks what only the end can show."""
     return PROCESSES[target]() if target in PROCESSES else nullcontext(LIGHT[target])
 
 
@@ -32,7 +32,7 @@ def names() -> list[str]:
 
 
 def play_corpus(target: str, run: Run) -> dict[str, str]:
-    """What becomes of each file."""
+    """Outcome of each file of the corpus."""
     return {name: _watched(run, data) for name, data in corpus(target).items()}
 
 

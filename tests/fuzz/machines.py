@@ -132,7 +132,7 @@ def busy_worker(send: Guarded, receive: Guarded) -> tuple[Guarded, WorkerMachine
 
 
 def _outcome(end: End | None, effects: list[Effect], culprits: set[str]) -> str:
-    """What a machine came to. The one to blame must be the peer."""
+    """Outcome of a machine. If it ended, its error must blame the peer."""
     if end is None:
         return "finished" if any(isinstance(effect, Finish) for effect in effects) else "goes on"
     assert end.cause is not None
@@ -154,7 +154,7 @@ def plain(data: bytes) -> str:
 
 
 def packets(data: bytes) -> str:
-    """What a shard returns of the parts of two ranks: its packets, [number, items] each."""
+    """Play packets of a shard, [number, items] each, to one of two ranks that have sent parts."""
     try:
         said = dict(msgspec.msgpack.decode(data, type=list[SAID_PACKET], strict=True))
     except UNDECODABLE:
@@ -167,7 +167,7 @@ def packets(data: bytes) -> str:
 
 
 def _unpacked(said: dict[int, int], numbers: Array, rows: Array, width: int) -> str:
-    """What becomes of the packets, where each item has `width` numbers of 4 bytes."""
+    """Outcome of the packets, if each item has `width` numbers of 4 bytes."""
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
     own = packed(np.ones((3, width), np.int32))
     operand = Packets(own, like, layout, Pool().take, rank=0, senders=range(2), most=MOST_PACKETS)

@@ -25,7 +25,7 @@ from .seeds import FIRST, TENSOR
 
 PACKED = ("allgather_ragged", "broadcast_object", "allgather_object")
 MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier", "refusal", *PACKED)
-MAX_RANKS, MAX_BYTES = 8, 1 << 22  # of the fuzzer's shards
+MAX_RANKS, MAX_BYTES = 8, 1 << 22  # limits of the fuzzer's shards
 
 
 def program_is_proper(found: Descriptor) -> bool:

@@ -28,7 +28,7 @@ from .machines import kind_of
 from .seeds import TENSOR
 
 SECRET_TEXT = "the secret of the fuzzer"
-GROWTH_BYTES = 64 << 20  # of a shard, whatever number of strangers it has seen
+GROWTH_BYTES = 64 << 20  # a shard may grow by so much, however many strangers it has seen
 Run = Callable[[bytes], str]
 
 

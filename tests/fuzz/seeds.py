@@ -239,7 +239,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
 
 
 def folder(target: str) -> Path:
-    """Where the inputs of a target are; some targets share them."""
+    """Folder of the inputs of a target; some targets share one."""
     return CORPUS / SAME_INPUTS.get(target, target)
 
 

@@ -10,4 +10,4 @@ BACKENDS = [name for name in ("torch", "jax", "tensorflow") if find_spec(name) i
 HAS_KERAS = find_spec("keras") is not None and BACKENDS != []
 collect_ignore_glob = [] if HAS_KERAS else ["test_[!v]*.py"]  # test_versions_of_keras.py says so
 if HAS_KERAS:
-    os.environ.setdefault("KERAS_BACKEND", BACKENDS[0])  # of this process; ranks are told theirs
+    os.environ.setdefault("KERAS_BACKEND", BACKENDS[0])  # backend of this process; ranks get theirs

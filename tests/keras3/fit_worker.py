@@ -19,7 +19,7 @@ import numpy as np
 import omnireduce.keras as hvd
 from omnireduce.errors import UsageError
 
-BATCH, STEPS = 4, 4  # of each rank
+BATCH, STEPS = 4, 4  # for each rank
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +31,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def own(values: np.ndarray) -> np.ndarray:
-    """What belongs to this rank."""
+    """Samples of this rank."""
     return values.reshape(STEPS, hvd.size(), BATCH, -1)[:, hvd.rank()].reshape(STEPS * BATCH, -1)
 
 
@@ -123,7 +123,7 @@ def eager() -> dict[str, Any]:
 
 
 def scaled() -> dict[str, Any]:
-    """Where one rank has infinities, all ranks leave the step out."""
+    """A step in which one rank has infinities is left out on all ranks."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=4.0))
     model = model_of()
     model.compile(optimizer, "mse", auto_scale_loss=False, jit_compile=False)
@@ -244,7 +244,7 @@ def refused() -> dict[str, Any]:
 
 
 def averaged_metrics() -> dict[str, Any]:
-    """Those of this rank are replaced by means. Ranks with others get an error."""
+    """Metrics of this rank are replaced by means. Ranks with other metrics get an error."""
     callback, rank = hvd.callbacks.MetricAverageCallback(), hvd.rank()
     logs = {"loss": 1.0 + rank, "accuracy": 0.25 * rank}
     if rank:  # in another order

@@ -25,12 +25,12 @@ def _let_others_go_first() -> None:
 
 
 def printed(daemon: Daemon, backend: str, *command: str, size: int = 2) -> str:
-    """What `size` ranks of a Python program print under mpirun with this backend of Keras."""
+    """Output of `size` ranks of a Python program under mpirun, with a backend of Keras."""
     return said([str(MPIRUN), "-n", str(size), sys.executable, *command], daemon, backend)
 
 
 def said(command: list[str], daemon: Daemon, backend: str, timeout_s: float = 8 * WAIT_S) -> str:
-    """What a command prints that starts ranks with this backend of Keras."""
+    """Output of a command that starts ranks with a backend of Keras."""
     pytest.importorskip(backend, reason=f"no {backend} here; `make torch` and `make keras` install torch and jax")
     environ = os.environ | {
         "KERAS_BACKEND": backend,

@@ -103,7 +103,7 @@ def test_a_number_as_multiplier() -> None:
 
 @pytest.mark.parametrize("corrects", [True, False])
 def test_momentum_follows_the_rate(corrects: bool) -> None:
-    """What was gathered before a batch is multiplied by new rate / old rate: Goyal et al., 2017, remark 2."""
+    """The momentum before a batch is multiplied by new rate / old rate: Goyal et al., 2017, remark 2."""
     rates = [0.5, 0.25, 1.0]
     callback = hvd.callbacks.LearningRateScheduleCallback(
         1.0, lambda epoch: rates[int(epoch)], momentum_correction=corrects

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="no sklearn
 
 
 def read_right(text: str) -> list[float]:
-    """How many percent of the digits ranks have read right, by launch."""
+    """Percent of the digits that ranks have read right, for each launch."""
     return [float(each) for each in re.findall(r"([\d.]+)% of digits read right", text)]
 
 

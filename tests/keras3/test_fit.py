@@ -21,7 +21,7 @@ BY_BACKEND: dict[str, dict[str, list[dict[str, Any]]]] = {}
 
 @pytest.fixture(params=BACKENDS)
 def trained(request: pytest.FixtureRequest, daemon: Daemon) -> dict[str, list[dict[str, Any]]]:
-    """What two ranks say of each way, started once for each backend."""
+    """Reports of two ranks for each way to train; each backend is started once."""
     backend = request.param
     if backend not in BY_BACKEND:
         BY_BACKEND[backend] = ways(printed(daemon, backend, str(ROOT / "tests/keras3/fit_worker.py")))

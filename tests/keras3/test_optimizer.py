@@ -139,7 +139,7 @@ def test_what_cannot_be(make: Any, said: str) -> None:
 
 
 def test_steps_that_ranks_would_leave_out_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Keras scales the loss outside of the optimizer that combines."""
+    """Keras scales the loss outside of the optimizer that combines gradients: that is refused."""
     optimizer = hvd.DistributedOptimizer(sgd(), process_set=hvd.ProcessSet([0, 1]))
     monkeypatch.setattr(keras.config, "dtype_policy", lambda: keras.DTypePolicy("mixed_float16"))
     weight = keras.Variable(np.ones(3, np.float32))

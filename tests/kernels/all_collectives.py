@@ -39,7 +39,7 @@ OF_TENSORS, OF_ROWS = (BlockProgram(state, 1, 0, COPY, every_block=True) for sta
 
 
 def needed() -> set[str]:
-    """What is asked for from now on: each kernel is, once for each combination of types."""
+    """Names of kernels that are loaded from now on, each once for each combination of types."""
     asked, load = set[str](), jit._OnDisk.load_overload
 
     def noted(kept: jit._OnDisk, types: object, context: object) -> object:
@@ -57,7 +57,7 @@ def simulate() -> None:
 
 
 def tensors(element: ElementType) -> Iterator[tuple[Array, Array]]:
-    """What a rank may bring, and where it may have the result."""
+    """Tensors that a rank may contribute, each with the array for its result."""
     for is_read_only in (False, True):
         x = np.ones(ELEMENTS, element.dtype)
         x.flags.writeable = not is_read_only
@@ -98,7 +98,7 @@ def call(comm: Communicator) -> None:
             comm.allreduce(x, out=out)
             comm.allreduce([x.copy(), x.copy()])
             comm.reduce_scatter(x)
-            checksum(as_writable(x))  # of what a program must be given alike
+            checksum(as_writable(x))  # inputs that each rank must give alike to a program
         for numbers, values in own_rows(element):
             comm.allreduce_rows(numbers, values, ROWS)
             comm.allreduce_rows_into(np.ones((ROWS, 8), element.dtype), numbers, values)

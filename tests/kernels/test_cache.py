@@ -134,7 +134,7 @@ def test_no_kernel_calls_an_entry() -> None:
             assert not entries & {each.id for each in calls if isinstance(each, ast.Name)}, node.name
 
 
-# where files are, and whose are believed
+# places of files, and owners that are trusted
 
 
 def place(folder: Path) -> Path:

@@ -38,7 +38,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
-    """What `start` gives to other processes, in this one."""
+    """Kernel files for this process, as `start` makes them for other processes."""
     files = KernelFiles(kernel_files().tag, [tmp_path])
     monkeypatch.setattr(claims, "kernel_files", lambda: files)
     monkeypatch.setattr(claims, "_compiled", set())
@@ -72,7 +72,7 @@ def test_two_processes_do_not_compile_the_same_kernel(tmp_path: Path) -> None:
         assert len(held) == 3
         first.kill()
         first.wait(WAIT_S)
-        rest = []  # whatever the first one held is free again
+        rest = []  # the kernel that the killed process held can be claimed again
         for _ in NAMES[1:]:
             go_on(second)
             rest.append(called(second))
@@ -148,7 +148,7 @@ def test_what_has_been_compiled_is_not_claimed(tmp_path: Path) -> None:
 
 
 def test_lists_share_their_kernels(here: KernelFiles) -> None:
-    """What one list has had compiled need not be compiled for another one."""
+    """A kernel that was compiled for one list is not compiled again for another list."""
     assert not claims.are_kept(named("one"))
     assert [kernel.name for kernel in claims.share_out(named("one", "two"))] == ["one", "two"]
     assert claims.are_kept(named("two"))

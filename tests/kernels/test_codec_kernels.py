@@ -166,7 +166,7 @@ def test_the_configuration_names_all_codecs() -> None:
 
 
 def test_sizes() -> None:
-    """Of a tensor of 1 Mi elements, in blocks of 256."""
+    """Sizes of an encoded tensor of 1 Mi elements, in blocks of 256."""
     elements, sizes = 1 << 20, {name: codec.block_bytes(256) * 4096 for name, codec in BUILT_IN.items()}
     assert sizes["bf16"] == sizes["fp16"] == 2 * elements
     assert sizes["int8"] == sizes["natural"] == elements + 4096

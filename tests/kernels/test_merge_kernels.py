@@ -24,7 +24,7 @@ class Union:
 
     def __init__(self, lists: list[list[int]], capacity: int, block_size: int = 8) -> None:
         ranks, longest = len(lists), max(map(len, lists), default=0) + 2
-        self.indices = np.full((ranks, longest), LIMITS.min)  # what is behind a rank's count must not count
+        self.indices = np.full((ranks, longest), LIMITS.min)  # indices beyond a rank's count must not matter
         for rank, each in enumerate(lists):
             self.indices[rank, : len(each)] = each
         self.position, self.count = np.zeros(ranks, np.int64), np.array([len(each) for each in lists])

@@ -19,7 +19,7 @@ from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-STRIDE = 97 if os.environ.get("NUMBA_DISABLE_JIT") == "1" else 1  # of all 65,536 values; plain Python is slow
+STRIDE = 97 if os.environ.get("NUMBA_DISABLE_JIT") == "1" else 1  # between values, of all 65,536; plain Python is slow
 
 
 def reduce_entries(dtype: str, op: str, arena: Array, parts: Array, out: Array) -> None:

@@ -34,8 +34,8 @@ def listed(indices: list[int], stripes: Stripes) -> list[int]:
 
 
 def expanded(words: list[int], stripes: Stripes, sizes: list[int]) -> tuple[list[int], int, list[int]]:
-    """What comes of a list in windows of `sizes`, until one is not full: the indices, how many runs are used up, and
-    how much of each window was filled."""
+    """Expand a list in windows of `sizes`, until one is not full. Return the indices, the number of runs that are used
+    up, and the length of the filled part of each window."""
     found: list[int] = []
     run, used, lengths = 0, 0, []
     for size in sizes:
@@ -119,7 +119,7 @@ def honest(words: list[int], stripes: Stripes, most: int) -> tuple[list[int], in
 @example(words=[(-(2**63), 2**63 - 1)], stripes=Stripes(0, 3, 4), size=30, window=7)
 @example(words=[(0, 3), (5, 0)], stripes=Stripes(), size=3, window=2)
 def test_no_list_does_harm(words: list[tuple[int, int]], stripes: Stripes, size: int, window: int) -> None:
-    """What is filled in is what the list says, and a list that does not say all of it leaves room."""
+    """A window gets only indices that the list has, and a list with too few of them leaves room."""
     flat = [word for pair in words for word in pair]
     found, run, lengths = expanded(flat, stripes, windows(size, window))
     expected, used_up = honest(flat, stripes, size)

@@ -75,7 +75,7 @@ def test_nonzero_blocks(dtype: str, seed: int, blocks: int, octets: int, density
 def pack_slowly(
     data: Array, layout: Layout, shard: int, cursor: int, span: int, capacity: int
 ) -> tuple[list[int], list[int], int]:
-    """Of the shard's blocks from `cursor` on: which are packed, which are zero, where to go on."""
+    """Scan the shard's blocks from `cursor` on. Return the packed blocks, the zero blocks, and the next cursor."""
     packed: list[int] = []
     zero: list[int] = []
     owned = [block for block in range(cursor, layout.blocks) if layout.owner(block) == shard]

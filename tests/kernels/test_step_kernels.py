@@ -29,7 +29,7 @@ def listed(indices: list[int], most: int) -> bytes | None:
 
 
 def expanded(steps: bytes, sizes: list[int]) -> tuple[list[int], int]:
-    """What comes of a list in windows of `sizes`, until one is not full: the indices, and how many bytes are used."""
+    """Expand a list in windows of `sizes`, until one is not full. Return the indices, and the number of bytes used."""
     found: list[int] = []
     at, number = 0, 0
     for size in sizes:

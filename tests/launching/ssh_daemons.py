@@ -22,14 +22,14 @@ needs_sshd = pytest.mark.skipif(
 
 
 class Sshd(NamedTuple):
-    """How to reach the hosts."""
+    """Port and keys with which the hosts are reached by ssh."""
 
     port: int
     key: Path
     known: Path
 
     def options(self) -> list[str]:
-        """For `omnireduce run`."""
+        """Options for `omnireduce run`."""
         command = f"ssh -o UserKnownHostsFile={self.known} -o GlobalKnownHostsFile=/dev/null -F /dev/null"
         return ["--ssh", command, "-p", str(self.port), "-i", str(self.key)]
 
@@ -52,7 +52,7 @@ def ssh_daemons(
     names = [name for host, others in hosts.items() for name in (host, *others)]
     (folder / "known").write_text("".join(f"[{name}]:{port} {public}\n" for name in names))
     if os.getuid() == 0:
-        os.makedirs("/run/sshd", exist_ok=True)  # where its unit would make it
+        os.makedirs("/run/sshd", exist_ok=True)  # the service's unit would make it
     found = Sshd(port, folder / "key", folder / "known")
     with ExitStack() as stack:
         for at, host in enumerate(hosts):

@@ -23,7 +23,7 @@ pytest.importorskip("cloudpickle", reason="no cloudpickle here; the extra `launc
 
 
 def call(func: object, *args: object, **options: object) -> tuple[list[object], str, str]:
-    """What `run` returns, and what ranks wrote."""
+    """Call `run`; return its result, and the standard output and error of the ranks."""
     out, err = io.StringIO(), io.StringIO()
     found = omni.run(func, args, stdout=out, stderr=err, **options)  # type: ignore[arg-type]
     return found, out.getvalue(), err.getvalue()

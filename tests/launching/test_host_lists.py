@@ -102,7 +102,7 @@ def test_the_file_of_pbs_repeats_a_host_for_each_slot() -> None:
 
 
 def test_hostfile(tmp_path: Path) -> None:
-    """Whatever editor wrote it."""
+    """A byte order mark, line ends of Windows, comments and blank lines are accepted."""
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbf# ours\r\nnode1 slots=4\r\n\r\nnode2:2  # the other\r\nnode3  \r\n")
     assert read_hostfile(path) == [Host("node1", 4), Host("node2", 2), Host("node3", 1)]

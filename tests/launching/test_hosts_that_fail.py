@@ -135,7 +135,7 @@ def test_ranks_that_do_not_end_are_given_up(signals: int, monkeypatch: pytest.Mo
 
 
 def test_orders_that_have_not_gone_are_withdrawn() -> None:
-    """Of a thousand ranks, few have been started when the signal comes."""
+    """Few of a hundred ranks have been started when the signal comes."""
     with job_on(says(then="time.sleep(1000)")) as job:
         host = job.connections[0]
         for number in range(100):

@@ -12,7 +12,7 @@ import pytest
 from omnireduce import RankFailedError, TransportError, UsageError
 
 ray = pytest.importorskip("ray", reason="no Ray here; `make ray` installs it")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings are Ray's
 
 
 @pytest.fixture(scope="module")

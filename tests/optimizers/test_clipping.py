@@ -65,7 +65,7 @@ def rows_of(dense: Array) -> tuple[Array, Array]:
 @pytest.mark.parametrize("clip", [{"clip_norm": 5.0}, {"clip_value": 1.25}, {"clip_norm": 1e9}], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_weights_are_those_of_clipped_means(daemon: Daemon, rule: Rule, clip: dict[str, float]) -> None:
-    """Of dense gradients and rows. One rank alone that brings the clipped means does the same steps."""
+    """Weights of dense gradients and of rows equal those of a single rank that contributes the clipped means."""
     tables = [] if isinstance(rule, Lamb) else ["t"]  # Lamb's norms are those of dense gradients
 
     def ready(x: dict[str, Any]) -> dict[str, Any]:

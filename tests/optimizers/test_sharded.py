@@ -353,7 +353,7 @@ def test_weights_that_a_program_has_changed_go_to_the_shards(daemon: Daemon) -> 
 
 @pytest.mark.parametrize("size", [1000, 200_000])
 def test_a_gradient_may_lie_in_weights(daemon: Daemon, size: int) -> None:
-    """Of the product of two parameters each is the gradient of the other. A table has rows of itself."""
+    """Each of two parameters is the gradient of the other, as in a product. The gradient of a table is its own rows."""
 
     def run(comm: Communicator) -> list[Array]:
         weights = {"a": np.full(size, 2, np.float32), "b": np.full(size, 3, np.float32)}

@@ -131,7 +131,7 @@ def test_a_shard_that_has_no_block_costs_nothing() -> None:
 
 
 def test_hosts_of_one_machine_share_its_processors() -> None:
-    """Where only processors count, two hosts then take twice as long as with processors of their own."""
+    """If only processors count, two hosts of one machine take twice as long as two machines."""
     load = load_of(DrawnPatterns(BLOCKS, 1.0, "full", 2), 2, Layout(BLOCKS, 1, 2, 64), 32)
     hosts = Hosts(2, 0.01, 1e15, 0.0)
     apart, together = (

@@ -55,7 +55,7 @@ def cut(array: Array, layout: Layout, ranks: int) -> list[Array]:
 
 
 def joined(parts: Sequence[Array], layout: Layout) -> Array | list[Array]:
-    """What the ranks have together: one array, or of a Local value one for each."""
+    """Value of all ranks together: one array, or for a Local value a list with one array for each rank."""
     if layout.is_sliced:
         return np.concatenate(parts, axis=layout.axis(parts[0].ndim))
     if layout is Local:
@@ -179,7 +179,7 @@ def programs(draw: Draw) -> Pipeline:
 
 
 def inputs_of(outputs: Sequence[Expression]) -> list[Input]:
-    """What the outputs are made from, in the order in which it is met."""
+    """Inputs of the outputs, in the order in which a search finds them."""
     found: dict[Input, None] = {}
     waiting = list(outputs)
     seen = set()
@@ -268,5 +268,5 @@ def rewritten(draw: Draw, pipeline: Pipeline) -> tuple[Pipeline, list[str]]:
 
 
 def own_parts(values: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What one rank gives to `run`."""
+    """Arguments of one rank for `run`."""
     return {name: value[rank].copy() if isinstance(value, list) else value for name, value in values.items()}

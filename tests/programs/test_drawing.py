@@ -32,7 +32,7 @@ def test_every_stage_has_a_box_of_its_own(name: str, schedule: str, tmp_path: Pa
             assert operand not in spots or not operand.operands or spots[operand][1] > y, (
                 "a stage is below its operands"
             )
-    assert all(f"<!-- {pipeline.names[each]}" in text for each in spots)  # what matplotlib says of each text
+    assert all(f"<!-- {pipeline.names[each]}" in text for each in spots)  # matplotlib's comment beside each text
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:

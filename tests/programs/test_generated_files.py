@@ -60,7 +60,7 @@ def started(file: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[
 
 
 def interpreted(pipeline: Pipeline, given: list[dict[str, Array]], ranks: int) -> dict[str, list[Array]]:
-    """What the interpreter makes of what the ranks were given, step after step."""
+    """Results of the interpreter, step after step, with the inputs of all ranks."""
     names = {each.name for each in pipeline.inputs}
     kept: dict[str, Any] = {
         name: [each[name] for each in given if name in each] for name in names & set().union(*given)
@@ -136,7 +136,7 @@ def test_a_file_finds_that_it_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "wrong.py"
     schedules("sgd")["ar-c"].codegen(file, target="mpi4py")
     text = file.read_text()
-    assert text.count("w - lr * g1") == 2  # what is done, and what is meant
+    assert text.count("w - lr * g1") == 2  # once in the code, once in its comment
     file.write_text(text.replace("w - lr * g1", "w + lr * g1", 1))
     done = started(file, 2, "--check")
     assert done.returncode == 1
@@ -165,7 +165,7 @@ def test_words_that_a_file_does_not_take(words: list[str], message: str, tmp_pat
 
 @needs_mpirun
 def test_sizes_can_be_given(tmp_path: Path) -> None:
-    """Where all are, there is one line."""
+    """Output of a program to which all sizes are given has one line."""
     file = tmp_path / "layer.py"
     schedules("model-parallel")["mm-rs-c-ag"].codegen(file, target="mpi4py")
     words = [word for each in ("T=6", "K=5", "H=3") for word in ("--size", each)]

@@ -44,7 +44,7 @@ DTypes = np.dtype[Any]
 
 
 def result(expression: Expression, ranks: int = 1, **values: Any) -> list[Array]:
-    """What each rank has of it."""
+    """Value of an expression on each rank."""
     [found] = Pipeline("p", inputs_of([expression]), [expression]).interpret(values, ranks).values()
     return found
 
@@ -109,7 +109,7 @@ def test_sums_of_16_bits_are_rounded_once(daemon: Daemon) -> None:
 
 
 def test_a_product_overlaps_whatever_its_type_and_rows(daemon: Daemon) -> None:
-    """Of 16 bits, and with more chunks than rows."""
+    """A product of 16-bit numbers is overlapped, in more chunks than it has rows."""
     x, y = Tensor(BFloat16, (3, 4), Local, "x"), Tensor(BFloat16, (4, 5), Replicated, "y")
     product = MatMul(x, y)
     total = AllReduce(Summation, product)

@@ -36,7 +36,7 @@ def whole(shape: tuple[int, ...], seed: int) -> Array:
 
 
 def dropped(x: Array, p: float, seed: int, step: int) -> Array:
-    """What Dropout leaves of a whole array, by one expression on one rank."""
+    """Apply Dropout to a whole array, by one expression on one rank."""
     t = Tensor(Float32, x.shape, Replicated, "t")
     out = Dropout(t, p, seed=seed, step=step)
     [found] = Pipeline("p", [t], [out]).interpret({"t": x}, 1)["out"]
@@ -76,7 +76,7 @@ def test_other_programs_are_refused() -> None:
 
 
 def outcome(layout: Layout, shape: tuple[int, ...], ranks: int, step: int = 1) -> list[Array]:
-    """What Dropout leaves of ones, whole, on each rank."""
+    """Apply Dropout to ones; return the whole result of each rank."""
     x, t = Tensor(Float32, shape, layout, "x"), Variable(Int32, "t")
     out: Expression = Dropout(x, 0.25, seed=5, step=t)
     if layout.is_sliced:

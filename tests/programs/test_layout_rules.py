@@ -113,7 +113,7 @@ def tensor(name: str, layout: str) -> Tensor:
 
 
 def given(x: Tensor, seed: int) -> list[Array]:
-    """What each rank has of it."""
+    """Random value of a tensor on each rank."""
     rng = np.random.default_rng(seed)
     arrays = [rng.integers(-9, 10, (4, 4)) for _ in range(RANKS)]
     if x.type.layout.is_sliced:

@@ -51,7 +51,7 @@ def numbers(name: str, step: int) -> dict[str, Any]:
 
 
 def interpreted(name: str) -> dict[str, Array]:
-    """What a single process makes of it, step after step."""
+    """Parameters after all steps of a schedule, by a single process."""
     pipeline = schedules(name)["ar-c"]
     kept = {"w": np.linspace(-1, 1, N, dtype=np.float32)} | {each: np.zeros(N, np.float32) for each in KEPT[name]}
     for step in range(STEPS):

@@ -200,7 +200,7 @@ def test_what_is_sent_once_may_be_received_twice(daemon: Daemon) -> None:
 
 
 def test_a_later_run_leaves_the_results_of_an_earlier_one_alone(daemon: Daemon) -> None:
-    """What a run computes lies in arrays that the next run uses again; what it returns does not."""
+    """The next run uses the arrays of intermediate values again, but no array that was returned."""
     lr, u = Variable(Float32, "lr"), Tensor(Float32, N, Replicated, "u")
     total = AllReduce(Summation, g)
     doubled = total * 2
@@ -225,7 +225,7 @@ def test_a_later_run_leaves_the_results_of_an_earlier_one_alone(daemon: Daemon) 
 
 
 def test_values_of_all_kinds_travel(daemon: Daemon) -> None:
-    """Of 16 bits, of bool, numbers without a dimension, and parts along the last dimension that differ in size."""
+    """Values of 16 bits, bools, numbers without a dimension, and slices of unequal size along the last dimension."""
     x = Tensor(Float16, (N, 7), Local, "x")
     total, most = AllReduce(Summation, x), AllReduce(Maximum, Norm(x))
     positive = Broadcast(x > 0, root=1)
@@ -379,13 +379,13 @@ def test_a_timeline_shows_that_a_product_and_its_reduction_overlap(daemon: Daemo
 
 
 def computed(picture: Path) -> int:
-    """How many chunks rank 0 has computed, as its part of the timeline says so far."""
+    """Number of chunks that rank 0 has computed so far, from its part of the timeline."""
     events = "".join(each.read_text() for each in picture.parent.glob(f"{picture.name}.parts/*-rank0.events"))
     return len(re.findall(r'^\["E".*"MATMUL"', events, re.MULTILINE))
 
 
 def overlapping(path: Path) -> int:
-    """How many chunks of a product rank 0 computed while it reduced something."""
+    """Number of chunks of a product that rank 0 computed while it reduced something."""
     spans = [span for (_, lane), row in Timeline(path).rows.items() if lane == "rank 0" for span in row]
     products, sums = ([span for span in spans if span.name == name] for name in ("MATMUL", "ALLREDUCE"))
     return sum(any(one.begin < other.end and other.begin < one.end for other in sums) for one in products)

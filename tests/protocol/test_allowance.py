@@ -50,7 +50,7 @@ def test_a_team_takes_no_more_than_its_terms_allow() -> None:
 @pytest.mark.parametrize("survivor", [False, True])
 @pytest.mark.parametrize("team", ["", "two"])
 def test_a_job_is_of_one_team(team: str, survivor: bool) -> None:
-    """Whoever has another secret is told nothing about who is there, disturbs nobody and is not spoken of to them."""
+    """A rank with another secret learns nothing about the job, does not disturb it, and its ranks do not hear of it."""
     membership = Membership(LIMITS)
     elastic = {"min_ranks": 1, "last_call_s": 5.0} if survivor else {}
     survives = {"survived": 7} if survivor else {}

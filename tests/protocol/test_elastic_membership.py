@@ -179,7 +179,7 @@ def test_survivors_who_find_no_place_are_newcomers_to_the_others() -> None:
         come(membership, rank + 10, survivor=True, max_ranks=4, now=1000.0)
     membership.finished(new.generation, 1000.0)
     (admit,) = (each for each in membership.expire(1000.0 + SETTLE_S) if isinstance(each, Admit))
-    assert admit.keys == [10, 11, 12, 13]  # of those who wait, the members go first
+    assert admit.keys == [10, 11, 12, 13]  # members go before others that wait
 
 
 def test_survivors_who_find_no_place_to_wait_may_come_again() -> None:

@@ -102,7 +102,7 @@ def test_worker_counts_that_do_not_divide(ranks: int, shards: int) -> None:
         reduce(InprocCluster(ranks, shards=shards), inputs, "mean")
 
 
-# what is said when something is wrong
+# messages when something is wrong
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -316,7 +316,7 @@ def test_a_rank_that_came_just_before_the_end_is_the_one_that_was_waited_for() -
 
 
 def test_a_rank_that_is_stopped_while_it_looks_for_input_does_not_blame_the_aggregator() -> None:
-    """What came meanwhile lies unread, and says whom the others waited for: the rank itself."""
+    """The notice of a stall is still unread; it blames the rank itself, for which the others waited."""
     cluster = InprocCluster(2, timeout_s=5.0)
     stopped = cluster.worker_drivers[1]
     for rank in range(2):

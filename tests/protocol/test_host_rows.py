@@ -96,7 +96,7 @@ def test_what_was_exchanged_is_counted_as_by_the_aggregators() -> None:
             each.rows(rank, numbers, np.ones((numbers.size, 8), np.float32), 20)
         each.run()
     for worker in cluster.workers:
-        list(worker.leave())  # which reports
+        list(worker.leave())  # leaving reports the error
     cluster.settle()
     found, expected = (each.aggregators[0].account.total() for each in (cluster, apart))
     names = "collectives", "blocks", "rank_blocks", "own_blocks", "union_blocks"
@@ -138,7 +138,7 @@ def test_who_waits_for_a_third_rank_is_not_named(rows: int) -> None:
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 
-# what a rank may not say
+# messages that a rank may not send
 
 
 def blamed_after(change: Callable[[Array], None], rows: int = 5) -> str:

@@ -317,7 +317,7 @@ def test_mutated_control_messages_raise_nothing(seed: int, message: ControlMessa
 
 
 def test_the_words_of_a_peer_are_bounded() -> None:
-    """What one rank says goes on to all others, in a message that has a limit."""
+    """The cause that one rank gives goes to all others, in a message of limited length."""
     cluster = InprocCluster(2, shards=2)
     cluster.up[1][0].send_control(encode_control(Leave(Cause("x" * 10_000, "y" * 50_000))))
     cluster.settle()

@@ -237,7 +237,7 @@ def test_i6_a_tensor_of_zeros_is_one_message_a_shard() -> None:
 
 @pytest.mark.parametrize(("message_blocks", "most"), [(3, 3), (0.5, 1), (99, 8)])
 def test_messages_keep_their_limit_both_ways(message_blocks: float, most: int) -> None:
-    """Of blocks, but one always goes, and of a slot."""
+    """The limits: blocks of a message, though one always goes, and bytes of a slot."""
     nbytes = BLOCK * 4
     cluster = InprocCluster(2, slot_bytes=slot_bytes_for(8, nbytes), message_bytes=int(message_blocks * nbytes))
     cluster.record = []

@@ -61,7 +61,7 @@ def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0
 
 
 def after_leaves(effects: Iterable[object]) -> Any:
-    """What follows the words to the aggregators that this worker goes."""
+    """Effects except the Leave messages to aggregators."""
     return [each for each in effects if not (isinstance(each, SendControl) and isinstance(each.message, Leave))]
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_get_better_is_final_before_the_hello_too() -> None:
         text = str(failure(effects))
         assert "aggregator a:0" in text
         assert expected in text
-        assert "TLS" not in text  # what was heard says what is wrong
+        assert "TLS" not in text  # the answer says what is wrong
     joining = begun()
     list(joining.connected(0, NONCE, 0.0, "; does it want TLS?"))  # the hello is said
     error = failure(joining.lost(0, "connection closed", 1.0))
@@ -412,7 +412,7 @@ def test_an_attempt_that_had_no_time_does_not_hide_why_the_others_failed() -> No
 
 
 def test_a_newcomer_waits_for_an_aggregator_that_has_answered_before() -> None:
-    """Which may have been started again meanwhile."""
+    """The aggregator may have been started again meanwhile."""
     joining = begun(ELASTIC)
     list(joining.connected(0, NONCE, 0.0))
     told(joining, 0, Pending([0], 1))

@@ -58,7 +58,7 @@ def written(slot: Array, count: int, runs: Runs, extra: bytes) -> int:
 
 
 def summed(count: int, runs: Runs) -> tuple[End | None, Array | None]:
-    """How a job ends in which a rank sends such a message, beside one of zeros; the first result if it goes on."""
+    """Send such a message beside one of zeros. Return how the job ends, or the first result if it goes on."""
     arena, results = Guarded((4, SLOT_BYTES)), Guarded((2, SLOT_BYTES))
     machine = AggregatorMachine(["rank 0", "rank 1"], arena.array, results.array, sharding=Sharding(2, STRIPE))
     for rank, (blocks, listed) in enumerate([(0, ()), (count, runs)]):
@@ -71,7 +71,7 @@ def summed(count: int, runs: Runs) -> tuple[End | None, Array | None]:
 
 
 def placed(count: int, runs: Runs) -> tuple[End | None, Array]:
-    """How the job of worker 0 ends that gets such a result for a tensor of ones; what becomes of its blocks."""
+    """Give worker 0 such a result for a tensor of ones. Return how its job ends, and its tensor."""
     slots = [(Guarded((2, SLOT_BYTES)), Guarded((2, SLOT_BYTES))) for _ in range(2)]
     tensor = Guarded((BLOCKS * BLOCK,), np.float32)
     tensor.array[:] = 1

@@ -25,7 +25,7 @@ ROWS = 10_000
     dense=st.booleans(),
 )
 def test_the_shortest_list_is_taken(gaps: list[int], far: list[int], tiny: bool, dense: bool) -> None:
-    """Of blocks that are not tiny, the shorter one of indices and runs."""
+    """Blocks that are not tiny get the shorter of two lists, indices or runs; tiny blocks may get steps."""
     steps_of_all = [1 if dense else gap + (2**40 if at in far else 0) for at, gap in enumerate(gaps)]
     indices = np.cumsum(steps_of_all, dtype=np.int64)
     runs, steps = Lister(64).shortest(indices, 1, 64, TINY_BYTES if tiny else TINY_BYTES + 8)

@@ -107,7 +107,7 @@ def test_who_waits_hears_of_another_launch_of_the_same_name() -> None:
 
 
 def test_all_who_wait_get_one_list_of_the_missing() -> None:
-    """Whoever comes and goes, and in whatever order."""
+    """All ranks that wait get the same list, whatever the order in which ranks come and go."""
     membership = Membership(LIMITS)
     join(membership, 7, 3, 5, 0, world_size=40)
     membership.gone(("job", 3), 0.0)
@@ -249,7 +249,7 @@ def test_no_more_jobs_than_allowed() -> None:
 
 
 def test_no_more_ranks_than_allowed() -> None:
-    """Those of jobs that gather count as if they were there, those of a job that is over until they have gone."""
+    """All ranks of a pending job count, even those that have not come. Ranks of an ended job count until they go."""
     membership = Membership(dataclasses.replace(LIMITS, max_ranks=5))
     (running,) = join(membership, 0, 1, job="a")
     join(membership, 0, job="b")
@@ -263,7 +263,7 @@ def test_no_more_ranks_than_allowed() -> None:
 
 
 def test_no_more_memory_than_allowed() -> None:
-    """Of all jobs together, each 3 × 4 slots."""
+    """The limit is for all jobs together; each has 3 × 4 slots."""
     each = 3 * 4 * 65536
     membership = Membership(dataclasses.replace(LIMITS, max_bytes=2 * each))
     (running,) = join(membership, 0, 1, job="a")

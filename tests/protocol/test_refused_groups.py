@@ -114,7 +114,7 @@ def test_a_rank_that_refuses_has_a_size_and_a_reason_that_can_be() -> None:
 
 
 class Attempt(NamedTuple):
-    """Which ranks of the job the group has, and which of them refuse."""
+    """Ranks of the job that are in the group, and those of them that refuse it."""
 
     ranks: list[int]
     refusing: set[int]
@@ -164,7 +164,7 @@ class Attempts:
         self.heard[self._left[rank].pop(0), rank] = outcome
 
     def expected(self) -> Iterator[tuple[tuple[int, int], str]]:
-        """What must become of each attempt, by its end."""
+        """Outcome that each rank must see of each attempt."""
         for at, (ranks, refusing) in enumerate(self._attempts):
             for rank in ranks:
                 yield (at, rank), f"attempt {at}" if refusing else "admitted"

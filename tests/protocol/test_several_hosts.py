@@ -295,7 +295,7 @@ def wait(cluster: InprocCluster, seconds: float, paused: int | None = None) -> N
 
 
 def named(cluster: InprocCluster) -> set[str]:
-    """Whom the ranks name that have ended the job."""
+    """Culprits that the ranks whose job has ended name."""
     return {end.cause.culprit for end in cluster.worker_ends if end is not None and end.cause is not None}
 
 

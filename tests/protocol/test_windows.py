@@ -73,7 +73,7 @@ def test_no_collective_completes_before_the_last_index_was_seen(indices: list[in
 @pytest.mark.parametrize("window", [1, 2, 4096])
 @pytest.mark.parametrize("length", [2, 4, 2**40])
 def test_no_collective_completes_before_the_last_run_was_seen(window: int, length: int) -> None:
-    """Of three blocks, in a run that has fewer or more."""
+    """A message of three blocks has a run of fewer or more."""
     written: list[int] = []
     with pytest.raises(ProtocolError, match="runs do not list its blocks"):
         written.extend(

@@ -35,7 +35,7 @@ def model() -> nn.Module:
 
 
 def loss_of(net: nn.Module, step: int) -> Tensor:
-    """How far the net is from a line that it should learn, on other numbers at each step and rank."""
+    """Squared distance of the net from a linear map that it should learn, on other numbers at each step and rank."""
     x = torch.randn(32, SEEN, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
     line = torch.linspace(-1, 1, SEEN * SAID).view(SEEN, SAID)
     return (net(x) - x @ line).square().mean()

@@ -25,7 +25,7 @@ def method(group: Any, name: str, old_name: str) -> Callable[..., Any]:
 
 
 def options(kind: str, **values: Any) -> Any:
-    """What torch hands to a method with a collective: `kind` is "Allreduce", "Broadcast", ..."""
+    """Options that torch hands to a method with a collective: `kind` is "Allreduce", "Broadcast", ..."""
     found = getattr(dist, f"{kind}Options")()
     for name, value in values.items():
         setattr(found, name, value)

@@ -72,7 +72,7 @@ def gradients_of_groups() -> None:
 
 
 def gradients_of_gradients() -> None:
-    """Of the cube of a sum, which is 6 on each of three ranks."""
+    """Second derivatives of the cube of a sum, which is 6 on each of three ranks."""
     x = torch.full((2,), 2.0, requires_grad=True)
     [found] = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum).pow(3).sum(), x, create_graph=True)
     assert found.tolist() == [3 * 6**2 * RANKS] * 2
@@ -82,7 +82,7 @@ def gradients_of_gradients() -> None:
 
 
 def forms_of_groups() -> None:
-    """Those with names, scales and handles."""
+    """Grouped calls with names, scales and handles."""
     rank = hvd.rank()
     mine = [torch.full((4,), rank + 1.0), torch.full((2, 2), 10.0 * rank)]
     gathered = hvd.grouped_allgather_async([each[:1] for each in mine], name="g")

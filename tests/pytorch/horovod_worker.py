@@ -240,7 +240,7 @@ def a_sparse_gradient_of_one_rank() -> None:
 
 
 def optimizers_one_after_another() -> None:
-    """Of one model, as in a cell of a notebook that runs again."""
+    """Several optimizers for one model, as in a cell of a notebook that runs again."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     for _ in range(3):
@@ -254,7 +254,7 @@ def optimizers_one_after_another() -> None:
 
 
 def samples_between_commits() -> None:
-    """What was done since the last commit is not dealt out again where ranks come, and nothing was lost."""
+    """Samples since the last commit are not dealt out again when ranks come, if no rank was lost."""
     sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False, pad=False)
     state = hvd.elastic.TorchState(sampler=sampler)
     sampler.record_batch(0, 1)

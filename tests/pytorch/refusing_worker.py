@@ -16,7 +16,7 @@ from omnireduce import UsageError
 NOT_BY_NAME = {"broadcast_parameters", "broadcast_optimizer_state", "allreduce_hook"}
 ONES = torch.ones(3)
 SPARSE = torch.sparse_coo_tensor([[0, 2]], torch.ones(2), (3,), check_invariants=True)
-# Of each name: a proper call, and one that is refused.
+# A proper call of each name, and one that is refused.
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "allreduce": (lambda f: f(ONES), lambda f: f(ONES, op="median")),
     "allreduce_": (lambda f: f(ONES.clone()), lambda f: f([1.0])),

@@ -65,7 +65,7 @@ def groups_with_rules_of_their_own() -> None:
     optimizer = hvd.ShardedOptimizer(groups_of(model), AdamW())
     sparse = torch.optim.SparseAdam([expected.table.weight], lr=0.1)
     dense = torch.optim.AdamW([*expected.hidden.parameters(), *expected.last.parameters()], lr=0.01, weight_decay=0.1)
-    model.load_state_dict(expected.state_dict())  # of the gradients of the first step
+    model.load_state_dict(expected.state_dict())  # so that gradients of the first step are alike
     for step in range(6):
         backward(model, step)
         backward(expected, step)
@@ -191,7 +191,7 @@ def states_like_those_of_torch() -> None:
     kept = io.BytesIO()
     torch.save(found, kept)
     kept.seek(0)
-    found = torch.load(kept)  # which takes plain data only
+    found = torch.load(kept)  # it loads plain data only
     plain.load_state_dict({"state": found["state"], "param_groups": plain.state_dict()["param_groups"]})
     steps(model, optimizer)
     steps(other, plain)
@@ -207,7 +207,7 @@ def states_like_those_of_torch() -> None:
 
 
 def a_state_without_some_parameters() -> None:
-    """Of torch's SGD and Adagrad: a parameter that has had no gradient has no state there, or nothing in it."""
+    """A parameter without a gradient has no state in torch's SGD, and an empty one in its Adagrad."""
     for name, rule, make in (
         ("momentum", Sgd(lr=0.5, momentum=0.5), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5)),
         ("sums", Adagrad(lr=0.5, initial_accumulator_value=4.0, eps=0.0),

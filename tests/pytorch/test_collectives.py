@@ -37,7 +37,7 @@ Group = Any  # ours or gloo's
 
 
 def packed(group: Group, x: Tensor) -> Tensor:
-    """What to hand to `group` in place of `x`: gloo takes the memory of a tensor for its values, in their order."""
+    """Argument for `group` in place of `x`: gloo needs values that lie in memory in their order."""
     return x if isinstance(group, ProcessGroup) else x.contiguous()
 
 

@@ -65,7 +65,7 @@ def step_of(net: nn.Module, **named: Any) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_gradients_are_combined_by_name() -> None:
-    """Of weights and bias the largest element each is sent; a parameter without a gradient has zeros."""
+    """The largest element of weights and of bias is sent; a parameter without a gradient counts as zeros."""
     net = nn.Linear(2, 1)
     torch.nn.init.zeros_(net.weight)
     torch.nn.init.zeros_(net.bias)
@@ -145,7 +145,7 @@ def test_graces_own_order() -> None:
 
 
 class Gathering(Grace):
-    """Of the user's own, in two halves, with functions for tensors."""
+    """A communicator of a user, in two halves, with functions for tensors."""
 
     def async_send(self, tensors: Any, name: str) -> Any:
         return [hvd.allgather_async(each.reshape(1, -1), name=f"{name} {i}") for i, each in enumerate(tensors)]
@@ -181,7 +181,7 @@ def test_tensors_that_have_no_numbers_or_not_all() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("is_named", [True, False])
 def test_optimizers_that_share_a_memory_have_nothing_of_each_other(is_named: bool) -> None:
-    """Of the first one an element is left. The second one has none, and gets none. The first gets its own."""
+    """An element of the first optimizer stays in memory. The first gets it with its next step, the second never."""
     grc = grace_from_params({"compressor": "topk", "compress_ratio": 0.5, "memory": "residual"})
     nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     optimizers = []
@@ -207,7 +207,7 @@ def test_a_closure_that_is_none_is_no_closure() -> None:
 
 @pytest.mark.parametrize("is_named", [False, True])
 def test_parameters_that_come_later_are_combined(daemon: Daemon, is_named: bool) -> None:
-    """Those of a group that was added when the optimizer had been given. The mean of all gradients is 0.5."""
+    """Parameters of a group that was added to the finished optimizer. The mean of all gradients is 0.5."""
 
     def run(comm: Communicator) -> list[float]:
         first, later = (nn.Parameter(torch.zeros(1)) for _ in range(2))
@@ -284,7 +284,7 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("compressor", ["topk", "signum", "powersgd"])
 def test_models_one_after_another_have_nothing_of_each_other(compressor: str) -> None:
-    """Of one shape and with one communicator: memory of the first ones is used again for the next ones."""
+    """Models of one shape share a communicator: memory of freed models is used again for the next ones."""
     x, found = torch.tensor([[1.0, 2, -3, 4]]), []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     grc: Any = grace_from_params({"compressor": compressor, "memory": "residual"})

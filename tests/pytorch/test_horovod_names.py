@@ -40,8 +40,8 @@ grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_redu
 init is_initialized join local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank
 reducescatter reducescatter_async remove_process_set rocm_built shutdown size sparse_allreduce_async start_timeline
 stop_timeline synchronize
-"""  # of horovod.torch 0.28.1
-CALLS = {  # those arguments of theirs that programs give by place
+"""  # names of horovod.torch 0.28.1
+CALLS = {  # arguments that programs give by position
     "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
     "allreduce_": "tensor average name op prescale_factor postscale_factor process_set",
     "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",

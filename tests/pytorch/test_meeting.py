@@ -21,7 +21,7 @@ SHORT = timedelta(seconds=0.2)
 
 
 class KilledError(Exception):
-    """Of a rank, in the middle of a meeting."""
+    """The end of a rank in the middle of a rendezvous."""
 
 
 class Mortal:

@@ -24,7 +24,7 @@ from omnireduce.torch.tensors import TORCH_TYPES
 
 pytestmark = [
     pytest.mark.usefixtures("aggregators"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),  # of torch: complex32
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),  # for complex32
 ]
 
 SIZE = 3
@@ -58,7 +58,7 @@ def into_one(group: ProcessGroup, x: Tensor, change: Callable[[Tensor], Tensor])
 
 
 def several(group: ProcessGroup, x: Tensor, change: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of different element types and sizes."""
+    """Gather tensors of different element types and sizes."""
     flags = torch.ones(group.getRank() * 0 + 5, dtype=torch.int64) * group.getRank()
     outs = [[blank(x, change), torch.ones_like(flags)] for _ in range(SIZE)]
     group.allgather_coalesced(outs, [x, flags]).wait()

@@ -19,7 +19,7 @@ from omnireduce.torch.backend.reduce_ops import COMPLEX, FLOATS, INTEGERS, reduc
 
 pytestmark = [
     pytest.mark.usefixtures("aggregators"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),  # of torch: complex32
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),  # for complex32
 ]
 
 NAMES = tuple(ReduceOp.RedOpType.__members__)
@@ -31,7 +31,7 @@ BITS: dict[str, Callable[[int, int], int]] = {
 REFUSED = tuple(dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) if dtype not in FLOATS)
 TYPES = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool, *REFUSED)
 SIZE = 3
-NUMBERS = ([5, -5, 3, 0, 1, -1], [6, -4, 3, 0, 1, -2], [4, -8, 3, 0, 0, -2])  # of each rank; means are exact or odd
+NUMBERS = ([5, -5, 3, 0, 1, -1], [6, -4, 3, 0, 1, -2], [4, -8, 3, 0, 0, -2])  # by rank; means are exact or odd
 
 
 def values(rank: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ def reduce(group: ProcessGroup, x: Tensor, op: object) -> Found:
 
 
 def reduce_scatter(group: ProcessGroup, x: Tensor, op: object) -> Found:
-    """Of parts of one, two and three elements."""
+    """Reduce-scatter with parts of one, two and three elements."""
     parts, place = list(x.split([1, 2, 3])), [slice(0, 1), slice(1, 3), slice(3, 6)][group.getRank()]
     group.reduce_scatter([x[place]], [parts], options("ReduceScatter", reduceOp=op)).wait()
     return x[place], place
@@ -102,7 +102,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def wrong(collective: Callable[..., Found], group: ProcessGroup, name: str, dtype: torch.dtype) -> str:
-    """What is wrong with a result, or with the error where there can be none; empty: nothing."""
+    """Fault in a result, or in the error if the operation is impossible; "" if all is right."""
     x, result = values(group.getRank(), dtype), expected(name, dtype)
     op = dist._make_nccl_premul_sum(0.5) if name == "PREMUL_SUM" else ReduceOp.RedOpType.__members__[name]
     try:

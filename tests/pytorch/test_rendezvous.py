@@ -61,7 +61,7 @@ def test_ranks_meet_whoever_has_the_first_port(place: MeetingPoint, taken: str) 
         elif taken == "by another launch":
             other = _Meeting(place._replace(identity="another launch"))
             check_shared(meet_as_ranks([other, _Meeting(other._place)]))
-            os.environ["MASTER_PORT"] = str(place.ports[0])  # which this launch was told
+            os.environ["MASTER_PORT"] = str(place.ports[0])  # the port that this launch was given
         meetings = [_Meeting(place), _Meeting(place)]
         check_shared(meet_as_ranks(meetings))
         assert all(each.is_meant() for each in meetings)

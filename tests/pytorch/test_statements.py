@@ -25,7 +25,7 @@ tables = st.integers(1, 6).flatmap(
 
 
 def statements(sent: list[list[int]], expected: list[list[int]]) -> Any:
-    """Of all ranks, `sent[a][b]` from a to b, of which b expects `expected[b][a]`."""
+    """Statements of all ranks: rank a sends `sent[a][b]` bytes to b, and b expects `expected[b][a]`."""
     made = [statement("a call", rank, Sizes(*each)) for rank, each in enumerate(zip(sent, expected, strict=True))]
     return np.stack(made)
 

@@ -14,7 +14,7 @@ from omnireduce import UsageError
 from omnireduce.torch.backend.reduce_ops import COMPLEX
 from omnireduce.torch.tensors import TORCH_TYPES, array_of, tensor_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # of torch: complex32
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # for complex32
 SHAPES = ((), (0,), (2, 0), (3,), (2, 3))
 
 

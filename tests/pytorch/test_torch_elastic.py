@@ -89,7 +89,7 @@ hvd.shutdown()
 
 
 def test_sets_of_ranks_are_made_anew_with_one_that_came_back(daemon: Daemon, stack: ExitStack) -> None:
-    """Which has made fewer of them than the others."""
+    """The rank that came back has made fewer process sets than the others."""
     ranks = Ranks(daemon, stack, 3, 3, "-c", SETS)
     processes = [ranks.start(rank, *(["dies"] if rank == 2 else [])) for rank in range(3)]
     assert processes[2].wait(4 * WAIT_S) == -signal.SIGKILL
@@ -149,7 +149,7 @@ class Aborted(torch.optim.SGD):
 
 
 def test_a_state_that_cannot_be_kept_leaves_the_one_before_as_it_was() -> None:
-    """Of a step, its weights and its optimizer all belong to one commit."""
+    """The number of a step, its weights and its optimizer belong to the same commit."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = Aborted(model.parameters(), lr=1.0)

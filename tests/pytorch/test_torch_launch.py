@@ -165,6 +165,6 @@ def test_what_the_user_has_set_counts() -> None:
     torchrun = {**SLURM, "RANK": "0"}
     tell_torch(torchrun)
     assert torchrun == {**SLURM, "RANK": "0"}
-    size_alone = {**SLURM, "WORLD_SIZE": "4"}  # of a script that hands the rank to `init_process_group`
+    size_alone = {**SLURM, "WORLD_SIZE": "4"}  # the script hands the rank to `init_process_group`
     tell_torch(size_alone)
     assert size_alone == {**SLURM, "WORLD_SIZE": "4"}

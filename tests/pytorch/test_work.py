@@ -104,7 +104,7 @@ def test_tensors_are_free_when_nobody_refers_to_their_collective(waits: bool) ->
 
 
 def test_a_wait_that_breaks_does_not_keep_the_others_from_hearing() -> None:
-    """Of a machine that is out of memory, for example."""
+    """A wait may fail if memory is used up, for example."""
     completion, told = Completion(), queue.SimpleQueue[int]()
 
     def breaks() -> None:

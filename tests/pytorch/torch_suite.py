@@ -27,11 +27,11 @@ import click
 sys.path[:0] = [str(Path(__file__).parents[1])]  # as for pytest
 SPARE_S = 15  # torch ends a test that hangs; what outlasts that by so much is killed
 CAUSE = re.compile(r"^(?!.*Process \d+ exited with error)[\w.]*(?:Error|Exception|Timeout)\b.*", re.MULTILINE)
-forks = multiprocessing.get_context("fork")  # what is imported is there: torch takes seconds
+forks = multiprocessing.get_context("fork")  # children have all imports: torch takes seconds
 
 
 class Outcome(NamedTuple):
-    """Of one test: "passed", "skipped" or "failed"; why, in a line; the whole message."""
+    """Outcome of one test: "passed", "skipped" or "failed"; the reason in a line; the whole message."""
 
     kind: str
     why: str = ""
@@ -69,7 +69,7 @@ def load(backend: str, like: str, **environ: str) -> type[unittest.TestCase]:
 
 
 def outcome_of(result: unittest.TestResult) -> Outcome:
-    """What has become of the one test of `result`."""
+    """Outcome of the single test of `result`."""
     if result.skipped:
         return Outcome("skipped", result.skipped[0][1])
     for _, text in result.failures + result.errors:
@@ -106,7 +106,7 @@ def run_one(case: type[unittest.TestCase], name: str, log: Path, limit_s: float)
 
 
 def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
-    """How many passed, and were skipped for which reason; which failed with what."""
+    """Lines with the number of tests that passed, that were skipped for each reason, and each failure."""
     counts = Counter((each.kind, each.why) for each in outcomes.values() if each.kind != "failed")
     yield from (f"{count:5} {': '.join(filter(None, key))}" for key, count in sorted(counts.items()))
     failed = [f"      {name}: {each.why}" for name, each in outcomes.items() if each.kind == "failed"]

@@ -53,7 +53,7 @@ def devices() -> set[str]:
 
 
 def resources() -> list[str]:
-    """What the kernel counts on rxe0: memory regions, queue pairs and completion queues of the whole host."""
+    """The kernel's lines on rxe0: memory regions, queue pairs and completion queues of the whole host."""
     done = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
     return [line for line in done.stdout.splitlines() if "rxe0" in line]
 
@@ -100,7 +100,7 @@ def spare() -> Iterator[str]:
         for device, interface, _ in ends:
             call(ROOT / "vagrant" / "provision" / "rxe.sh", device, interface)
         yield "spare1"
-    finally:  # what a test has not removed
+    finally:  # in case the test has not removed it
         for command in ("rdma link delete rxe3", "rdma link delete rxe4", "ip link delete spare1"):
             subprocess.run(command.split(), check=False, capture_output=True, timeout=WAIT_S)
 
@@ -150,7 +150,7 @@ def test_a_port_that_goes_down_while_writes_are_under_way(spare: str) -> None:
     """Soft-RoCE would not complete them: the one that finds no route stops the retries of the one before it."""
     sender, receiver = queue(Verbs(device="rxe3", ack_timeout=20)), queue(Verbs(device="rxe4"))
     with closing(sender), closing(receiver):
-        sender.connect(receiver.endpoint)  # which is not connected, and acknowledges nothing
+        sender.connect(receiver.endpoint)  # the receiver is not connected, and acknowledges nothing
         sender.announce(0)
         ip_link(spare, "down")
         sender.announce(0)
@@ -312,7 +312,7 @@ def test_too_little_memory_may_be_locked() -> None:
 
 
 def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
-    """Wherever they run out: nobody's connection is closed without a word, and what the first rank got is given back.
+    """No connection is closed without a reason, wherever descriptors run out. Those of the first rank are given back.
 
     Each rank takes a connection and, for RDMA, five descriptors more; the job takes two.
     """

@@ -66,7 +66,7 @@ class Timeline:
 
 
 def queued(comm: Communicator, name: str, step: int) -> None:
-    """What a queue does with one tensor."""
+    """Record the events of one tensor in a queue."""
     x = np.zeros(4096, np.float32)
     x[: 256 * (comm.rank + 1)] = 1
     timeline = comm.timeline

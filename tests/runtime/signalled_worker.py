@@ -30,7 +30,7 @@ def report(event: str, **details: object) -> None:
 
 
 class Program:
-    """What the rank does until the signal comes, and in its handler."""
+    """The rank's work until the signal comes, and its signal handler."""
 
     def __init__(self, comm: Communicator, what: str) -> None:
         self.comm, self.what = comm, what

@@ -57,7 +57,7 @@ def test_a_handler_that_raises_ends_the_job_and_nothing_else(daemon: Daemon, kin
         assert report["wrong"] == 0, report
         assert (report["raised"], report["reason"]) == (error, f"interrupted by {error}")
         assert report["culprit"].startswith("rank 0 (host ")
-    # Who closes a TCP connection with something unread resets it, and that may overtake what it has said last.
+    # Closing a TCP connection with unread input resets it, and the reset may overtake the last message.
     reset = {"connection broken: Connection reset by peer"} if kind in ("tcp", "threads") else set()
     assert {end.reason for end in ends} <= {f"interrupted by {error}"} | reset
     assert len(ends) == alarmed_worker.JOBS

@@ -224,7 +224,7 @@ def test_an_array_in_flight_cannot_be_used_again(local: Config) -> None:
 
     def run(comm: Communicator) -> tuple[int, list[float], list[float]]:
         x, out, total, refused = np.ones(1000, np.float32), np.zeros(1000, np.float32), np.zeros(1000, np.float32), 0
-        last = comm.size - 1  # which comes late
+        last = comm.size - 1  # the last rank comes late
         if comm.rank == last:
             assert go_on.wait(30)
         handles = [comm.allreduce_async(x, out=out), comm.allreduce_async(x, out=total)]

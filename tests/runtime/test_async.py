@@ -22,7 +22,7 @@ def wait_for(event: threading.Event) -> None:
 
 
 def test_many_in_flight_complete_in_order(config: Config) -> None:
-    """Of several sizes, dtypes and ops, far more than there are slots; waited for last to first."""
+    """Far more collectives than slots, of several sizes, dtypes and operations. The last one is waited for first."""
     cases = [("float32", 70_000, "sum"), ("int8", 5, "max"), ("float16", 3000, "mean"), ("int64", 0, "sum")] * 8
 
     def run(comm: Communicator) -> list[Array]:
@@ -121,7 +121,7 @@ def wait_again_and_again(handle: Handle[Array]) -> Array:
 
 
 def test_threads_wait_for_one_handle_and_for_several(config: Config) -> None:
-    """Whoever drives, everybody is woken; a thread with a time limit leaves the others alone."""
+    """Every thread is woken, whichever drives the engine; a thread with a time limit leaves the others alone."""
     late = threading.Event()
 
     def run(comm: Communicator) -> None:

@@ -36,8 +36,8 @@ from omnireduce.transport.shm import ShmLink
 SLOTS, SLOT_BYTES, BLOCK = 3, 1 << 19, 256
 # To read, and to place, are functions of their own since threads may do them. Lists have three forms: so are to list,
 # and to read a list.
-RANK_CALLS, SHARD_CALLS = 208, 296  # of an exchange of one message per rank and one result
-MESSAGE_CALLS = 460  # of one more message per rank, and its result, on both ranks and the shard together
+RANK_CALLS, SHARD_CALLS = 208, 296  # calls for an exchange of one message per rank and one result
+MESSAGE_CALLS = 460  # calls for one more message per rank, and its result, on both ranks and the shard together
 
 
 class Exchange(NamedTuple):

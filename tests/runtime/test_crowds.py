@@ -46,7 +46,7 @@ class Crowd:
     """A server, without listeners unless it gets some, at a time of the test's choice, and those connected to it."""
 
     def __init__(self, budget: Budget = BUDGET, listeners: Sequence[Listener] = ()) -> None:
-        self.now, self.step = 100.0, 0.0  # how much later each reading of the clock is than the last
+        self.now, self.step = 100.0, 0.0  # the clock advances by `step` with each reading
         self.processor_s = 0.0  # that the shard has used
         self.server = ShardServer(
             "a:1", listeners, LIMITS, finish_s=0.0, hello_timeout_s=10.0, budget=budget, clock=self.clock,
@@ -88,7 +88,7 @@ def say(peer: socket.socket, *messages: ControlMessage) -> None:
 
 
 def heard(peer: socket.socket) -> list[ControlMessage]:
-    """What has come, however much; nothing after the end."""
+    """All messages that have come so far; none after the end of the connection."""
     data, found = b"", []
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
         while more := peer.recv(1 << 20):

@@ -31,7 +31,7 @@ class Idle:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who was read, in order."""
+    """Names of the peers that are read, in order."""
     found: list[str] = []
 
     def poll(link: InprocLink) -> Sequence[Event]:

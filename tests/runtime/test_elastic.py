@@ -56,7 +56,7 @@ def until_aborted(comm: Communicator) -> str:
 
 
 class Together:
-    """Where ranks meet that are threads: a fault ends also collectives that some ranks have completed already."""
+    """Sums of ranks that are threads, with a barrier: a fault may end a sum that some ranks have completed already."""
 
     def __init__(self, *sizes: int) -> None:
         self._barriers = {size: threading.Barrier(size) for size in sizes}
@@ -182,7 +182,7 @@ def test_numbers_that_cannot_be(daemon: Daemon, arguments: dict[str, int], words
 
 
 def test_a_call_that_was_made_for_one_generation_is_not_started_in_the_next(daemon: Daemon) -> None:
-    """Where another thread calls reform between the two: rank, size and shards may be others by then."""
+    """Another thread calls `reform` between the two: rank, size and shards may have changed."""
 
     def barrier(context: CallContext) -> Call[None]:
         comm.reform()
@@ -384,7 +384,7 @@ def test_a_job_that_cannot_be_formed_anew_leaves_the_last_commit(alone: Communic
 def test_a_commit_tells_all_ranks_of_a_newcomer_after_the_same_step(
     daemon: Daemon, prepare: Callable[[Communicator], None]
 ) -> None:
-    """Who never has to wait for other ranks reads what the aggregator says all the same."""
+    """A rank that never waits for other ranks reads the aggregator's messages all the same."""
     config, job, together, goes_on = (
         configured(daemon.addresses, *ELASTIC),
         unique_job(),
@@ -414,7 +414,7 @@ def test_a_commit_tells_all_ranks_of_a_newcomer_after_the_same_step(
 
 
 def test_a_worker_with_another_state_leaves_and_the_others_go_on(daemon: Daemon) -> None:
-    """Of other shapes, or, where all have the same, of another fingerprint."""
+    """A state with other shapes, or with the same shapes and another fingerprint."""
 
     def work(comm: Communicator) -> object:
         odd = comm.rank == 1
@@ -483,7 +483,7 @@ def test_survivors_wait_for_an_aggregator_that_shuts_down_and_comes_back() -> No
 
 
 def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemon) -> None:
-    """Who finds no place waits as a newcomer does, until its time to join is over. The members have left it behind."""
+    """The members go on without a rank. That rank waits as a newcomer does, until its time to join is over."""
     config = configured(daemon.addresses, *ELASTIC, "elastic.last_call_s=0.3", "cluster.join_timeout_s=1.5")
     together, formed, given_up = Together(4), threading.Event(), threading.Semaphore(0)
 

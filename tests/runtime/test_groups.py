@@ -149,7 +149,7 @@ def test_a_handle_of_a_group_is_done_when_all_is(daemon: Daemon) -> None:
 
 
 def test_the_result_is_put_back_once(daemon: Daemon) -> None:
-    """Who waits again does not lose what was written since."""
+    """A second wait does not overwrite changes since the first."""
 
     def run(comm: Communicator) -> None:
         x = [np.ones(3), np.ones(4)]

@@ -67,7 +67,7 @@ def test_a_long_task_of_one_stops_no_other(crowd: Crowd) -> None:
     crowd.turn()
     crowd.turn()
     assert DATA in rank.frames()
-    assert crowd.server._selector.select(0.0) == []  # what it has sent ends no wait
+    assert crowd.server._selector.select(0.0) == []  # its input ends no wait
     assert crowd.server._patience(60.0) > 0.0
     slow.link.may_go_on.set()
     crowd.server.turn(WAIT_S)  # the end of the task ends the wait
@@ -101,7 +101,7 @@ def test_who_is_dropped_meanwhile_is_forgotten(crowd: Crowd) -> None:
 
 
 def test_who_leaves_has_no_task_done_any_more(crowd: Crowd) -> None:
-    """What it has sent would end each wait at once, and the shard would spin."""
+    """Input of a leaving connection would end each wait at once, and the shard would spin."""
     ours, peer = socket.socketpair()
     crowd.peers.append(peer)
     link = SlowLink(ours, "slow")

@@ -38,7 +38,7 @@ def rank_of_thread(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 def run(
     here: threading.local, addresses: Sequence[str], kind: str, work: Callable[[Communicator], object], *more: str
 ) -> list[object]:
-    """What `work` returns on each rank of a job."""
+    """Call `work` on each rank of a job; return the results."""
     config, job = configured(addresses, f"transport.kind={kind}", *more), unique_job("hosts")
 
     def rank(number: int) -> object:

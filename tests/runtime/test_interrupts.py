@@ -134,7 +134,7 @@ def test_a_fork_while_another_thread_drives(local: Config) -> None:
         holder = Ranks(1, lambda _: hold())
         assert held.wait(WAIT_S)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while there are threads: this is the test
+            warnings.simplefilter("ignore", DeprecationWarning)  # the test forks while there are threads
             child = os.fork()
         if child == 0:
             os._exit(in_the_child(comm, handle))
@@ -189,7 +189,7 @@ SOON_S = 20.0  # much shorter than the time limit of the collective, and longer 
 
 
 def play(config: Config, where: str, what: str) -> tuple[dict[str, dict[str, Any]], int, AbortedError]:
-    """What rank 0 reports, its exit status, and the error of rank 1."""
+    """Interrupt rank 0; return its reports, its exit status, and the error of rank 1."""
     over = threading.Event()
     with Signalled(config, where, what) as process:
 

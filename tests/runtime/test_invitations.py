@@ -130,7 +130,7 @@ def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
 
 
 def test_a_rank_0_that_has_stopped_keeps_nobody_for_ever() -> None:
-    """Those who wait already leave no room for one more."""
+    """The queue of the stopped rank is full, so that a further rank cannot even connect."""
     job = unique_job()
     place = place_of("", job)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:

@@ -364,7 +364,7 @@ INTERACTIVE = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_N
         ((2, 9), SLURM | MEETS, "77.0"),
         ((6, 7), WITHOUT_ID, ""),
         ((6, 7), WITHOUT_ID | MEETS, "node1:29500"),
-        ((6, 7), SLURM | WITHOUT_ID | MEETS, "node1:29500"),  # of one step there may be several
+        ((6, 7), SLURM | WITHOUT_ID | MEETS, "node1:29500"),  # a step of Slurm may have several launches
         ((6, 7), SLURM | INTERACTIVE | WITHOUT_ID, ""),
         ((0, 2), MEETS, "node1:29500"),  # ranks that were given by hand
         ((0, 2), {"MASTER_ADDR": "node1"}, ""),

@@ -106,7 +106,7 @@ def test_every_method_is_a_function() -> None:
 
 
 def test_both_forms_of_every_collective(daemon: Daemon) -> None:
-    """Of one rank, whose part is all there is."""
+    """The job has one rank: its contribution is the whole result."""
     omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
     x = np.arange(3.0)
     table = np.arange(2), np.ones((2, 2)), 4

@@ -22,7 +22,7 @@ SHARDS = 3
 
 @pytest.fixture
 def ends() -> Iterator[tuple[list[ShmLink], list[ShmLink]]]:
-    """Those of a rank, and those of its shards."""
+    """Links of a rank, and the other ends at its shards."""
     pairs = [socket.socketpair() for _ in range(SHARDS)]
     found = tuple([ShmLink(pair[side], f"end {number}") for number, pair in enumerate(pairs)] for side in (0, 1))
     yield found
@@ -55,7 +55,7 @@ def test_those_who_said_something_are_named(poller: Poller, ends: tuple[list[Shm
 
 
 class Host:
-    """What a poller asks the exchange inside a host; its steps can always go on."""
+    """The exchange inside a host as a poller sees it; its steps can always go on."""
 
     me, can_go_on = 0, True
 

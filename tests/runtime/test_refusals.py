@@ -24,7 +24,7 @@ from omnireduce.support.config import Config
 
 INDICES = np.array([1, 3])
 PROGRAM = momentum(every=False)
-HOSTS = {0: 0, 1: 0, 2: 1, 3: 1}  # of four ranks
+HOSTS = {0: 0, 1: 0, 2: 1, 3: 1}  # rank: host
 
 
 def ones(*shape: int) -> Any:
@@ -77,7 +77,7 @@ def test_no_collective_is_forgotten() -> None:
 
 
 def reasons(config: Config, size: int, work: Callable[[Communicator], object]) -> list[str]:
-    """What each rank reads of the end of a job, from its next call at the latest."""
+    """Reason for the end of a job, as each rank gets it from its next call at the latest."""
 
     def until_the_end(comm: Communicator) -> None:
         comm.barrier()  # all have joined
@@ -94,7 +94,7 @@ def reasons(config: Config, size: int, work: Callable[[Communicator], object]) -
 
 @pytest.mark.parametrize(("what", "where"), CASES, ids=lambda each: "".join(each))
 def test_what_one_rank_refuses_ends_all(daemon: Daemon, what: str, where: tuple[str, str]) -> None:
-    """Whoever waits gets an error at once, and so does this rank with its next call. Nothing is summed."""
+    """A rank that waits gets an error at once, and the refusing rank with its next call. Nothing is summed."""
     way, form = where
     stateful = (*over(KINDS[0]), "protocol.state_bytes=100_000")
     config = configured(daemon.addresses, *(stateful if "fused" in what else over(way)))
@@ -178,7 +178,7 @@ def test_what_all_ranks_of_several_hosts_refuse(daemon: Daemon, here: threading.
 
 @pytest.mark.parametrize("way", WAYS)
 def test_of_the_channel_for_urgent_tensors(daemon: Daemon, way: str) -> None:
-    """What is no array could have been urgent or not."""
+    """An argument that is no array could have been urgent or not."""
     config = configured(daemon.addresses, "protocol.urgent_bytes=65536", *over(way))
 
     def all_refuse(comm: Communicator) -> list[float]:
@@ -201,7 +201,7 @@ def test_of_the_channel_for_urgent_tensors(daemon: Daemon, way: str) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator], object], str]] = {
-    # what rank 0 calls, what the others call, what it has refused
+    # a call of rank 0, a call of the others, a call that rank 0 has refused
     "object of the root": (
         lambda comm: comm.broadcast_object(threading.Lock()),
         lambda comm: comm.broadcast_object(None),
@@ -263,7 +263,7 @@ def test_parts_that_all_ranks_refuse(daemon: Daemon) -> None:
 
 
 def test_a_group_of_ranks_has_an_order_of_its_own(daemon: Daemon) -> None:
-    """What ends it does not end the job that it belongs to."""
+    """An error that ends the group does not end its job."""
 
     def run(comm: Communicator) -> float:
         group = comm.create_group(name="some")

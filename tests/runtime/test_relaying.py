@@ -128,7 +128,7 @@ class Bench:
 
 
 def heard(link: InprocLink) -> list[ControlMessage | Lost]:
-    """What the upstream's end of an uplink has got."""
+    """Messages at the upper end of an uplink."""
     found: list[ControlMessage | Lost] = []
     for event in link.poll():
         assert isinstance(event, Control | Lost)
@@ -379,7 +379,7 @@ def test_limits_count_jobs_that_gather_and_that_run() -> None:
 
 
 def test_a_job_that_needs_more_than_was_allowed_does_not_begin() -> None:
-    """Whoever came first seemed to need less."""
+    """The first rank seemed to need less."""
     limits = dataclasses.replace(LIMITS, max_job_bytes=12 * 65536)
     bench = Bench(limits=limits)
     bench.come(3)
@@ -422,7 +422,7 @@ def test_a_relay_that_drains_admits_nobody() -> None:
 
 
 def test_a_relay_passes_on_that_kernels_compile() -> None:
-    """Who said so may join beside that connection."""
+    """The rank that compiles may join by another connection."""
     bench = Bench()
     bench.come(1, compiling=True)
     link = bench.connect()

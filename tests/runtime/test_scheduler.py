@@ -357,7 +357,7 @@ def rank_of_three(rank: int) -> Hello:
 
 
 def words(crowd: Crowd, peer: socket.socket, last: type) -> list[str]:
-    """What the peer is told until a message of type `last`, and no other event makes the server look."""
+    """Types of the messages to a peer up to one of type `last`. No other event wakes the server."""
     data, found = b"", list[str]()
     while True:
         with contextlib.suppress(BlockingIOError):

@@ -132,7 +132,7 @@ def test_alone_or_beside_idle_jobs_a_result_leaves_at_once() -> None:
 
 
 def taken_in_a_turn(crowd: Crowd, rank: TcpRank) -> int:
-    """How much the rank could read after one turn."""
+    """Bytes that the rank could read after one turn."""
     before = rank.taken
     crowd.turn()
     rank.go_on()

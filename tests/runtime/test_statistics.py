@@ -103,7 +103,7 @@ def test_bytes_of_each_shard(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_carried_the_tensors_is_counted(daemon: Daemon, way: str) -> None:
-    """Of each kind of collective; nothing of control messages counts."""
+    """Collectives of each kind are counted by transport; control messages are not."""
 
     def run(comm: Communicator) -> list[dict[str, int]]:
         found = [dict(comm.statistics().carried)]
@@ -142,7 +142,7 @@ def test_every_kind_of_collective_counts(local: Config) -> None:
 
 
 def moved(comm: Communicator, exchange: Callable[[], object]) -> list[bool]:
-    """On which shards this moves blocks."""
+    """Flags of the shards on which `exchange` moves blocks."""
     before = comm.statistics().shard_bytes
     exchange()
     return [now > then for now, then in zip(comm.statistics().shard_bytes, before, strict=True)]
@@ -169,7 +169,7 @@ def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemo
 
 
 def test_of_ranks_that_call_other_tensors_small_the_most_modest_counts(daemon: Daemon) -> None:
-    """Whatever its rank."""
+    """The smallest limit counts, whatever its rank."""
     configs = [
         configured(daemon.addresses, f"protocol.whole_bytes={size}", BY_SHARDS) for size in (1 << 19, 1 << 18, 1 << 20)
     ]

@@ -123,7 +123,7 @@ def test_the_first_error_comes_out_when_all_are_done(three: Threads) -> None:
 
 
 class Held:
-    """What a call refers to, as to slots and the user's arrays."""
+    """An object to which a call refers, as to slots and the user's arrays."""
 
     def fail(self) -> None:
         raise ArithmeticError
@@ -230,7 +230,7 @@ def test_threads_end_with_a_rank_that_nobody_shuts_down(daemon: Daemon) -> None:
     helpers = set(threading.enumerate()) - before
     assert len(helpers) == 2
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of its sockets
+        warnings.simplefilter("ignore", ResourceWarning)  # warnings of its open sockets
         del comm
         gc.collect()
     assert eventually(lambda: not any(each.is_alive() for each in helpers))

@@ -96,7 +96,7 @@ def in_threads(comm: Communicator, names: list[str]) -> list[object]:
 
 
 def test_a_name_belongs_to_the_thread_that_used_it_first(local: Config) -> None:
-    """Of two threads that use it in turn, another one may come first on the next rank: the job may not go on so."""
+    """Two threads must not use a name in turn: on another rank the other thread may come first."""
 
     def run(comm: Communicator) -> list[object]:
         comm.allreduce(np.ones(10), name="owner's")

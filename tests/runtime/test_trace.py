@@ -56,7 +56,7 @@ def tensor(rank: int, number: int) -> np.ndarray:
 
 
 def blocks(rank: int, number: int) -> np.ndarray:
-    """Which blocks of a tensor are not zero."""
+    """Flags of a tensor's blocks that are not zero."""
     padded = np.zeros(-(-ELEMENTS // BLOCK) * BLOCK, np.float32)
     padded[:ELEMENTS] = tensor(rank, number)
     return padded.reshape(-1, BLOCK).any(axis=1)
@@ -161,7 +161,7 @@ def assert_collectives_hold_their_work(ranks: list[Lane], expected: set[SpanKind
 
 
 def assert_messages_meet(lanes: list[Lane]) -> None:
-    """What left arrived, in order and later; credits may be under way when a link closes."""
+    """Check that all messages arrive later, in order; credits may be under way when a link closes."""
     for one, other in itertools.permutations(lanes, 2):
         if one.origin.kind == other.origin.kind:
             continue

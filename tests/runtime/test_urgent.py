@@ -219,7 +219,8 @@ def test_without_a_second_channel_no_thread_comes_where_none_is_wanted(daemon: D
 def test_ranks_with_other_limits_are_refused(daemon: Daemon) -> None:
     def config(rank: int) -> Config:
         limit = f"protocol.urgent_bytes={(65536, 1024)[rank]}"
-        return configured(daemon.addresses, limit, "cluster.launch=one", *URGENT[1:])  # which ends for both
+        one_launch = "cluster.launch=one"  # so that the refusal ends both
+        return configured(daemon.addresses, limit, one_launch, *URGENT[1:])
 
     job = unique_job()
 

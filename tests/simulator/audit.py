@@ -16,12 +16,12 @@ from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
 
-WORK_BYTES, RANK_BYTES = 1 << 20, 64 << 10  # of work space, as docs/security.md has it: of a job, of each rank
+WORK_BYTES, RANK_BYTES = 1 << 20, 64 << 10  # work space of a job and of each rank, as in docs/security.md
 MOST_WORDS = 64  # control messages that may wait for a peer: some a second while it joins, then ever fewer
 
 
 def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
-    """What is wrong with the server's books, its jobs and their links."""
+    """Faults in the server's books, its jobs and their links."""
     membership = server._membership
     if isinstance(membership, Relaying):
         yield from _audit_relaying(server, membership, limits)
@@ -60,7 +60,7 @@ def _audit_relaying(server: ShardServer, membership: Relaying, limits: Limits) -
 
 
 def audit_turn(server: ShardServer, budget: Budget, merged: dict[int, int]) -> Iterator[str]:
-    """What is wrong with the last turn: how many blocks a job could merge in it. `merged` remembers the totals."""
+    """Jobs that merged more blocks in the last turn than its budget allows. `merged` keeps totals between turns."""
     for job in server._jobs.values():
         machine, current = job.machine, job.machine._current
         total = machine.account.traffic.union_blocks
@@ -138,7 +138,7 @@ def _audit_relay(machine: RelayMachine) -> Iterator[str]:
 
 
 def audit_worker(machine: WorkerMachine, links: list[SimLink]) -> Iterator[str]:
-    """What is wrong with a worker's credits."""
+    """Faults in a worker's credits."""
     for stream, link in zip(machine._streams, links, strict=True):
         if not link.over and sorted([*stream._free, *link._in_flight]) != list(range(len(link.send_slots))):
             yield f"send slots: {stream._free} free, {link._in_flight} in flight, of {len(link.send_slots)}"
@@ -148,6 +148,6 @@ def audit_worker(machine: WorkerMachine, links: list[SimLink]) -> Iterator[str]:
 
 
 def _audit_output(link: SimLink) -> Iterator[str]:
-    """What waits for a peer is bounded by the credits of both sides, whatever it does not read."""
+    """More output for a peer than the credits of both sides allow, even if the peer reads nothing."""
     if len(link._output) > len(link.send_slots) + len(link.receive_slots) + MOST_WORDS:
         yield f"{len(link._output)} events wait for {link.peer} to read"

@@ -22,11 +22,11 @@ from .draw import draw_plan, fault_at
 from .plan import Plan
 
 COMMAND = "python -m tests.simulator"
-MOST_S = 60.0  # of processor time for one run, which takes a fraction of a second
-MOST_REAL_S = 900.0  # of real time, for one that waits: the machine may be busy, or stopped for a while
+MOST_S = 60.0  # processor time of one run at most; it takes a fraction of a second
+MOST_REAL_S = 900.0  # real time of a run that waits: the machine may be busy, or stopped for a while
 FIRST_EVENTS = 10  # until then a fault may find no victim, although the run has hardly begun
 MOST_EVENTS = 5000  # more than a run without faults has
-SHOWN = 4  # of what one run found
+SHOWN = 4  # faults of one run that are shown
 CHUNK = 8  # seeds that a process takes at once
 
 
@@ -58,11 +58,11 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What came of a task."""
+    """Result of a task."""
 
     task: Task
     runs: int = 0
-    found: list[str] = field(default_factory=list)  # what is wrong, one line each; empty is good
+    found: list[str] = field(default_factory=list)  # faults, one line each
     struck: Counter[str] = field(default_factory=Counter)  # faults that found a victim, by kind
 
 

@@ -44,9 +44,9 @@ class Cluster:
         self.secret = Secret(b"the secret of this cluster") if plan.protocol.secret else None
         self.verdicts = Verdicts(self)
         self.struck: list[str] = []  # the kinds of fault that found a victim
-        self.causes: set[str] = set()  # those of them that may still be felt
-        self.garbled: set[str] = set()  # jobs of which a rank announced what it had not sent: its data may be anything
-        self.lies: set[tuple[int, str, Rule | str]] = set()  # which shard told which job what
+        self.causes: set[str] = set()  # faults that may still have effects
+        self.garbled: set[str] = set()  # jobs with a rank that announced blocks it never sent: sums may be anything
+        self.lies: set[tuple[int, str, Rule | str]] = set()  # a shard, a job, and the lie that the shard told it
         self.in_epilogue = False
         self._pids = itertools.count(100)
         self._links: list[SimLink] = []
@@ -66,7 +66,7 @@ class Cluster:
         self.strangers: list[Stranger | ForeignSurvivor] = []
         self.workers: list[Worker] = []
         self.places: dict[tuple[str, str, int], dict[int, tuple[tuple[int, ...], int]]] = {}
-        self.history: list[Worker] = []  # those of the main part, kept when the epilogue begins
+        self.history: list[Worker] = []  # workers of the main part, kept when the epilogue begins
         self.ranks: list[list[Worker | None]] = [[None] * job.ranks for job in plan.jobs]
         self._attempts = [[job.attempts] * job.ranks for job in plan.jobs]
         self._rounds = [[job.rounds] * job.ranks for job in plan.jobs]
@@ -297,7 +297,7 @@ class Cluster:
         return lambda: rng.expovariate(1 / network.delay_s) * (RARE if rng.random() < network.spike else 1)
 
     def _ahead_s(self, host: str) -> float:
-        """How far the clock of `host` is ahead of the true time."""
+        """Seconds by which the clock of `host` is ahead of the true time."""
         return self.world.random(f"clock/{host}").uniform(0, MAX_AHEAD_S) if self.plan.network.clocks_apart else 0.0
 
     def _latency(self, name: str) -> Callable[[], float]:

@@ -64,7 +64,7 @@ def draw_plan(seed: int) -> Plan:
 
 
 def _anywhere(rng: random.Random, fault: Fault, protocol: ProtocolPlan) -> Fault:
-    """What happens to a shard may happen to one of a relay, too."""
+    """Move a fault of a shard to any shard, even to one of a relay."""
     shard = rng.randrange(protocol.shards * (1 + len(protocol.relays)))
     return replace(fault, shard=shard) if fault.kind in OF_A_SHARD else fault
 

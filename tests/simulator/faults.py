@@ -23,7 +23,7 @@ FROM_THE_START = (  # not events
     "late", "duplicate", "world size", "misconfigured", "mismatch", "refusal", "slow reader", "other secret",
     "second launch",
 )  # fmt: skip
-OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # of a rank that has joined
+OF_RUNNING = ("tampering", "lying shard", "freeze", "early leave")  # faults of a rank that has joined
 OF_ONE = ("crash", "host death", "link loss")  # an elastic job goes on without this rank
 SOONER_OR_LATER = 30.0  # seconds until a rule is broken that few messages can break, and that is heard of
 OTHER_SECRET = Secret(b"another secret than that of the shards")
@@ -110,7 +110,7 @@ def _strike_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     if kind == "freeze":
         for mate in worker.peers if worker.protocol.relays and worker.job.hosts > 1 else ():
             if mate.rank % worker.job.hosts == worker.rank % worker.job.hosts:
-                cluster.blame(name, mate.culprit)  # who is behind relays may see no further than the right host
+                cluster.blame(name, mate.culprit)  # a rank behind relays may see no more than the right host
         _expect_end_of_job(cluster, fault, worker, worker.patience_s)
         worker.stall(fault.number)
     elif kind == "early leave":

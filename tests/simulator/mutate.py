@@ -26,7 +26,7 @@ import pytest
 from .mutations import BY_NAME, MUTATIONS, Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Hunt", "Mutation", "hunt", "hunt_all", "install", "mutated"]
-SILENT_S = 150.0  # of real time after which a child hangs: longer than one run may take
+SILENT_S = 150.0  # a child hangs if it is silent for so long, in real time; a run takes less
 KERNELS = "omnireduce.kernels."
 JIT = KERNELS + "jit"
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ class _Uncached(SourceFileLoader):
 
 @dataclass(frozen=True)
 class Hunt:
-    """How a mutation came out: what caught it (empty: nothing did), with which verdict."""
+    """Outcome of a mutation: the run or test that caught it ("" if none did), and its verdict."""
 
     mutation: Mutation
     caught_by: str
@@ -134,7 +134,7 @@ def hunt(mutation: Mutation) -> Hunt:
 
 
 def _last(child: Connection) -> tuple[str, str]:
-    """What the child finds. Before each run it says which that is: a bug may also hang or kill it."""
+    """Last run of the child, and its verdict. The child names each run before it starts: a bug may hang or kill it."""
     run = ""
     try:
         while child.poll(SILENT_S):
@@ -194,7 +194,7 @@ def hunt_all(processes: int, say: Callable[[str], None]) -> bool:
 
 
 def misfits() -> Iterator[str]:
-    """What is wrong with the table of mutations: each must fit the product, and change what it does."""
+    """Faults in the table of mutations: each must fit the product's source, and compile."""
     for mutation in MUTATIONS:
         try:
             compile(mutated(mutation, source_of(mutation)), mutation.module, "exec", dont_inherit=True)

@@ -9,7 +9,7 @@ from .workload import Collective
 
 RARE = 10  # times as long takes a rare message
 SLOWER = 20  # times as long until a slow process is scheduled
-KINDS = {  # of fault
+KINDS = {  # kinds of fault
     "crash": "a worker is killed; its host closes the connections",
     "host death": "a worker vanishes without a word; its peers notice after a while",
     "shard crash": "an aggregator shard is killed and comes back",
@@ -79,7 +79,7 @@ class ProtocolPlan:
     max_jobs: int = 9
     whole_bytes: int = 0
     secret: bool = False  # everybody has to prove one
-    relays: tuple[int, ...] = ()  # of each, which relay is above it; -1: the shards are
+    relays: tuple[int, ...] = ()  # number of the relay above each relay; -1: the shards are above it
     direct: bool = False  # some ranks come through no relay
 
     def addresses(self, relay: int) -> list[str]:
@@ -119,12 +119,12 @@ class JobPlan:
     min_ranks: int = 0
     last_call_s: float = 0.0
     launch: str = ""
-    state_bytes: int = 0  # what programs may keep on a shard; then no ranks share memory
+    state_bytes: int = 0  # state of programs on a shard; if there is any, no ranks share memory
     hosts: int = 0  # on which its ranks are, in turn, and exchange tensors in memory; 0: no two of them share one
 
     @property
     def idle_s(self) -> float:
-        """How long a rank may have no reason to submit the next collective."""
+        """Seconds for which a rank may have no reason to submit the next collective."""
         return self.think_s + self.pause_s
 
 
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def max_jobs(self) -> int:
-        """How many jobs a shard admits. Each further launch has as much room as a job of its own."""
+        """Number of jobs that a shard admits. Each second launch has the room of a job of its own."""
         return self.protocol.max_jobs + 3 * sum(fault.kind == "second launch" for fault in self.faults)
 
     @property

@@ -18,7 +18,7 @@ NOT_ADMITTED = "before this worker was admitted"
 DIFFERENT = "submitted different collectives"
 NOT_LEFT = "had not left when the others"
 CROWD = "crowd"  # not all jobs are allowed at once
-ANY = "any"  # whatever ends a job
+ANY = "any"  # any fault that ends a job
 
 _ABSENT = ("foreign survivor", "other secret", "late", "duplicate", "world size", "misconfigured", CROWD, TIME, ANY)
 
@@ -48,8 +48,8 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     # a shard that stands still has not heard the last goodbye when a rank comes back
     "is already in job": ("duplicate", "foreign survivor", "shard stall", "shard freeze", "slow shard", ANY),
     "differs from": ("world size", "misconfigured", "foreign survivor"),
-    "an elastic job of": ("world size",),  # of fewer ranks than the least it says
-    "is elastic: give every worker": ("foreign survivor",),  # who comes first, where there is no secret
+    "an elastic job of": ("world size",),  # it has fewer ranks than the minimum that it gives
+    "is elastic: give every worker": ("foreign survivor",),  # it comes first, and there is no secret
     "protocol version": ("misconfigured",),
     "expected": ("misconfigured", "garbage"),
     "does not exist": ("misconfigured",),
@@ -74,7 +74,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "have no place": (ANY,),
     "has no place for more": (ANY, "foreign survivor"),
     "was still waiting for": _ABSENT,
-    # of a relay
+    # errors of a relay
     "before it had admitted this worker": ("shard crash", "drain", "link loss", "garbage", TIME),
     "could not be reached": (DOWN, "shard freeze", "slow shard", "link loss", TIME),
 }

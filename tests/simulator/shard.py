@@ -70,7 +70,7 @@ class Shard(Process):
         self.address = f"{name}:7400"
         self.limits, self._access, self._upstream = limits, access, upstream
         self.supervised = True  # the listening socket outlives the process
-        self.found: list[str] = []  # what was wrong inside
+        self.found: list[str] = []  # faults inside
         self._back_after_s = 0.0
         self._backlog: list[SimLink] = []
         self._random = world.random(self.name)
@@ -199,7 +199,7 @@ class Shard(Process):
         self.wake()
 
     def residue(self) -> dict[str, int]:
-        """How much the server still knows of anybody; empty when all is given back."""
+        """Sizes of the server's tables that still have entries; empty when all is given back."""
         server = self.server
         membership = server._membership
         kept: dict[str, Sized] = {

@@ -179,14 +179,14 @@ def _run_of_no_block(slot: Array, nbytes: int, header: Header, before: Header | 
 def _indices_as_runs(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.runs or header.steps or header.block_count % 2 or header.block_count == 0:
         return None
-    _rewrite(slot, header._replace(runs=header.block_count // 2))  # which take as much room
+    _rewrite(slot, header._replace(runs=header.block_count // 2))  # they take as much room
     return nbytes
 
 
 def _indices_as_steps(slot: Array, nbytes: int, header: Header, before: Header | None) -> int | None:
     if header.runs or header.steps or header.block_count == 0:
         return None
-    _rewrite(slot, header._replace(steps=8 * header.block_count))  # which take as much room
+    _rewrite(slot, header._replace(steps=8 * header.block_count))  # they take as much room
     return nbytes
 
 

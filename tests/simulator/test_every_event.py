@@ -10,7 +10,7 @@ from .cluster import Cluster
 from .plan import Fault, JobPlan, NetworkPlan, Plan, ProtocolPlan
 from .workload import Collective
 
-PROMPT, GATHERING = 1e-5, 1e-2  # how long a process sleeps after it was woken: the longer, the more it finds at once
+PROMPT, GATHERING = 1e-5, 1e-2  # seconds from wake-up to run of a process: the longer, the more events it finds at once
 WORK = (
     Collective("allreduce", "sum", "float32", 500, 64, 0.7, 11),
     Collective("allreduce_rows", "sum", "int32", 160, 16, 0.5, 12),

@@ -28,17 +28,17 @@ JUMPS = ("clock jump", "shard clock jump")
 OUTAGES = ("shard crash", "drain")
 SLOW = ("slow reader", "slow shard")
 PATIENCE_S = 9.0  # shorter than any time limit: what takes less, ends nothing
-SLOW_S = 30.0  # how much longer things take with slow readers
+SLOW_S = 30.0  # additional time with slow readers
 MOVES_ON = "though it moves on"
 BUSY = "which is busy"
 NOTICED_LATE = "it noticed that"  # and says by how much
-HELLO_S = 1.0  # how long a hello and the answer to it may be under way
+HELLO_S = 1.0  # transfer of a hello and of its answer
 STOOD_STILL_S = 1.0  # beyond a time limit, as every freeze does; also what came before has arrived by then
-NOTICE_S = 5.0  # how long the news of a death may take to reach every rank, beyond what the fault itself takes
+NOTICE_S = 5.0  # time until every rank knows of a death, beyond the time of the fault itself
 
 
 def held_by_process() -> dict[str, int]:
-    """What this process holds of what a shard must give back."""
+    """Counts of resources of this process that a shard must give back."""
     return {
         "regions of slot memory": Path("/proc/self/maps").read_text().count("/memfd:omnireduce"),
         "open files": len(os.listdir("/proc/self/fd")),
@@ -71,13 +71,13 @@ class _Reporter(logging.Handler):
 
 
 class Verdicts:
-    """What was found wrong in one run."""
+    """Faults of one run."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.found: list[str] = []
         self._cluster = cluster
         self._results: dict[tuple[Collective, int, Tree], bytes] = {}
-        self._must_end: list[tuple[Worker, int, float, Fault]] = []  # which of its generations, by when
+        self._must_end: list[tuple[Worker, int, float, Fault]] = []  # worker, its generation, deadline, fault
         self._must_fail: list[tuple[Worker, Fault]] = []
         self._must_go_on: list[tuple[Worker, Fault]] = []
 
@@ -132,11 +132,11 @@ class Verdicts:
                 self.add(f"wrong: {worker.name}: the rows of collective {number} have changed since")
 
     def judge_time_out(self, worker: Worker) -> None:
-        """Who says that all moves on neither waits for a shard that stands still nor stood still at its time limit.
+        """Check a timeout that says that the job moves on: no shard may stand still, nor the rank itself.
 
-        All does move on where many messages, each of them slow, take longer than the limit. That may end a job, too,
-        and where few of them have a result, it looks as if all waited for the rank whose message comes next.
-        One that stood still itself cannot judge others: it does not know when what it reads now came.
+        A job moves on, and still ends, if it has many messages, each of them slow, that together take longer than the
+        limit. If few of them have a result, all seem to wait for the rank whose message comes next. A rank that stood
+        still itself cannot judge others: it does not know when its input arrived.
         """
         error = worker.error
         if not isinstance(error, CollectiveTimeoutError):
@@ -169,19 +169,21 @@ class Verdicts:
             self.add(f"reason: {worker.name} stood still for {worker.overslept_s:g} s too long: {worker.error}")
 
     def _longest_s(self, worker: Worker) -> float:
-        """How long the oldest collective of `worker` may take, with those that it was started behind, if each message,
-        each turn of a slow shard and each credit is waited for, always the slowest of all ranks'."""
+        """Seconds that the oldest collective of `worker` may take, with those before it in the window, if each message,
+        each turn of a slow shard and each credit is the slowest of all ranks'."""
         network = self._cluster.plan.network
         turn_s = network.latency_s * (SLOWER if network.slow else 1)
         turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
         delay_s = network.delay_s * (1 + network.spike * (RARE - 1))
-        slowest = sum(1 / number for number in range(1, worker.job.ranks + 1))  # of so many exponential times
+        slowest = sum(
+            1 / number for number in range(1, worker.job.ranks + 1)
+        )  # mean largest of so many exponential times
         first = max(0, worker.completed - worker.job.window + 1)
         messages = sum(self._messages(worker, what) for what in worker.program[first : worker.completed + 1])
         return 2 * messages * (turn_s + delay_s * slowest)
 
     def _messages(self, worker: Worker, what: Collective) -> float:
-        """How many messages a rank may send for a collective, one after another."""
+        """Number of messages that a rank may send for a collective, one after another."""
         descriptor, protocol = what.descriptor(), worker.protocol
         blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
         turns = [each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards]
@@ -202,7 +204,7 @@ class Verdicts:
         self._judge_expectations()
 
     def _judge_admission(self, worker: Worker) -> None:
-        """Who may not join does not, and hears why."""
+        """Check that a worker that may not join is refused, with the reason."""
         if worker.nonsense and (worker.joined or "still waiting for rank" in str(worker.error)):
             self.add(f"not refused: {worker.name}, which said {worker.nonsense}: {worker.error}")
         if worker.joined and worker.secret is not self._cluster.secret:
@@ -225,7 +227,7 @@ class Verdicts:
         self._must_go_on.clear()
 
     def _unread_s(self, fault: Fault) -> float:
-        """How long nobody notices that a link of the same rank has broken: until then its last words are on their
+        """Seconds until anybody notices that a link of the same rank has broken: its last messages are still on their
         way."""
         lost = [each for each in self._cluster.plan.faults if each.kind == "link loss"]
         same = [each.number for each in lost if (each.job, each.rank) == (fault.job, fault.rank) and each != fault]
@@ -336,7 +338,7 @@ class Verdicts:
         return found
 
     def _seated_s(self, worker: Worker) -> float:
-        """How long a rank of an elastic job has for what comes after the first aggregator."""
+        """Seconds that a rank of an elastic job has to join further aggregators, after the first."""
         return max(ASSIGNED_S, 2 * worker.job.last_call_s)
 
     @property

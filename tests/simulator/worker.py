@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 
 class Cluster(Protocol):
-    """What a worker needs of the cluster around it."""
+    """The cluster as a worker sees it."""
 
     world: World
     protocol: ProtocolPlan
@@ -87,55 +87,55 @@ class Worker(Process):
         super().__init__(cluster.world, f"{job.name} rank {rank} pid {pid}", latency_s, ahead_s)
         self.cluster, self.job, self.rank, self.pid = cluster, job, rank, pid
         self.program: Sequence[Collective] = job.collectives
-        self.ranks = job.ranks  # what this rank believes the world size, the settings, the list of shards to be
+        self.ranks = job.ranks  # world size, settings and shards as this rank believes them to be
         self.protocol = cluster.protocol
         self.shard_order = list(range(self.protocol.shards))
         self.secret = cluster.secret
-        self.nonsense: dict[str, Any] = {}  # what it says in its hello that nobody may
+        self.nonsense: dict[str, Any] = {}  # fields of its hello that are not allowed
         self.links: list[SimLink] = []
         self.driver: Driver | None = None
         self.error: OmniReduceError | None = None
         self.ended_at: float | None = None
         self.clean = False  # confirmed by every shard
         self.joined = False
-        self.found = ""  # what was wrong inside
+        self.found = ""  # a fault inside
         self.killed = self.left_early = False
         self.reforms_left = job.attempts if job.min_ranks else 0
-        self.misled = ""  # how an error begins that it has brought upon itself, though it blames a shard
+        self.misled = ""  # begin of an error that blames a shard, but is its own fault
         self.completed = 0  # collectives
         self.said_hello_at = 0.0  # for the last time
-        self.excuses: set[str] = set()  # what it said when it could not join
-        self.begins: list[float] = []  # when each generation that it was in began, and ended
+        self.excuses: set[str] = set()  # its reasons when it could not join
+        self.begins: list[float] = []  # times at which its generations began, and ended
         self.ends: list[float] = []
-        self.place = (rank, job.ranks)  # its rank, and of how many, in this generation
+        self.place = (rank, job.ranks)  # its rank and the world size, in this generation
         self._machine: WorkerMachine
         self.joining: Joining
         self._assignment: RankAssignment | None = None
         self._place_given: Joined | None = None
-        self.meets_at = b""  # where it waits for the other ranks of its host
-        self._group: Group | None = None  # what it shares with the other ranks of its host
+        self.meets_at = b""  # address at which it waits for the other ranks of its host
+        self._group: Group | None = None  # memory that it shares with the other ranks of its host
         self._close_by: float | None = None
         self._under_way: dict[int, Work] = {}
         self._pool = Pool()
-        self.kept: list[tuple[int, Array, bytes]] = []  # rows that were a result, and what they were then
+        self.kept: list[tuple[int, Array, bytes]] = []  # rows of a result, and a copy of their bytes
         self._submitted = 0
         self._think_until = 0.0
         self._random = self.world.random(self.name)
 
     @property
     def culprit(self) -> str:
-        """What an error that blames this worker contains."""
+        """Text in an error that blames this worker."""
         name = worker_name(self.place[0], f"host{self.rank}", self.pid)
         return name.partition(" (")[2] if self.job.min_ranks else name  # ranks change when a job is formed anew
 
     @property
     def sums(self) -> Tree:
-        """Who is summed with whom in this generation of its job: those of a host, then those of a relay."""
+        """Ranks that are summed together in this generation: first those of a host, then those of a relay."""
         return tree_of(self.cluster.places[self._generation])
 
     @property
     def addresses(self) -> list[str]:
-        """Of its aggregators."""
+        """Addresses of its aggregators."""
         way = self.protocol.way(self.rank)
         names = self.protocol.addresses(way[-1] if way else -1)
         return [f"{names[shard]}:7400" for shard in self.shard_order]
@@ -157,7 +157,7 @@ class Worker(Process):
 
     @property
     def patience_s(self) -> float:
-        """How long this worker goes on at most when no more results come."""
+        """Seconds for which this worker goes on at most when no more results come."""
         return self.job.window * self.job.idle_s + self.protocol.timeout_s
 
     @property

@@ -34,7 +34,7 @@ WITHOUT_DATA = ("barrier", "refusal")
 STATE_BYTES = 1 << 19  # more than the states of a job take
 EXACT, LARGEST_EXACT = ("bf16", "fp16", "int8"), 127  # codecs that send integers of up to so much as they are
 GUARD, GUARD_BYTE = 512, 0xA5  # bytes around every target, to see what is written outside
-JUNK_BYTE = 0x5A  # what a target holds that only takes a result
+JUNK_BYTE = 0x5A  # old contents of a target that only takes a result
 
 
 def twice(*, every: bool) -> BlockProgram:
@@ -66,7 +66,7 @@ class Collective:
     folded: bool = False  # as many elements, in another shape
     awkward: float = 0.0  # the share of blocks with NaN, infinities, subnormals or the limits of integers
     launch: int = 0  # launches bring other data to what looks the same
-    codec: str = ""  # of those that send small integers exactly, so that the oracle need not know it
+    codec: str = ""  # a codec that sends small integers exactly, so that the oracle need not know it
     program: str = ""  # one of PROGRAMS, for a sum of float32
 
     def descriptor(self, rank: int = 0) -> Descriptor:
@@ -91,7 +91,7 @@ class Collective:
 
 
 def refusal(seed: int) -> Collective:
-    """What takes the place of a call that a rank refuses. Each rank has a reason of its own."""
+    """A placeholder for a call that a rank refuses. Each rank has a reason of its own."""
     return Collective("refusal", "sum", "uint8", 0, 8, 0.0, seed)
 
 
@@ -137,7 +137,7 @@ def _contribution(what: Collective, rank: int, ranks: int) -> Array:
 
 
 def contribution(what: Collective, rank: int, ranks: int) -> Array:
-    """What `rank` of `ranks` brings: numbers in some blocks, zeros and a few -0 in the others. (elements,)"""
+    """Contribution of `rank` of `ranks`: numbers in some blocks, zeros and a few -0 in the others. (elements,)"""
     return _contribution(what, rank, ranks).copy()
 
 
@@ -148,12 +148,12 @@ def expected(what: Collective, ranks: int, sums: Tree = ()) -> Array:
     found = reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
     with np.errstate(all="ignore"):
         if what.program:
-            found = dropped(found.astype(np.float64))  # what a program works on
+            found = dropped(found.astype(np.float64))  # a program works on this
         return add(found, found) if what.program else found
 
 
 def tree_of(places: Mapping[int, tuple[tuple[int, ...], int]]) -> Tree:
-    """Who is summed with whom. Of each rank `places` has the relays through which it comes, and its host, or -1."""
+    """Ranks that are summed together. `places` has the relays of each rank, nearest last, and its host, or -1."""
     groups: dict[tuple[str, int], dict[int, tuple[tuple[int, ...], int]]] = {}
     for rank, (way, host) in sorted(places.items()):
         key = ("relay", way[0]) if way else ("host", host) if host >= 0 else ("rank", rank)
@@ -162,7 +162,7 @@ def tree_of(places: Mapping[int, tuple[tuple[int, ...], int]]) -> Tree:
 
 
 def wrong_elements(found: Array, oracle: Array) -> int:
-    """How many elements differ: NaN equals NaN, and -0 equals +0. -1 for another shape or dtype."""
+    """Number of elements that differ: NaN equals NaN, and -0 equals +0. -1 for another shape or dtype."""
     if found.shape != oracle.shape or found.dtype != oracle.dtype:
         return -1
     with np.errstate(invalid="ignore"):
@@ -217,7 +217,7 @@ class Work:
         return full.reshape(-1)
 
     def damage(self) -> str:
-        """What was written that had to stay as it was, or a wrong total; empty if nothing was."""
+        """Memory that was written but must not be, or a wrong total; "" if all is right."""
         if self.what.program == "every" and self.totals.sums[0] != self.what.elements:
             return f"a program has counted {self.totals.sums[0]} of {self.what.elements} elements"
         outside: Sequence[Array] = (self._memory[:GUARD], self._memory[-GUARD:])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from omnireduce.transport.inproc import UNLIMITED
 
-TRACE_LINES = 200  # how many of the last happenings a report shows
+TRACE_LINES = 200  # last events that a report shows
 MAX_AHEAD_S = 1e5  # between the clocks of two hosts
 
 
@@ -20,8 +20,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.events = 0  # how many have happened
-        self.digest = 0  # of the times of all events: equal for equal runs
+        self.events = 0  # number of events so far
+        self.digest = 0  # digest of the times of all events: equal for equal runs
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
         self._now = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -82,7 +82,7 @@ class Process:
         self._stalled_since = self._stalled_until = 0.0
 
     def now(self) -> float:
-        """What this process' clock shows."""
+        """Time on the clock of this process."""
         return self.world.now() + self._ahead_s
 
     def turn(self) -> None:
@@ -137,7 +137,7 @@ class Process:
 
     @property
     def most_events(self) -> int:
-        """How many events of a connection are read at once."""
+        """Number of events of a connection that are read at once."""
         return 1 if self.slow_turn_s else UNLIMITED
 
     def log(self, text: str) -> None:

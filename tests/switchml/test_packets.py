@@ -97,7 +97,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def test_the_quantizer_is_as_near_as_its_packets_allow(
     x: list[float], packet_numel: int, batch: int, size: int
 ) -> None:
-    """Of all exponents: zeros, subnormal numbers and the largest, too. What is too large for float32 is infinite."""
+    """Numbers of all exponents, zeros and subnormals included. A sum that is too large for float32 is infinite."""
     values = np.array(x, np.float32)
     found, sums = exchanged(values, size, packet_numel, batch), values.astype(np.float64) * size
     for at in range(0, values.size, packet_numel):
@@ -125,7 +125,7 @@ def test_a_packet_that_is_not_finite_becomes_nan_and_no_other(odd: float) -> Non
 
 
 def test_the_dummy_backend_needs_no_other_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of eight workers this process is one, and says that nothing is exchanged."""
+    """This process plays one of eight workers, and logs that nothing is exchanged."""
     path = written(tmp_path, *DUMMY, "num_worker_threads = 3", *NO_LIMIT)
     with Context().start(path) as context:
         x, out = np.arange(1000, dtype=np.int32), np.zeros(1000, np.int32)
@@ -175,7 +175,7 @@ def test_stop_wakes_who_waits_for_a_slow_network(tmp_path: Path) -> None:
 
 
 def pair(daemon: Daemon, path: str, run: Callable[[Context], Any]) -> list[Any]:
-    """What two ranks return that share this host; each error is returned, too."""
+    """Results of two ranks that share this host; an error is the result of its rank."""
     settings = load_settings(path, environ={})
     config = configured(daemon.addresses, f"cluster.job={unique_job('packets')}")
 

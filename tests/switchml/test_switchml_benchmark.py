@@ -39,7 +39,7 @@ def run(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
 
 
 def lines_of(groups: list[str]) -> list[str]:
-    """What is printed, as patterns."""
+    """Patterns of the printed lines."""
     return [
         r"Signal handler thread started\. Waiting for any signals\.", r"Submitting \d+ warmup jobs\.",
         r"Warmup finished\.", r"Submitting \d+ jobs\.",

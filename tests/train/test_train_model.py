@@ -19,7 +19,7 @@ def model_of(rng: np.random.Generator, dtype: type = np.float64) -> SkipGram:
 
 
 def pairs_of(rng: np.random.Generator, pairs: int = 20, negatives: int = 4) -> Pairs:
-    """Of few words, so that rows repeat and negatives hit the true word."""
+    """Pairs of few words, so that rows repeat and negatives hit the true word."""
     return Pairs(rng.integers(0, WORDS - 2, pairs), rng.integers(0, WORDS - 2, (pairs, 1 + negatives)))
 
 

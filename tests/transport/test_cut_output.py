@@ -21,7 +21,7 @@ LAST = Control(b"the last words")
 
 
 class CutError(Exception):
-    """What the handler raises."""
+    """An error that the handler raises."""
 
 
 @contextmanager

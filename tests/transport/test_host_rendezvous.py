@@ -77,7 +77,7 @@ def test_a_rank_cannot_write_the_memory_of_another() -> None:
     mine.add([mine.fd, theirs.fd])
 
     def write() -> None:
-        faulthandler.disable()  # what it would say is what is expected
+        faulthandler.disable()  # it would report an expected fault
         mine.array[1, 0] = 1
 
     child = FORK.Process(target=write)

@@ -194,7 +194,7 @@ def test_one_poll_takes_a_bounded_part_of_long_messages(join: Callable[[], tuple
 
 
 class InlineLink(StreamLink):
-    """What tcp does with bytes, over a socket pair."""
+    """A link that treats bytes as tcp does, over a socket pair."""
 
     kind = "inline"
     inline = True

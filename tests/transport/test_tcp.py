@@ -43,7 +43,7 @@ def test_a_silent_peer_is_noticed_in_time(dead_peer_s: float) -> None:
 
 
 def readable_at(link: TcpLink) -> int:
-    """How many bytes must have come before the system calls the link readable."""
+    """Number of bytes that must have come before the system calls the link readable."""
     return option(link, socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
 

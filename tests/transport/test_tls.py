@@ -74,7 +74,7 @@ class Guest:
         assert self.link.established
 
     def says(self, data: bytes) -> list[Event]:
-        """What a single poll finds when this has come."""
+        """Events of a single poll after `data` has come."""
         self.sock.sendall(data)
         return self.polled()
 

@@ -87,7 +87,7 @@ def questions(target: Target, draw: random.Random) -> Iterator[str]:
 
 
 def deaf(target: Target, draw: random.Random) -> Iterator[str]:
-    """Who never reads: ranks of jobs of their own that send all the blocks that they have credit for, and who asks."""
+    """Connections that never read: ranks that send blocks until they have no credit left, and status requests."""
     blocks = Descriptor("allreduce", "", "uint8", (50_000,), block_size=1000)
     memory, request = np.zeros(65536, np.uint8), StatusRequest(PROTOCOL_VERSION)
     with Crowd(20) as crowd:

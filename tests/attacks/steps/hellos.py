@@ -17,10 +17,10 @@ from ..target import SMALL, Crowd, Peer, Target
 
 EXTREMES = (0, -1, 1, 2, 1 << 20, 1 << 31, 1 << 32, 1 << 47, (1 << 62) - 1, (1 << 63) - 1, (1 << 64) - 1, -(1 << 63))
 FRACTIONS = (float("nan"), float("inf"), float("-inf"), -0.0, 1e-300, 1e300)
-MAX_JOBS = 4  # of the daemon, where formations are played
+MAX_JOBS = 4  # limit of the daemon that `formations` attacks
 TOO_MANY = "more jobs than there may be"
 LONG_NAME, LONG_HOST = "j" * 120, "h" * 255
-SURVIVED = {"survived": 1, "ticket": b"guessed" + bytes(25)}  # of a job in which it never was
+SURVIVED = {"survived": 1, "ticket": b"guessed" + bytes(25)}  # claims a place in a job to which it never belonged
 
 
 def numbers() -> list[str]:

@@ -18,7 +18,7 @@ from omnireduce.support.addresses import parse_address
 from ..target import PATIENCE_S, SMALL, Crowd, Peer, Target, tls_context
 
 CORRUPT = b"\x17\x03\x03\x00\x20" + b"\xee" * 32
-REQUESTED = (0, 1)  # of SSL_key_update: whether the other side is to change its key, too
+REQUESTED = (0, 1)  # argument of SSL_key_update: 1 asks the other side to change its key, too
 BURST = 1000  # updates in one step
 
 
@@ -96,7 +96,7 @@ class _Session:
 
     def __init__(self, target: Target) -> None:
         self._sock, library = _connect(target), _libssl()
-        self._sock.settimeout(None)  # what is in the way of OpenSSL: the system bounds its waits
+        self._sock.settimeout(None)  # a timeout of Python would disturb OpenSSL; the kernel bounds its waits
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(PATIENCE_S))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(PATIENCE_S))
         self._context = ctypes.c_void_p(library.SSL_CTX_new(ctypes.c_void_p(library.TLS_client_method())))

@@ -9,7 +9,7 @@ import numpy as np
 
 from .backend import Device, NDArray
 
-Backward = Callable[[np.ndarray], tuple[Any, ...]]  # of the gradient of the result, those of the inputs
+Backward = Callable[[np.ndarray], tuple[Any, ...]]  # takes the gradient of the result, returns those of the inputs
 
 
 class Tensor:
@@ -91,7 +91,7 @@ class Tensor:
                     found[id(x)] = found[id(x)] + own if id(x) in found else own
 
     def __add__(self, other: Tensor | float) -> Tensor:
-        """What is added gets the gradient of the sum itself, where it has its shape."""
+        """A summand of the sum's shape gets the gradient of the sum itself, no copy."""
         if not isinstance(other, Tensor):
             return Tensor.make(self._array + np.float32(other), (self,), lambda grad: (grad,))
         made = Tensor.make(self._array + other._array, (self, other), lambda grad: ())
