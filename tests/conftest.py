@@ -1,10 +1,11 @@
-"""A daemon of three shards for all tests, the tiers of tests, and settings of hypothesis."""
+"""A daemon of three shards for all tests, the tiers of tests, the guard of unit tests, and settings of hypothesis."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,19 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-os.environ.pop(SECRET_VARIABLE, None)  # what a developer has set does not count
+os.environ.pop(SECRET_VARIABLE, None)  # a developer's own secret does not count
+STARTS = {"nursery.fork", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}  # audit events
+CONNECTS = {"socket.connect", "socket.sendto"}
+_unit_test_runs = False
+
+
+def _keep_unit_tests_pure(event: str, _arguments: tuple[object, ...]) -> None:
+    """Audit hook: fail a unit test that starts a process or connects a socket."""
+    if _unit_test_runs and (event in STARTS or event in CONNECTS):
+        pytest.fail(f"{event} in a unit test: give it a later tier (tiers.py), or let it start and connect nothing")
+
+
+sys.addaudithook(_keep_unit_tests_pure)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -42,15 +55,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each test gets its tier. Later tiers come first: else one of their files runs alone at the end."""
     for item in items:
-        own = {mark.name for mark in item.iter_markers() if mark.name in TIERS}
+        marked = {mark.name for mark in item.iter_markers() if mark.name in TIERS}
         try:
-            tier = tier_of_test(item.path.relative_to(TESTS).as_posix(), own)
+            tier = tier_of_test(item.path.relative_to(TESTS).as_posix(), marked)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
-        if not own:
+        if not marked:
             item.add_marker(tier)
         item.user_properties.append(("tier", tier))  # reports have it
     items.sort(key=lambda item: -TIERS.index(dict(item.user_properties)["tier"]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Watch a unit test and the setup of its fixtures."""
+    global _unit_test_runs
+    _unit_test_runs = dict(item.user_properties)["tier"] == "unit"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Stop watching: fixtures of the whole session end with the last test, whatever its tier."""
+    global _unit_test_runs
+    _unit_test_runs = False
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -67,8 +94,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _what_is_meant_carries(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test whose configuration names a transport moves tensors by that one, if it moves any."""
+def _configured_transports_carry(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test whose configuration names a transport, and whose tensors another transport moved."""
     yield
     idle = carriers.take()
     assert not idle or request.node.get_closest_marker("refuses_transport"), f"meant, and idle: {', '.join(idle)}"
@@ -76,5 +103,5 @@ def _what_is_meant_carries(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(3) as found:
-        yield found
+    with Daemon(3) as started:
+        yield started

@@ -58,6 +58,7 @@ class Forked:
         folder: Path = ROOT,
         preloaded: tuple[str, ...] = (),
     ) -> None:
+        sys.audit("nursery.fork")
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         self._news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

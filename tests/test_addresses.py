@@ -167,6 +167,7 @@ def nobody_accepts(family: socket.AddressFamily, host: str) -> Iterator[int]:
         yield int(full.getsockname()[1])
 
 
+@pytest.mark.integration
 @needs_ipv6
 def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
     """The first one may refuse, or not answer: its share of the time leaves some for the others."""
@@ -179,6 +180,7 @@ def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
             connect("127.0.0.1", port, 0.1)
 
 
+@pytest.mark.integration
 @needs_ipv6
 def test_the_address_that_answered_last_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_answered", {})
@@ -189,6 +191,7 @@ def test_the_address_that_answered_last_is_tried_first(monkeypatch: pytest.Monke
             assert host_of(found.getpeername()) == "::1"
 
 
+@pytest.mark.integration
 @needs_ipv6
 def test_an_error_says_what_was_wrong_at_each_address() -> None:
     with listen(ANYWHERE, 0, 1) as listener:
@@ -197,6 +200,7 @@ def test_an_error_says_what_was_wrong_at_each_address() -> None:
         connect("localhost", port, WAIT_S)
 
 
+@pytest.mark.integration
 @needs_ipv6
 def test_who_listens_everywhere_serves_both_families() -> None:
     with listen(ANYWHERE, 0, 4) as listener:
@@ -243,6 +247,7 @@ def on(host: Host, code: str, *words: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.integration
 def test_others_are_told_an_address_that_they_reach(hosts: list[Host]) -> None:
     """The host's own name means 127.0.1.1 there."""
     here, there = hosts

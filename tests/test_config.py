@@ -336,6 +336,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.integration
 def test_threads_may_be_the_first_to_load_it() -> None:
     """Not once in a few processes do they disturb each other."""
     for _ in range(4):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from local_cluster import ROOT, WAIT_S
+from nursery import Forked
 from tiers import CHOICES, SLOW, TESTS, TIERS, UNIT, left_out, tier_of_file, tier_of_test
 
 
-def test_every_entry_is_a_place_with_tests_and_stands_once() -> None:
+def test_every_entry_is_a_file_or_folder_of_tests_and_stands_once() -> None:
     assert not UNIT & SLOW
     for name in UNIT | SLOW:
-        place = TESTS / name
-        assert place.is_file() or any(place.rglob("test_*.py")), f"{name}: there is no such file or folder of tests"
+        path = TESTS / name
+        assert path.is_file() or any(path.rglob("test_*.py")), f"{name}: there is no such file or folder of tests"
         folder = tier_of_file(str(Path(name).parent))
         assert tier_of_file(name) != folder, f"{name}: its folder is {folder}, too"
 
@@ -34,16 +38,16 @@ def test_a_marker_moves_a_test_to_a_later_tier() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "own", "message"),
+    ("path", "markers", "message"),
     [
         ("runtime/test_allreduce.py", {"unit"}, "marked unit, and its file is integration; expected a later tier"),
         ("keras3/test_fit.py", {"slow"}, "marked slow, and its file is slow; expected a later tier"),
         ("protocol/test_windows.py", {"slow", "integration"}, "marked integration and slow; expected one tier"),
     ],
 )
-def test_other_markers_are_refused(path: str, own: set[str], message: str) -> None:
+def test_other_markers_are_refused(path: str, markers: set[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tier_of_test(path, own)
+        tier_of_test(path, markers)
 
 
 def test_files_are_left_out_unread_where_none_of_their_tests_can_be_chosen() -> None:
@@ -56,6 +60,28 @@ def test_files_are_left_out_unread_where_none_of_their_tests_can_be_chosen() -> 
     assert not left_out(TESTS / "conftest.py", "unit")
 
 
+def connect(address: tuple[str, int]) -> None:
+    with socket.socket() as sock:
+        sock.connect(address)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: subprocess.run(["true"], check=True),
+        os.fork,
+        lambda: Forked(["-c", "pass"], {}, stderr=2),
+        lambda: connect(("127.0.0.1", 9)),
+    ],
+    ids=["subprocess", "fork", "nursery", "connection"],
+)
+def test_a_unit_test_that_starts_a_process_or_connects_fails(start: Callable[[], object]) -> None:
+    """This test is a unit test itself."""
+    with pytest.raises(pytest.fail.Exception, match="in a unit test: give it a later tier"):
+        start()
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("choice", CHOICES)
 def test_pytest_chooses_by_tier(choice: str) -> None:
     """Collect a folder that has files of all tiers, and a file with a test that is marked."""

@@ -1,4 +1,4 @@
-"""Tiers of tests. Each test has one: `unit`, `integration` or `slow`, a marker that it gets for the place of its file.
+"""Tiers of tests. Each test has one: `unit`, `integration` or `slow`, a marker that follows from the path of its file.
 
 `make test-unit` runs the first tier, `make test` the first two, `make test-all` all three. A test that takes much
 longer than the others of its file has a marker of its own. Such a marker only moves a test to a later tier, so that a
@@ -14,8 +14,8 @@ TESTS = Path(__file__).resolve().parent
 TIERS = ("unit", "integration", "slow")
 CHOICES = {"unit": ("integration", "slow"), "not slow": ("slow",)}  # `-m` of pytest, and the tiers that it leaves out
 
-# Pure parts: no processes and no ranks. What is named neither here nor below is `integration`: it starts real daemons
-# and real ranks.
+# Pure parts: no processes, no connections, no ranks. conftest.py fails a unit test that starts a process or connects a
+# socket. A file that is named neither here nor below is `integration`: it starts real daemons and real ranks.
 UNIT = {
     *("planning", "protocol"),
     *(f"bench/test_bench_{part}.py" for part in ("cases", "data", "rows")),
@@ -32,7 +32,7 @@ UNIT = {
     *("train/test_train_corpus.py", "train/test_train_model.py", "tuning/test_space.py"),
     *(f"test_config{part}.py" for part in ("", "_lists", "_properties")),
     *(f"test_{part}.py" for part in ("addresses", "descriptor", "dtypes", "layout", "loading", "logs", "processors")),
-    *(f"test_{part}.py" for part in ("pairwise", "progress", "rounding", "teams", "tidy", "types", "wire")),
+    *(f"test_{part}.py" for part in ("pairwise", "progress", "rounding", "teams", "tidy", "tiers", "types", "wire")),
 }
 # Long: launches of whole programs, frameworks, deployments, campaigns, compilations.
 SLOW = {
@@ -61,9 +61,8 @@ SLOW = {
 
 
 def tier_of_file(path: str) -> str:
-    """The tier of a file or folder, relative to `tests/`: of its own entry, else of the nearest folder that has one."""
-    place = Path(path)
-    for name in (str(place), *map(str, place.parents)):
+    """The tier of a file or folder, relative to `tests/`: from its own entry, else from the nearest folder's."""
+    for name in (path, *map(str, Path(path).parents)):
         if name in UNIT:
             return "unit"
         if name in SLOW:
@@ -71,14 +70,14 @@ def tier_of_file(path: str) -> str:
     return "integration"
 
 
-def tier_of_test(path: str, own: Collection[str]) -> str:
-    """The tier of a test in this file, with these tiers as markers of its own; a ValueError says what is wrong."""
+def tier_of_test(path: str, markers: Collection[str]) -> str:
+    """The tier of a test with these tiers as markers of its own. Raises ValueError unless they name one later tier."""
     tier = tier_of_file(path)
-    if not own:
+    if not markers:
         return tier
-    if len(own) > 1:
-        raise ValueError(f"tests/{path}: a test is marked {' and '.join(sorted(own))}; expected one tier")
-    [marked] = own
+    if len(markers) > 1:
+        raise ValueError(f"tests/{path}: a test is marked {' and '.join(sorted(markers))}; expected one tier")
+    [marked] = markers
     if TIERS.index(marked) <= TIERS.index(tier):
         raise ValueError(f"tests/{path}: a test is marked {marked}, and its file is {tier}; expected a later tier")
     return marked
