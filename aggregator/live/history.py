@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from omnireduce.console.summary import JobSummary
+from omnireduce.support.job_summary import JobSummary
 
 KEPT_S = 600.0
 LEAST_S = 0.5  # least time between two samples that are kept

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from omnireduce.aggregator.live.history import KEPT_S, History, Rate
-from omnireduce.console.status import duration, waits_for
-from omnireduce.console.summary import Answers, summed_jobs
 from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.safe_text import shown
-from omnireduce.support.printing import density_text, short_count
+from omnireduce.support.job_summary import Answers, summed_jobs, waits_for
+from omnireduce.support.printing import density_text, duration, short_count
 from omnireduce.support.version import __version__
 
 WIDTH, HEIGHT = 600, 60  # size of a timeline, in its own units

@@ -12,14 +12,14 @@ from rich.live import Live
 from rich.text import Text
 
 from omnireduce.console.fitting_table import FittingTable
-from omnireduce.console.summary import Answers, JobSummary, summed_jobs
-from omnireduce.core.status_messages import Status, Stragglers, Traffic
+from omnireduce.core.status_messages import Status, Traffic
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import RefusedError
 from omnireduce.runtime.aggregator_client import ask_all
 from omnireduce.support.addresses import Address, parse_listen, seen_from_here
 from omnireduce.support.config import Config, override_config
-from omnireduce.support.printing import density_text, short_count
+from omnireduce.support.job_summary import Answers, JobSummary, summed_jobs, waits_for
+from omnireduce.support.printing import density_text, duration, short_count
 from omnireduce.support.secret import load_secret
 
 # columns of jobs that a narrow terminal does without, the least important first
@@ -106,15 +106,6 @@ def _cells(job: JobSummary, rates: Sequence[str]) -> list[str]:
     return [*names, job.carriers, age, *counts, *rates, *densities, slots, late, waits_for(job.wait)]
 
 
-def waits_for(wait: Stragglers | None) -> str:
-    """The ranks that a collective waits for, in few words."""
-    if wait is None:
-        return ""
-    who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
-    who = who if wait.total else "an aggregator"
-    return f"{who} {duration(wait.seconds)}"
-
-
 def _notes(job: JobSummary) -> list[Text]:
     """The reasons for which a job waits, in full; none if it does not wait."""
     name, wait = shown(job.name), job.wait
@@ -139,14 +130,6 @@ def levels_of(job: JobSummary) -> str:
     if below:
         parts.append(f"relays below: {', '.join(below)}")
     return "; ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """A time in a few characters: 0.3 s, 12 s, 5 min, 3.2 h, 12 d."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 WIDTH = 140  # characters, where no terminal says otherwise

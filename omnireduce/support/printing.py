@@ -42,6 +42,14 @@ def short_time(milliseconds: float) -> str:
     return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.{max(0, 4 - _digits(milliseconds))}f}"
 
 
+def duration(seconds: float) -> str:
+    """A time in a few characters: 0.3 s, 12 s, 5 min, 3.2 h, 12 d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def density_text(density: float) -> str:
     """A density in six characters: 1, 0.0199, 4.2e-05."""
     return f"{density:g}" if density in (0, 1) else f"{density:.4f}" if density >= 0.001 else f"{density:.0e}"

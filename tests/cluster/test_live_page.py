@@ -15,9 +15,9 @@ from test_metrics import LISTEN, base, get
 from omnireduce import Communicator
 from omnireduce.aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
 from omnireduce.aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
-from omnireduce.console.summary import Answers, JobSummary, summed_jobs
 from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
 from omnireduce.errors import TransportError
+from omnireduce.support.job_summary import Answers, JobSummary, summed_jobs
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from omnireduce.console.status import View, duration
+from omnireduce.console.status import View
 from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.protocol.collective.effects import ABORT_KINDS
+from omnireduce.support.printing import duration
 
 
 def answer(*jobs: JobStatus, **changes: Any) -> Status:

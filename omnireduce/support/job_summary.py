@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
-from omnireduce.support.printing import carriers_text
+from omnireduce.support.printing import carriers_text, duration
 
 SHORTEST_WAIT_S = 0.1  # each look meets some collective under way: a shorter wait is normal
 
@@ -80,3 +80,12 @@ def _summed(shards: Sequence[JobStatus]) -> JobSummary:
         upstream=first.upstream,
         relays=first.relays,
     )
+
+
+def waits_for(wait: Stragglers | None) -> str:
+    """The ranks that a collective waits for, in few words."""
+    if wait is None:
+        return ""
+    who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
+    who = who if wait.total else "an aggregator"
+    return f"{who} {duration(wait.seconds)}"
