@@ -316,7 +316,7 @@ class Choice(NamedTuple):
     ms: dict[str, float]
 
 
-class TunedProgram(NamedTuple):
+class Tuned(NamedTuple):
     """The choice for each of the sizes; `is_recalled`: whether it was known before."""
 
     choices: list[Choice]
@@ -333,7 +333,7 @@ def autotune(
     on_shards: bool = True,
     turns: int = TURNS,
     cache: bool = True,
-) -> TunedProgram:
+) -> Tuned:
     """Find the fastest way to do `program` for each of `sizes`. All ranks of `comm` call this; all get the same answer.
 
     `program`: the name of one in `library`, pipelines by the names of schedules, or a Pipeline, from which they follow.
@@ -360,7 +360,7 @@ def autotune(
     medians = comm.broadcast_object(medians, name="autotune: choice")  # of rank 0: so that all choose alike
     if cache and known is None and comm.rank == 0:
         remember(question, medians)
-    return TunedProgram([_choice(ways, *pair) for pair in zip(all_sizes, medians, strict=True)], known is not None)
+    return Tuned([_choice(ways, *pair) for pair in zip(all_sizes, medians, strict=True)], known is not None)
 
 
 def _measured(

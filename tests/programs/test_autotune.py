@@ -32,7 +32,7 @@ from omnireduce.programs import (
     autotune,
 )
 from omnireduce.programs.library import schedules
-from omnireduce.programs.tuning import Choice, TunedProgram, candidates, derived
+from omnireduce.programs.tuning import Choice, Tuned, candidates, derived
 
 RANKS = 2
 
@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "omnireduce" / "programs"
 
 
-def tuned(daemon: Daemon, program: Any, ranks: int = RANKS, **options: Any) -> list[TunedProgram]:
+def tuned(daemon: Daemon, program: Any, ranks: int = RANKS, **options: Any) -> list[Tuned]:
     options = {"sizes": [1000], "turns": 2, **options}
     return run_job(configured(daemon.addresses), ranks, lambda comm: autotune(program, comm, **options))
 
