@@ -40,8 +40,8 @@ class Certificates:
 
     def _openssl(self, *arguments: str) -> None:
         command = [str(OPENSSL), *arguments]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stderr
 
     def holder(self, name: str) -> list[str]:
         """Overrides that make `name`'s certificate one's own."""

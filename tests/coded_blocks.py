@@ -46,12 +46,12 @@ def qsgd(block: Array, key: int = 0) -> Array:
     exact = _finite(block)
     largest = max(map(abs, exact))
     scale = next((s for e in range(-133, 121) if largest <= 127 * (s := Fraction(2) ** e)), Fraction(2) ** 121)
-    found = []
+    results = []
     for i, x in enumerate(exact):
         below = math.floor(abs(x) / scale)
         up = Fraction(drawn(key, i) >> 40, 2**24) < abs(x) / scale - below
-        found.append(math.copysign(float(min(below + up, 127) * scale), x) if math.isfinite(block[i]) else math.nan)
-    return np.array(found, np.float32)
+        results.append(math.copysign(float(min(below + up, 127) * scale), x) if math.isfinite(block[i]) else math.nan)
+    return np.array(results, np.float32)
 
 
 def sign_means(block: Array, apart: bool) -> Array:

@@ -303,7 +303,11 @@ class InprocCluster:
         `idle[driver]` is the probability that a step of that driver is left out as long as others move; without `idle`
         every driver gets one of its own. Drivers that are `paused` do nothing at all.
         """
-        drivers = [each for each in (*self.worker_drivers, *self.aggregator_drivers) if each not in paused]
+        drivers = [
+            worker_driver
+            for worker_driver in (*self.worker_drivers, *self.aggregator_drivers)
+            if worker_driver not in paused
+        ]
         if idle is None:
             idle = {driver: self.random.choice([0.0, 0.0, 0.5, 0.95]) for driver in drivers}
         steps = [(driver, peer) for driver in drivers for peer in [*range(len(driver.links)), None]]
@@ -332,7 +336,7 @@ class InprocCluster:
 
     def _movement(self) -> int:
         """A number that grows with everything that moves."""
-        return self.moved + sum(int(each[:, : DESCRIPTORS * 8].view(np.int64).sum()) for each in self.regions)
+        return self.moved + sum(int(region[:, : DESCRIPTORS * 8].view(np.int64).sum()) for region in self.regions)
 
     def run(self, idle: Mapping[Driver, float] | None = None) -> None:
         """Step until every collective is finished on every rank; then nothing may be left over."""

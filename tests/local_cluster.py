@@ -144,10 +144,10 @@ class Process:
 
     def line(self, timeout_s: float = WAIT_S) -> str:
         """The next line of standard output; fails when none comes in time."""
-        found = self._lines.next(time.monotonic() + timeout_s)
-        assert found not in (None, CLOSED), f"no line of output: {found}, status {self.popen.poll()}\n{self.log}"
-        assert found is not None
-        return found
+        result = self._lines.next(time.monotonic() + timeout_s)
+        assert result not in (None, CLOSED), f"no line of output: {result}, status {self.popen.poll()}\n{self.log}"
+        assert result is not None
+        return result
 
     def rest(self, timeout_s: float) -> str:
         """The lines of standard output that are left, up to its end."""
@@ -256,10 +256,10 @@ class Worker(Process):
         while True:
             line = self._lines.next(deadline)
             assert line not in (None, CLOSED), f"no event {event!r} ({line}) after {seen[-5:]}\n{self.log}"
-            found: dict[str, Any] = json.loads(line or "")
-            if found["event"] == event:
-                return found
-            seen.append(found)
+            report: dict[str, Any] = json.loads(line or "")
+            if report["event"] == event:
+                return report
+            seen.append(report)
 
     def go_on(self) -> None:
         """Let a worker that waits at `--hold-at` go on."""
@@ -280,13 +280,13 @@ def workers(
     """All ranks of a job as processes, joined; they are gone at the end. `per_rank[r]` are for rank r alone."""
     job = job or unique_job()
     with contextlib.ExitStack() as stack:
-        found = []
+        results = []
         for rank in range(size):
             own = per_rank[rank] if per_rank else ()
-            found.append(stack.enter_context(Worker(daemon, job, rank, size, *arguments, *own, overrides=overrides)))
-        for worker in found:
+            results.append(stack.enter_context(Worker(daemon, job, rank, size, *arguments, *own, overrides=overrides)))
+        for worker in results:
             worker.expect("joined")
-        yield found
+        yield results
 
 
 class Ranks:
@@ -316,11 +316,11 @@ class Ranks:
 
     def results(self, timeout_s: float = WAIT_S) -> list[Any]:
         """Result of each rank; raises the first exception."""
-        found = self.outcomes(timeout_s)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found
+        outcomes = self.outcomes(timeout_s)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
 
 
 def never_wait(comm: Communicator) -> None:
@@ -380,7 +380,7 @@ def descriptors_below(most: int) -> Iterator[None]:
 def children(pid: int) -> list[int]:
     """The child processes of a process, oldest first; none when it is gone."""
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
@@ -401,11 +401,11 @@ def gone_within(pid: int, timeout_s: float) -> bool:
 
 def open_files(pid: int) -> list[str]:
     """Files and sockets to which the descriptors of a process refer."""
-    found = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
+    results = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(each))
-    return found
+            results.append(os.readlink(path))
+    return results
 
 
 def resident_bytes(pid: int) -> int:

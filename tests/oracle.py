@@ -75,14 +75,14 @@ def expected_rows(hosts: Sequence[Sequence[int]], inputs: Sequence[Rows], n_rows
 
 def indices_of_runs(listed: Sequence[int], shards: int = 1, stripe_blocks: int = 64) -> list[int]:
     """The indices that runs stand for: each run's first one and how many it has, one after the other."""
-    found: list[int] = []
+    results: list[int] = []
     for index, count in zip(listed[::2], listed[1::2], strict=True):
         for _ in range(count):
-            found.append(index)
+            results.append(index)
             index += 1
             if index % 2**48 % stripe_blocks == 0:  # the shard's next stripe
                 index += (shards - 1) * stripe_blocks
-    return found
+    return results
 
 
 def steps_of(indices: Sequence[int]) -> bytes:
@@ -98,13 +98,13 @@ def steps_of(indices: Sequence[int]) -> bytes:
 
 def indices_of_steps(listed: bytes) -> list[int]:
     """The indices that steps stand for."""
-    found, index, place = list[int](), 0, 0
+    results, index, place = list[int](), 0, 0
     for byte in listed:
         index += byte % 128 << place
         place = place + 7 if byte >= 128 else 0
         if place == 0:
-            found.append(index)
-    return found
+            results.append(index)
+    return results
 
 
 def is_number(array: Array) -> Array:

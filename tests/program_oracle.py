@@ -22,8 +22,8 @@ TOO_SMALL = SMALLEST if platform.machine() == "aarch64" else SMALLEST * (1 - 2.0
 def dropped(exact: Array) -> Array:
     """float64 to float32; what is smaller than a normal number is zero. Sums and scalars of a program are so before it
     begins, on every processor."""
-    found = exact.astype(F)
-    return np.where(np.abs(exact) < TOO_SMALL, np.copysign(F(0), found), found)
+    result = exact.astype(F)
+    return np.where(np.abs(exact) < TOO_SMALL, np.copysign(F(0), result), result)
 
 
 def rounded(exact: Array) -> Array:
@@ -34,7 +34,7 @@ def rounded(exact: Array) -> Array:
 
 def wide(*numbers: Array | np.float32) -> Iterator[Array]:
     """As float64."""
-    return (np.asarray(each, np.float64) for each in numbers)
+    return (np.asarray(number, np.float64) for number in numbers)
 
 
 def add(x: Array, y: Array | np.float32) -> Array:

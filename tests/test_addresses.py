@@ -215,10 +215,10 @@ def test_a_name_is_listened_at_where_this_host_has_it() -> None:
 
 
 def test_own_addresses_are_those_that_others_reach() -> None:
-    found = own_addresses()
-    assert all(map(is_own_address, found))
-    assert not any(map(is_loopback, found))
-    assert not any(is_own_address(each) for each in ("127.0.0.1", "localhost", "192.0.2.254", "2001:db8::ffff"))
+    result = own_addresses()
+    assert all(map(is_own_address, result))
+    assert not any(map(is_loopback, result))
+    assert not any(is_own_address(text) for text in ("127.0.0.1", "localhost", "192.0.2.254", "2001:db8::ffff"))
     assert addresses_of_interface("lo")[0] == "127.0.0.1"
     with pytest.raises(OSError, match="No such device"):
         addresses_of_interface("nowhere0")
@@ -242,9 +242,9 @@ def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def on(host: Host, code: str, *words: str) -> list[str]:
     command = [*host.prefix, sys.executable, "-c", code, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n")[:-1]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\n")[:-1]
 
 
 @pytest.mark.integration

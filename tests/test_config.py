@@ -234,10 +234,10 @@ def test_message_says_what_was_given_and_is_allowed(override: str, expected: str
 )
 def test_message_about_a_file(tmp_path: Path, text: str | bytes, expected: str) -> None:
     file = write(tmp_path, text)
-    found = message(file)
-    assert found.startswith(f"{file}: ")
-    assert expected in found
-    assert len(found.splitlines()) == 1
+    result = message(file)
+    assert result.startswith(f"{file}: ")
+    assert expected in result
+    assert len(result.splitlines()) == 1
 
 
 def test_message_about_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -340,8 +340,8 @@ for thread in threads:
 def test_threads_may_be_the_first_to_load_it() -> None:
     """Not once in a few processes do they disturb each other."""
     for _ in range(4):
-        done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, check=False, timeout=60)
-        assert done.returncode == 0, done.stderr.decode()
+        result = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, check=False, timeout=60)
+        assert result.returncode == 0, result.stderr.decode()
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,12 @@ def site() -> Path:
     """Folder of the site, which was built without a warning."""
     folder = Path(tempfile.mkdtemp(prefix="omnireduce-site-"))
     atexit.register(shutil.rmtree, folder)
-    done = subprocess.run(
+    result = subprocess.run(
         [BIN / "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=4 * WAIT_S,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return folder
 
 
@@ -159,13 +159,13 @@ class Block(NamedTuple):
 
 
 def blocks(language: str = "") -> list[Block]:
-    found = []
+    results = []
     for document in DOCUMENTS:
         text = document.read_text()
         for each in FENCE.finditer(text):
             line = text.count("\n", 0, each.start()) + 1
-            found.append(Block(str(document.relative_to(ROOT)), line, each[1], each[2]))
-    return [block for block in found if block.language == language or not language]
+            results.append(Block(str(document.relative_to(ROOT)), line, each[1], each[2]))
+    return [block for block in results if block.language == language or not language]
 
 
 def as_parameters(found: list[Block]) -> list[Any]:
@@ -188,14 +188,14 @@ def reasons(block: Block) -> list[str]:
 
 def commands() -> list[tuple[str, str]]:
     """Each command of the blocks of shell, with where it is; comments and what only the shell does are gone."""
-    found = []
+    results = []
     for block in blocks("sh"):
         for at, line in enumerate(block.text.splitlines(), block.line + 1):
-            for each in re.split(r"&&|;|\||&", re.sub(r"(^|\s)#.*", "", line)):
-                command = re.sub(r"[<>]\s*\S+", "", each).strip(" ()")
+            for word in re.split(r"&&|;|\||&", re.sub(r"(^|\s)#.*", "", line)):
+                command = re.sub(r"[<>]\s*\S+", "", word).strip(" ()")
                 if command:
-                    found.append((f"{block.document}:{at}", command))
-    return found
+                    results.append((f"{block.document}:{at}", command))
+    return results
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -231,13 +231,13 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
 
 def make_targets() -> set[str]:
     """The targets that `make help` lists."""
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return {line.split()[0] for line in done.stdout.splitlines()}
+    result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in result.stdout.splitlines()}
 
 
 def test_what_cannot_run_is_there_and_says_why() -> None:
-    found = [each for block in blocks("sh") for each in reasons(block)]
-    assert sorted(found) == sorted(CANNOT_RUN)  # each is the beginning of one block
+    results = [reason for block in blocks("sh") for reason in reasons(block)]
+    assert sorted(results) == sorted(CANNOT_RUN)  # each is the beginning of one block
     assert not reasons(quickstart())
     assert all(CANNOT_RUN.values())
 
@@ -304,9 +304,9 @@ def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     expected, table = (block.text for block in blocks("text")[:2])
     assert run_script(lines, tmp_path) == expected
     bench = blocks("sh")[1].text.splitlines()
-    found, shown = ([line.split() for line in text.splitlines()] for text in (run_script(bench, tmp_path), table))
-    assert found[:3] == shown[:3]
-    assert [row[:5] for row in found[3:]] == [row[:5] for row in shown[3:]]  # measured times differ
+    result, shown = ([line.split() for line in text.splitlines()] for text in (run_script(bench, tmp_path), table))
+    assert result[:3] == shown[:3]
+    assert [row[:5] for row in result[3:]] == [row[:5] for row in shown[3:]]  # measured times differ
 
 
 def test_the_tutorial_ends_with_the_example() -> None:
@@ -327,7 +327,7 @@ def test_yaml_can_be_read(block: Block) -> None:
 @pytest.mark.parametrize(("where", "command"), commands())
 def test_commands_and_options_exist(where: str, command: str) -> None:
     words = list(dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command)))
-    words[:1] = [each.removeprefix(".venv/bin/") for each in words[:1]]
+    words[:1] = [word.removeprefix(".venv/bin/") for word in words[:1]]
     if words[:1] == ["mpirun"]:
         words = [word.removeprefix(".venv/bin/") for word in words[words.index("-n") + 2 :]]
     program, *arguments = words or ["export"]
@@ -352,13 +352,13 @@ def test_commands_and_options_exist(where: str, command: str) -> None:
 
 def assert_options(program: tuple[str, ...], arguments: list[str]) -> None:
     """The program has that command, the command has these options, and the settings are ones."""
-    found = help_of(program)
+    result = help_of(program)
     words = iter(arguments)
-    while (word := next(words, "")) and re.search(rf"^\s+{re.escape(word)}\b", commands_in(found), re.MULTILINE):
+    while (word := next(words, "")) and re.search(rf"^\s+{re.escape(word)}\b", commands_in(result), re.MULTILINE):
         program = (*program, word)
-        found = help_of(program)
-    for option in (each for each in arguments if each.startswith("--")):
-        assert re.search(rf"{re.escape(option.partition('=')[0])}\b", found), f"{program} has no {option}"
+        result = help_of(program)
+    for option in (argument for argument in arguments if argument.startswith("--")):
+        assert re.search(rf"{re.escape(option.partition('=')[0])}\b", result), f"{program} has no {option}"
     settings = [value for option, value in pairwise(arguments) if option == "--set"]
     load_config(overrides=settings, environ={})
 

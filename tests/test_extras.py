@@ -61,9 +61,9 @@ def test_what_is_here_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_front_without_its_package_says_how_to_get_it(module: str) -> None:
     statement, advice = FRONTS[module]
     code = f"import sys; sys.modules[{module!r}] = None\n{statement}"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
-    assert done.returncode == 1
+    assert result.returncode == 1
     said = f"ModuleNotFoundError: omnireduce.{module} needs {module}, which is not installed here: {advice}"
-    assert done.stderr.splitlines()[-1].startswith(said)
+    assert result.stderr.splitlines()[-1].startswith(said)

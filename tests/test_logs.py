@@ -59,11 +59,11 @@ def test_a_line_of_json(lines: Callable[[], list[str]]) -> None:
     start_logs(Log(format="json"), shard="a:7400")
     log.warning("rank %d is late", 1, extra=tagged("waiting", job="train", rank=1, ranks=None))
     [line] = lines()
-    found = json.loads(line)
-    assert list(found) == ["time", "level", "event", "pid", "shard", "job", "rank", "message"]
-    assert found["time"].endswith("+00:00")
-    assert (found["level"], found["event"], found["shard"]) == ("warning", "waiting", "a:7400")
-    assert (found["job"], found["rank"], found["message"]) == ("train", 1, "rank 1 is late")
+    report = json.loads(line)
+    assert list(report) == ["time", "level", "event", "pid", "shard", "job", "rank", "message"]
+    assert report["time"].endswith("+00:00")
+    assert (report["level"], report["event"], report["shard"]) == ("warning", "waiting", "a:7400")
+    assert (report["job"], report["rank"], report["message"]) == ("train", 1, "rank 1 is late")
 
 
 def test_a_line_of_text(lines: Callable[[], list[str]]) -> None:
@@ -83,11 +83,11 @@ def test_every_event_is_one_line(settings: Log, lines: Callable[[], list[str]]) 
     except ValueError:
         log.exception("a bug")
     logging.getLogger("elsewhere").warning("not ours")
-    found = lines()
-    assert len(found) == 3, found
-    assert "Traceback" in found[1]
-    assert "test_logs.py" in found[1]
-    assert "not ours" in found[2]
+    result = lines()
+    assert len(result) == 3, result
+    assert "Traceback" in result[1]
+    assert "test_logs.py" in result[1]
+    assert "not ours" in result[2]
 
 
 def test_the_level_counts(lines: Callable[[], list[str]]) -> None:
@@ -160,8 +160,8 @@ def test_debug_lines_that_were_asked_for_do_not_depend_on_the_programs_logging(
     after()
     logging.getLogger("omnireduce").debug("a detail")
     logging.getLogger("omnireduce").warning("a warning")
-    found = "\n".join(lines())
-    assert (found.count("a detail"), found.count("a warning")) == (1, 1)
+    result = "\n".join(lines())
+    assert (result.count("a detail"), result.count("a warning")) == (1, 1)
 
 
 def test_debug_lines_of_the_library_that_nobody_asked_for(lines: Callable[[], list[str]]) -> None:
@@ -186,12 +186,12 @@ class Flood:
         return self.written()
 
     def written(self) -> list[dict[str, Any]]:
-        found = self.stream.getvalue()
-        self.bytes += len(found.encode())
+        text = self.stream.getvalue()
+        self.bytes += len(text.encode())
         self.stream.seek(0)
         self.stream.truncate()
-        assert all(len(line.encode()) < LINE for line in found.splitlines())
-        return [json.loads(line) for line in found.splitlines()]
+        assert all(len(line.encode()) < LINE for line in text.splitlines())
+        return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("event", ["refused", "job_ended", "waiting", "hello", "message"])
@@ -247,9 +247,9 @@ def test_the_processes_of_a_daemon_share_a_bound(shards: int, metrics: str) -> N
     for second in range(600, 661):
         for event in events:
             for _ in range(A_SECOND + 1):
-                found = flood.log(second, event, "y" * 500)
-                left_out += sum(sum(each["events"].values()) for each in found if each["event"] == "left_out")
-                lines += sum(each["event"] != "left_out" for each in found)
+                results = flood.log(second, event, "y" * 500)
+                left_out += sum(sum(each["events"].values()) for each in results if each["event"] == "left_out")
+                lines += sum(each["event"] != "left_out" for each in results)
         if second == 659:
             assert 2 * LINE < flood.bytes < 1_000_000 / count
     assert left_out + lines > 60 * len(events) * (A_SECOND + 1)
@@ -279,11 +279,11 @@ def test_a_flood_on_standard_error(lines: Callable[[], list[str]]) -> None:
         log.debug("hello %d", number, extra=tagged("hello"))
     for _ in range(20):
         log.info("ready", extra=tagged("ready"))
-    found = [json.loads(line) for line in lines()]
-    assert sum(each["event"] == "ready" for each in found) == 20
-    seconds = {each["time"][:19] for each in found}
+    reports = [json.loads(line) for line in lines()]
+    assert sum(report["event"] == "ready" for report in reports) == 20
+    seconds = {report["time"][:19] for report in reports}
     for event in ("refused", "hello"):
-        assert 0 < sum(each["event"] == event for each in found) <= A_SECOND * len(seconds) < 1000
+        assert 0 < sum(report["event"] == event for report in reports) <= A_SECOND * len(seconds) < 1000
     tell_left_out()
 
 
@@ -291,8 +291,8 @@ def all_events() -> set[str]:
     root = Path(__file__).parent.parent
     folders = ("omnireduce", "aggregator", "worker")
     sources = [file.read_text() for folder in folders for file in root.rglob(f"{folder}/**/*.py")]
-    found = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
-    return found | {f"{kind}_{what}" for kind in ("shard", "monitor") for what in ("died", "killed")}
+    names = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
+    return names | {f"{kind}_{what}" for kind in ("shard", "monitor") for what in ("died", "killed")}
 
 
 def test_every_event_is_in_the_documentation() -> None:

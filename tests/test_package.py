@@ -28,19 +28,19 @@ def test_a_clone_beside_a_script_does_not_hide_the_package(tmp_path: Path) -> No
     (tmp_path / "omnireduce").symlink_to(ROOT)
     (tmp_path / "train.py").write_text("import omnireduce, omnireduce.worker; print(omnireduce.init.__name__)")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(tmp_path / "train.py")],
         cwd="/", env=environ, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("init\n", "")
+    assert (result.stdout, result.stderr) == ("init\n", "")
 
 
 @pytest.mark.parametrize("name", ["aggregator", "omnireduce.aggregator", "worker", "omnireduce.worker"])
 def test_a_program_loads_each_module_once_whatever_it_is_called(name: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", RUN, name], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    usage, _, loaded = done.stdout.partition("loaded: ")
+    usage, _, loaded = result.stdout.partition("loaded: ")
     assert usage.startswith("Usage: ")
     names = loaded.split()
     assert f"omnireduce.{name.removeprefix('omnireduce.')}.cli" in names

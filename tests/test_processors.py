@@ -77,5 +77,5 @@ def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
 
 def test_this_process() -> None:
     assert processors.usable() >= 1
-    found = processors.quota()
-    assert found is None or found > 0
+    result = processors.quota()
+    assert result is None or result > 0

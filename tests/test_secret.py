@@ -87,10 +87,10 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_an_access_list_is_read_as_one(
     name = write(shared, TEXT.encode(), 0o400)
     entries = [(ACL_OWNER, 4, NOBODY), (ACL_ITS_GROUP, its_group, NOBODY), (ACL_MASK, 4, NOBODY), (ACL_REST, 0, NOBODY)]
     entries += [(tag, 4, number) for tag, number in listed]
-    packed = b"".join(struct.pack("<HHI", *each) for each in sorted(entries))
+    packed = b"".join(struct.pack("<HHI", *entry) for entry in sorted(entries))
     try:
         os.setxattr(name, "system.posix_acl_access", struct.pack("<I", 2) + packed)
     except OSError as error:
@@ -197,11 +197,11 @@ def test_lines_that_are_too_many_or_too_short_are_refused(tmp_path: Path) -> Non
 def test_a_team_needs_a_secret_and_has_its_name_in_its_proofs(tmp_path: Path) -> None:
     assert refusal(Security(team="vision")).startswith("security.team: got vision and no secret: give security.")
     security = Security(team="vision", secret_file=write(tmp_path, TEXT.encode()))
-    found = load_secret(security, {})
-    assert found is not None
-    assert found.team == "vision"
-    assert found == Secret(TEXT.encode())
-    assert found.proof("worker", *NONCES) != Secret(TEXT.encode()).proof("worker", *NONCES)
+    result = load_secret(security, {})
+    assert result is not None
+    assert result.team == "vision"
+    assert result == Secret(TEXT.encode())
+    assert result.proof("worker", *NONCES) != Secret(TEXT.encode()).proof("worker", *NONCES)
 
 
 @pytest.mark.parametrize("team", ["a.b", "x" * 65, "é", "a b", "../a", "a\n"])

@@ -18,9 +18,9 @@ NONCES = bytes(32), bytes(range(32))
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "teams"
-    found.mkdir(0o700)
-    return found
+    result = tmp_path / "teams"
+    result.mkdir(0o700)
+    return result
 
 
 def write(folder: Path, name: str, content: str, mode: int = 0o600) -> None:
@@ -29,9 +29,9 @@ def write(folder: Path, name: str, content: str, mode: int = 0o600) -> None:
 
 
 def load(folder: Path, **environ: str) -> Teams:
-    found = load_teams(Security(teams_folder=str(folder)), environ)
-    assert found is not None
-    return found
+    result = load_teams(Security(teams_folder=str(folder)), environ)
+    assert result is not None
+    return result
 
 
 def refused(folder: Path, **environ: str) -> str:
@@ -96,8 +96,8 @@ def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, 
     proof = bytes(32) if said is None else known[said].proof("worker", *NONCES)
     tried, proves = [], Secret.proves
     monkeypatch.setattr(Secret, "proves", lambda *given: tried.append(given[0]) or proves(*given))
-    found = Teams({"x": known}).of("x").proved(proof, *NONCES)
-    assert (found, len(tried)) == (None if said is None else known[said], MOST_LINES)
+    result = Teams({"x": known}).of("x").proved(proof, *NONCES)
+    assert (result, len(tried)) == (None if said is None else known[said], MOST_LINES)
 
 
 @pytest.mark.parametrize(

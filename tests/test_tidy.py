@@ -50,11 +50,11 @@ def loaded_by(statement: str, names: tuple[str, ...]) -> list[str]:
     code = (
         f"{statement}\nimport sys\nprint(*(each for each in sys.modules if f'{{each}}.'.startswith({dotted(names)})))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].split()
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1].split()
 
 
 def dependencies(pyproject: str) -> list[str]:
@@ -74,8 +74,8 @@ def test_imports_keep_the_contracts() -> None:
     """The contracts of import-linter, in pyproject.toml. `make lint` shows the same."""
     pytest.importorskip("importlinter")
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_page_shows_the_layers() -> None:
@@ -88,20 +88,20 @@ def test_the_page_shows_the_layers() -> None:
 
 @pytest.mark.parametrize("check", MODULE_CHECKS, ids=lambda check: check.__name__)
 def test_modules(check: Check) -> None:
-    found = [message for module, source in modules() for message in check(module, source)]
-    assert not found, "\n".join(found)
+    messages = [message for module, source in modules() for message in check(module, source)]
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.parametrize("check", FILE_CHECKS, ids=lambda check: check.__name__)
 def test_files(check: Check) -> None:
-    found = [message for path, text in text_files() for message in check(path, text)]
-    assert not found, "\n".join(found)
+    messages = [message for path, text in text_files() for message in check(path, text)]
+    assert not messages, "\n".join(messages)
 
 
 def test_nothing_shown_depends_on_docstrings() -> None:
     sources = [(path, text) for path, text in text_files() if path.endswith(".py")]
-    found = [message for path, source in sources for message in check_shown(path, source)]
-    assert not found, "\n".join(found)
+    messages = [message for path, source in sources for message in check_shown(path, source)]
+    assert not messages, "\n".join(messages)
 
 
 def test_the_walk_sees_the_tree() -> None:
@@ -159,8 +159,8 @@ def test_every_event_of_the_log_is_explained() -> None:
 
 def test_files_of_tests_have_names_of_their_own() -> None:
     """Else pytest takes one of them for the other, unless its folder is a package."""
-    found = [each for each in Path(__file__).parent.rglob("test_*.py") if not (each.parent / "__init__.py").exists()]
-    often = [name for name, count in Counter(each.name for each in found).items() if count > 1]
+    results = [path for path in Path(__file__).parent.rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    often = [name for name, count in Counter(result.name for result in results).items() if count > 1]
     assert not often, f"several files of tests have these names: {often}"
 
 

@@ -73,5 +73,5 @@ def test_results_keep_their_dtype(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_an_error(tmp_path: Path) -> None:
-    found = errors(tmp_path, WRONG)
-    assert [line.split(":")[1] for line in found] == ["5", "6", "7", "8", "9", "10", "11", "12"], found
+    results = errors(tmp_path, WRONG)
+    assert [line.split(":")[1] for line in results] == ["5", "6", "7", "8", "9", "10", "11", "12"], results

@@ -75,17 +75,17 @@ def check_pure(module: str, source: str) -> list[str]:
     if not module.startswith("omnireduce.protocol."):
         return []
     why = "a protocol machine does no I/O and reads no clock, so it may not"
-    found = [
+    results = [
         f"{module}:{line}: {why} import {name}"
         for line, name in imports(module, source)
         if not f"{name}.".startswith(dotted(PURE)) or is_impure_numpy(name.split("."))
     ]
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
-            found.append(f"{module}:{node.lineno}: {why} call {node.func.id}()")
+            results.append(f"{module}:{node.lineno}: {why} call {node.func.id}()")
         elif isinstance(node, ast.Attribute) and (node.attr == "tofile" or is_impure_numpy(parts_of(node))):
-            found.append(f"{module}:{node.lineno}: {why} use {node.attr}")
-    return found
+            results.append(f"{module}:{node.lineno}: {why} use {node.attr}")
+    return results
 
 
 def parts_of(node: ast.Attribute) -> list[str]:
@@ -152,7 +152,7 @@ def _is_command(decorator: ast.expr) -> bool:
     return (
         isinstance(decorator, ast.Call)
         and getattr(decorator.func, "attr", "") in ("command", "group")
-        and not any(each.arg == "help" for each in decorator.keywords)
+        and not any(keyword.arg == "help" for keyword in decorator.keywords)
     )
 
 

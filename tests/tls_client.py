@@ -17,8 +17,8 @@ KEY_UPDATE, KEY_UPDATE_WITH_ANSWER = 0, 1  # SSL_KEY_UPDATE_NOT_REQUESTED, SSL_K
 def _library(name: str) -> ctypes.CDLL | None:
     """The library as this process has loaded it already."""
     assert ssl.OPENSSL_VERSION
-    found = re.search(rf"\S*/{name}\.so\S*", Path("/proc/self/maps").read_text())
-    return ctypes.CDLL(found[0]) if found else None
+    match = re.search(rf"\S*/{name}\.so\S*", Path("/proc/self/maps").read_text())
+    return ctypes.CDLL(match[0]) if match else None
 
 
 SSL, CRYPTO = _library("libssl"), _library("libcrypto")
@@ -29,7 +29,9 @@ def _call(name: str, *arguments: object) -> int:
     """Call a function of pointers, integers and bytes."""
     function = getattr(SSL if name.startswith(("SSL_", "TLS_")) else CRYPTO, name)
     function.restype = ctypes.c_ssize_t
-    return int(function(*(ctypes.c_ssize_t(each) if isinstance(each, int) else each for each in arguments)))
+    return int(
+        function(*(ctypes.c_ssize_t(argument) if isinstance(argument, int) else argument for argument in arguments))
+    )
 
 
 class TlsClient:

@@ -58,7 +58,7 @@ def over(way: str) -> tuple[str, ...]:
 
 def meant_by(overrides: Sequence[str]) -> str:
     """The way that settings name, or that all go "by shards"; empty where they name none. TLS goes over TCP."""
-    named = dict(each.split("=", 1) for each in overrides if "=" in each)
+    named = dict(override.split("=", 1) for override in overrides if "=" in override)
     kind, exchange = named.get("transport.kind", "auto"), named.get(HOST_EXCHANGE)
     if exchange == "auto":
         return MEMORY
@@ -95,10 +95,10 @@ class Carriers:
         """Transports that were named, and carried nothing though others did. Begin to count anew."""
         for each in engine._process.open:
             self._carried.update(each.statistics().carried)
-        found = [each for each in sorted(self.meant) if missing(each, self._carried)]
+        results = [each for each in sorted(self.meant) if missing(each, self._carried)]
         self.meant.clear()
         self._carried.clear()
-        return found
+        return results
 
 
 carriers = Carriers()

@@ -108,6 +108,6 @@ def test_who_attacks() -> None:
 
 def test_a_kind_that_does_not_exist() -> None:
     command = [sys.executable, "-m", "tests.attacks", "--kinds", "nonsense"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2
-    assert "nonsense; expected some of: huge worlds" in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert "nonsense; expected some of: huge worlds" in result.stderr

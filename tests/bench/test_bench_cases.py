@@ -31,12 +31,12 @@ def test_a_sweep_is_the_product_of_the_lists() -> None:
         "distribution": ["uniform", "zipf"],
         "density": [1.0, 0.5, 0.25],
     }
-    found = synthetic_cases(configuration(*(f"bench.{key}={value}" for key, value in lists.items())))
-    assert len(found) == len(set(found)) == 2**6 * 3
-    assert [case.density for case in found[:4]] == [1.0, 0.5, 0.25, 1.0]
-    assert {case.block_size for case in found} == {256, 8}
-    assert found[-1] == SyntheticCase(20, "int8", "max", 8, "random", 0.25, 1, "zipf")
-    assert {case.data for case in found} == {
+    results = synthetic_cases(configuration(*(f"bench.{key}={value}" for key, value in lists.items())))
+    assert len(results) == len(set(results)) == 2**6 * 3
+    assert [case.density for case in results[:4]] == [1.0, 0.5, 0.25, 1.0]
+    assert {case.block_size for case in results} == {256, 8}
+    assert results[-1] == SyntheticCase(20, "int8", "max", 8, "random", 0.25, 1, "zipf")
+    assert {case.data for case in results} == {
         f"{overlap} overlap{more}" for overlap in ("full", "random") for more in ("", ", Zipf")
     }
 
@@ -46,11 +46,11 @@ def test_recorded_cases_are_every_array_with_each_op_and_block_size(tmp_path: Pa
     for rank in range(2):
         np.savez(pattern.format(rank=rank), weight=np.ones((2, 3), np.float32), count=np.ones(5, np.int8))
     config = configuration('bench.op=["sum", "mean"]', "bench.block_size=[0, 8]")
-    found = recorded_cases(config, pattern, 2)
-    assert [(case.op, case.block_size, case.array.name) for case in found] == [
+    results = recorded_cases(config, pattern, 2)
+    assert [(case.op, case.block_size, case.array.name) for case in results] == [
         (op, size, name) for op in ("sum", "mean") for size in (256, 8) for name in ("weight", "count")
     ]
-    weight, count = found[-2:]
+    weight, count = results[-2:]
     assert (weight.elements, weight.dtype, weight.data) == (6, "float32", "weight of arrays-{rank}.npz")
     assert str(weight) == "mean of weight of arrays-{rank}.npz"
     weight.check(2)

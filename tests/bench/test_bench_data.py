@@ -101,15 +101,15 @@ def test_matches_numpy(
         chosen = round(density * blocks)
         if overlap == "none":
             chosen = min(chosen, blocks // world_size)
-        assert [int(each.sum()) for each in flags] == [chosen] * world_size
+        assert [int(flag.sum()) for flag in flags] == [chosen] * world_size
         assert data.density == (chosen / blocks if blocks else 0)
         assert data.union_density == (np.logical_or.reduce(flags).sum() / blocks if blocks else 0)
         needed = [np.logical_or.reduce([*flags[:rank], *flags[rank + 1 :]]).sum() for rank in range(world_size)]
         assert data.others_density == pytest.approx(np.mean(needed) / blocks if blocks else 0)
         if overlap == "full":
-            assert all(np.array_equal(flags[0], each) for each in flags)
+            assert all(np.array_equal(flags[0], flag) for flag in flags)
         if overlap == "none":
-            assert sum(each.astype(int) for each in flags).max(initial=0) <= 1
+            assert sum(flag.astype(int) for flag in flags).max(initial=0) <= 1
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -105,14 +105,14 @@ def test_short_time(value: float, text: str) -> None:
 
 
 def test_densities_and_factors() -> None:
-    assert [density_text(each) for each in (0, 1, 0.01, 0.999, 1e-5)] == [
+    assert [density_text(number) for number in (0, 1, 0.01, 0.999, 1e-5)] == [
         "0",
         "1",
         "0.0100",
         "0.9990",
         "1e-05",
     ]
-    assert [times_text(each) for each in (0.951, 12.34, 999, 1e9)] == ["0.95x", "12.3x", "999.0x", ">1000x"]
+    assert [times_text(number) for number in (0.951, 12.34, 999, 1e9)] == ["0.95x", "12.3x", "999.0x", ">1000x"]
 
 
 def test_no_text_is_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_wrong_elements_are_counted_over_ranks_and_rounds(daemon: Daemon) -> Non
 def test_impossible_data_fails_on_every_rank(daemon: Daemon) -> None:
     case = SyntheticCase(1000, "float32", "sum", 64, "none", 0.9, seed=1)
     ranks = start_job(configured(daemon.addresses), 2, lambda comm: run_case(comm, case, 1, 0))
-    assert all(isinstance(each, Exception) for each in ranks.outcomes())
+    assert all(isinstance(outcome, Exception) for outcome in ranks.outcomes())
     with pytest.raises(UsageError, match="disjoint"):
         case.check(2)
     case.check(1)

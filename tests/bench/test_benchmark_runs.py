@@ -46,8 +46,8 @@ MPICH = {"mpich in place", "mpich out of place"}
 @needs_mpi
 def test_a_small_run(tmp_path: Path) -> None:
     options = ["--quick", "--only", "memory, 2 ranks, 16 MiB, density 1,", "--rounds", "3", "--peers", "mpich"]
-    done = CliRunner().invoke(main, ["run", *options, "--results", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, ["run", *options, "--results", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["entrant"] for row in rows} == {OURS, SCAN, *MPICH}
     assert {row["entrant"]: row["carried_by"] for row in rows} == {OURS: "memory", SCAN: None} | dict.fromkeys(
@@ -95,12 +95,12 @@ def test_what_is_compared_is_checked_in_every_round() -> None:
 
 
 def test_a_case_that_takes_more_than_it_may_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Compared(name, "ms", 1.0, ratio, ratio) for name, ratio in (("a", 1.04), ("b", 1.06))]
+    comparisons = [Compared(name, "ms", 1.0, ratio, ratio) for name, ratio in (("a", 1.04), ("b", 1.06))]
     monkeypatch.setattr("benchmarks.__main__.checkout", lambda root: HERE)
-    monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older, starts: iter(found))
-    done = CliRunner().invoke(main, ["compare", "."])
-    assert done.exit_code == 3
-    assert done.output.endswith("1 take more than 1.05 times what they took: b\n")
+    monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older, starts: iter(comparisons))
+    result = CliRunner().invoke(main, ["compare", "."])
+    assert result.exit_code == 3
+    assert result.output.endswith("1 take more than 1.05 times what they took: b\n")
     assert CliRunner().invoke(main, ["compare", ".", "--most", "1.1"]).exit_code == 0
 
 
@@ -111,16 +111,16 @@ def test_what_an_older_checkout_cannot_measure_is_left_out(monkeypatch: pytest.M
     monkeypatch.setattr("benchmarks.__main__.checkout", lambda root: Tree(root, Path("python")))
     monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older, starts: chosen.extend(cases) or [])
     assert HERE.repeats
-    done = CliRunner().invoke(main, ["compare", str(tmp_path), "--only", "memory, 2 ranks, 1 MiB, density 1"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, ["compare", str(tmp_path), "--only", "memory, 2 ranks, 1 MiB, density 1"])
+    assert result.exit_code == 0, result.output
     assert [case.repeats for case in chosen] == [1]
-    assert f"left out, because {tmp_path} cannot measure it: memory, 2 ranks, 1 MiB, density 1," in done.output
+    assert f"left out, because {tmp_path} cannot measure it: memory, 2 ranks, 1 MiB, density 1," in result.output
 
 
 def test_who_compares_with_no_checkout_hears_what_is_expected(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["compare", str(tmp_path)])
-    assert done.exit_code == 2
-    assert f"{tmp_path}: expected a checkout of omnireduce; run `make .venv/.ready` in it first" in done.output
+    result = CliRunner().invoke(main, ["compare", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"{tmp_path}: expected a checkout of omnireduce; run `make .venv/.ready` in it first" in result.output
 
 
 def entrants(found: Outcome) -> set[str]:
@@ -171,11 +171,11 @@ def test_a_server_that_is_gone_fails_as_a_competitor_does() -> None:
 
 
 def test_skewed_data_and_the_bytes_of_each_shard() -> None:
-    (found,) = sweep([Case("tcp", 2, "1 MiB", 0.1, kind="skew", rounds=1)], ["mpich"])
-    (row,) = found.rows
+    (result,) = sweep([Case("tcp", 2, "1 MiB", 0.1, kind="skew", rounds=1)], ["mpich"])
+    (row,) = result.rows
     assert len(row["shard_bytes"]) == 4
     assert sum(row["shard_bytes"]) == pytest.approx(2 * (row["wire_up_bytes"] + row["wire_down_bytes"]), abs=2)
-    (line,) = found.verdicts
+    (line,) = result.verdicts
     assert line.value == max(row["shard_bytes"]) / 1e6 > line.peer_value  # few blocks: they cannot be even
 
 
@@ -210,18 +210,18 @@ def test_an_echo_server_that_is_gone_is_an_error() -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_memory_of_workers_and_shards(transport: str) -> None:
     """A worker maps its slots, 3 of 1.5 MiB each way for two shards, and loads its kernels. All of it counts."""
-    found = measure(Case(transport, 2, "1 MiB", 1.0, kind="memory"))
-    assert found.wrong == 0
-    assert found.slots == 3 * 3 * 1.5
-    assert 2 * 2 * 3 * 1.5 < found.joined <= found.worker
-    assert 0 < found.shard < found.resident - found.slots
+    result = measure(Case(transport, 2, "1 MiB", 1.0, kind="memory"))
+    assert result.wrong == 0
+    assert result.slots == 3 * 3 * 1.5
+    assert 2 * 2 * 3 * 1.5 < result.joined <= result.worker
+    assert 0 < result.shard < result.resident - result.slots
 
 
 def test_a_small_tensor_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urgent, "WAYS", {"shm": urgent.WAYS["shm"]})
-    done = CliRunner().invoke(main, ["urgent", "--turns", "2"])
-    assert done.exit_code in (0, 3), done.output  # a test does not judge the time
-    rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(tuple(urgent.URGENT_BYTES))]
+    result = CliRunner().invoke(main, ["urgent", "--turns", "2"])
+    assert result.exit_code in (0, 3), result.output  # a test does not judge the time
+    rows = [line.split() for line in result.output.splitlines() if line.strip().startswith(tuple(urgent.URGENT_BYTES))]
     assert [row[-2:] for row in rows] == [["shm", "0"]] * 2  # transport, and number of wrong elements
     assert all(float(number) > 0 for row in rows for number in row[-6:-2])
 
@@ -236,16 +236,16 @@ ROW = {
 def test_predictions_are_compared_with_what_was_measured(tmp_path: Path, ms: float, status: int, word: str) -> None:
     others = [ROW | {"entrant": "gloo"}, ROW | {"kind": "rows"}]
     (tmp_path / "testbed.json").write_text(json.dumps([*others, ROW | {"ms": ms}]))
-    done = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
-    assert done.exit_code == status, done.output
-    assert word in done.output
-    assert done.output.count("dedicated, 2 ranks") == 2  # one row, and its verdict
+    result = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
+    assert result.exit_code == status, result.output
+    assert word in result.output
+    assert result.output.count("dedicated, 2 ranks") == 2  # one row, and its verdict
 
 
 @pytest.mark.parametrize("text", [None, "{", '[{"entrant": "omnireduce", "kind": "dense"}]'])
 def test_rows_that_cannot_be_read_are_an_error(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "testbed.json").write_text(text)
-    done = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "`shaped` writes it" in done.output
+    result = CliRunner().invoke(main, ["plan", "--results", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "`shaped` writes it" in result.output

@@ -58,10 +58,10 @@ def test_a_benchmark_that_measures_something_else_fails(
     daemon: Daemon, tmp_path: Path, says: str, sets: tuple[str, ...]
 ) -> None:
     """As where ranks share memory, though a transport is configured."""
-    found = "tcp" if says == "memory" else "memory"
+    result = "tcp" if says == "memory" else "memory"
     with service_group(2, str(tmp_path), daemon.addresses, *sets, carrier=says) as group:
         group.tell(do="case", **CASE)
-        with pytest.raises(PeerError, match=f"service failed: {found} carried the tensors, and not {says}"):
+        with pytest.raises(PeerError, match=f"service failed: {result} carried the tensors, and not {says}"):
             group.tell(do="round", number=0, **ROUND)
 
 
@@ -105,13 +105,13 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, program: str,
     script = tmp_path / "script.py"
     script.write_text(program)
     command = [sys.executable, "-m", "omnireduce", "run", "-np", ranks, sys.executable]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "-m", "benchmarks.harness.carriers", str(script), "a", "b"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (done.stdout, done.stderr))
+    said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (result.stdout, result.stderr))
     assert said == ["a b"] * int(ranks)
-    assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), done.stderr
+    assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), result.stderr
 
 
 def ways(folder: Path, **carriers: str) -> Group:

@@ -65,9 +65,9 @@ def test_the_tables() -> None:
         "--rounds",
         "2",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    tables = re.split(r"(?m)^(.*), 2 ranks, milliseconds$", done.stdout)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    tables = re.split(r"(?m)^(.*), 2 ranks, milliseconds$", result.stdout)
     assert tables[1::2] == ["a message and its echo", "reduce", "all-reduce"]
     for table in tables[2::2]:
         assert [row.split()[1] for row in table.splitlines() if re.match(r"│ +\d", row)] == ["4", "4k"]
@@ -79,6 +79,6 @@ def test_the_tables() -> None:
 @pytest.mark.parametrize("wrong", ["", "1,x", "0"])
 def test_sizes_that_are_none_are_refused(wrong: str) -> None:
     command = [sys.executable, "-m", "omnireduce.worker", "lab", "--elements", wrong]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 2
-    assert f"got {wrong!r}, expected numbers like 1,1000" in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert result.returncode == 2
+    assert f"got {wrong!r}, expected numbers like 1,1000" in result.stderr

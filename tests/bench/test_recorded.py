@@ -72,7 +72,7 @@ def test_matches_numpy(
         source.fill(rank, 7, out)
         assert out.tobytes() == tensor.tobytes()
     flags = [block_flags(tensor, block_size) for tensor in tensors]
-    assert source.density == pytest.approx(np.mean([each.mean() for each in flags]) if elements else 0)
+    assert source.density == pytest.approx(np.mean([flag.mean() for flag in flags]) if elements else 0)
     assert source.union_density == (np.logical_or.reduce(flags).mean() if elements else 0)
 
     result = reduce_in_rank_order(tensors, op)

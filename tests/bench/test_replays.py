@@ -44,6 +44,6 @@ def test_a_training_that_fails_is_an_error(daemon: Daemon, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("backward", "is_met"), [(1.0, True), (1.9, False)])
 def test_what_gains_too_little_misses_its_aim(backward: float, is_met: bool) -> None:
-    found = {"none": [2.0, 2.2], "backward": [backward], "iterations": [1.0], URGENT: [1.0]}
+    results = {"none": [2.0, 2.2], "backward": [backward], "iterations": [1.0], URGENT: [1.0]}
     with Console(width=120).capture():
-        assert _show(Console(width=120, quiet=True), "1gbit", found) is is_met
+        assert _show(Console(width=120, quiet=True), "1gbit", results) is is_met

@@ -81,8 +81,8 @@ def test_hosts_reach_each_other_and_nothing_else() -> None:
     with new_testbed(3, RATE) as hosts:
         assert len({host.name for host in hosts}) == len({host.address for host in hosts}) == 3
         for host in hosts:
-            found = answers(host, *(other.address for other in hosts), "192.0.2.1")
-            assert found == ["ECONNREFUSED"] * 3 + ["ENETUNREACH"], host
+            result = answers(host, *(other.address for other in hosts), "192.0.2.1")
+            assert result == ["ECONNREFUSED"] * 3 + ["ENETUNREACH"], host
         links, addresses = outside()
         assert links == before
         assert not any(f" {host.address}/" in addresses for host in hosts)
@@ -97,24 +97,24 @@ def together(*pairs: tuple[Host, Host]) -> list[float]:
 
 @pytest.mark.usefixtures("able")
 def test_a_link_carries_its_rate_each_way_at_once() -> None:
-    found = []
+    results = []
     with new_testbed(2, RATE) as (a, b):
         for _ in range(ATTEMPTS):
-            found.append(together((a, b), (b, a)))
-            if all(0.8 < share <= 1 for share in found[-1]):
+            results.append(together((a, b), (b, a)))
+            if all(0.8 < share <= 1 for share in results[-1]):
                 return
-    raise AssertionError(found)
+    raise AssertionError(results)
 
 
 @pytest.mark.usefixtures("able")
 def test_senders_to_one_host_share_its_link() -> None:
-    found = []
+    results = []
     with new_testbed(3, RATE) as (sink, *sources):
         for _ in range(ATTEMPTS):
-            found.append(sum(together(*((source, sink) for source in sources))))
-            if 0.8 < found[-1] < 1.2:  # the windows of the two do not begin at quite the same time
+            results.append(sum(together(*((source, sink) for source in sources))))
+            if 0.8 < results[-1] < 1.2:  # the windows of the two do not begin at quite the same time
                 return
-    raise AssertionError(found)
+    raise AssertionError(results)
 
 
 @pytest.mark.usefixtures("able")
@@ -158,8 +158,8 @@ def test_leftovers_of_a_dead_process_are_removed() -> None:
 @pytest.mark.usefixtures("able")
 def test_the_program_prints_its_hosts_and_removes_them_when_terminated() -> None:
     with Process(sys.executable, "-m", "benchmarks.harness.testbed", "--rate", RATE, "--hosts", "2") as process:
-        found = [process.line(BOUND_S) for _ in range(2)]
-        assert found == [f"omni{process.pid}h{index} 10.77.0.{index + 1}" for index in range(2)]
+        results = [process.line(BOUND_S) for _ in range(2)]
+        assert results == [f"omni{process.pid}h{index} 10.77.0.{index + 1}" for index in range(2)]
         process.signal(signal.SIGTERM)
         assert process.wait(BOUND_S) == 128 + signal.SIGTERM, process.log
     assert namespaces_of(process.pid) == []
@@ -200,8 +200,8 @@ def test_goodput_between_hosts_that_are_gone_is_an_error() -> None:
 @pytest.mark.usefixtures("able")
 def test_the_service_on_shaped_links_has_rows_and_verdicts(tmp_path: Path) -> None:
     options = ["--rate", "10gbit", "--rounds", "1", "--layout", "dedicated", "--ranks", "2"]
-    done = CliRunner().invoke(main, ["shaped", *options, "--results", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, ["shaped", *options, "--results", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     rows, summary = (json.loads((tmp_path / name).read_text()) for name in ("testbed.json", "summary.json"))
     names = [f"dedicated 10gbit, 2 ranks, 100 MiB, density {density:g}, random overlap" for density in (1, 0.1, 0.01)]
     assert [row["case"] for row in rows] == [line["case"] for line in summary] == names

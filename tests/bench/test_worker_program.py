@@ -134,28 +134,28 @@ def test_a_rank_that_fails_ends_those_that_wait_in_mpi() -> None:
 
 def test_bench_without_a_launcher_prints_on_rank_0_only(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    found = both(daemon, "--set", "bench.elements=1000", "--set", "bench.density=1.0", "--json", str(path))
-    assert [(status, complaints(errors)) for status, _, errors in found] == [(0, []), (0, [])]
-    assert "float32" in found[0][1]
-    assert found[1][1] == ""
+    results = both(daemon, "--set", "bench.elements=1000", "--set", "bench.density=1.0", "--json", str(path))
+    assert [(status, complaints(errors)) for status, _, errors in results] == [(0, []), (0, [])]
+    assert "float32" in results[0][1]
+    assert results[1][1] == ""
     assert len(json.loads(path.read_text())) == 1
 
 
 def test_wrong_elements_end_every_rank_with_status_1(daemon: Daemon) -> None:
     """Ranks with different seeds fill tensors that the other's oracle does not expect."""
     seeds = (["--set", "bench.seed=1"], ["--set", "bench.seed=2"])
-    found = both(daemon, "--set", "bench.elements=1000", "--set", "bench.density=1.0", own=seeds)
-    assert [status for status, _, _ in found] == [1, 1]
-    assert found[0][2].endswith("elements were wrong\n")
-    assert (found[1][1], complaints(found[1][2])) == ("", [])
+    results = both(daemon, "--set", "bench.elements=1000", "--set", "bench.density=1.0", own=seeds)
+    assert [status for status, _, _ in results] == [1, 1]
+    assert results[0][2].endswith("elements were wrong\n")
+    assert (results[1][1], complaints(results[1][2])) == ("", [])
 
 
 def test_a_file_that_cannot_be_written_ends_every_rank_at_once(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "none" / "rows.json"
-    found = both(daemon, "--set", "bench.elements=1000", "--json", str(path))
-    assert [status for status, _, _ in found] == [2, 1]
-    assert complaints(found[0][2]) == [f"Error: {path}: there is no folder {path.parent}"]
-    assert "rank 0" in found[1][2]
+    results = both(daemon, "--set", "bench.elements=1000", "--json", str(path))
+    assert [status for status, _, _ in results] == [2, 1]
+    assert complaints(results[0][2]) == [f"Error: {path}: there is no folder {path.parent}"]
+    assert "rank 0" in results[1][2]
 
 
 def run(*arguments: str) -> Result:
@@ -266,8 +266,8 @@ def test_density_of_a_sparse_gradient(tmp_path: Path) -> None:
     assert (report["best_block_size"], report["helps"], report["errors"]) == (64, True, [])
     (array,) = report["arrays"]
     assert (array["shape"], array["dtype"], array["density"]) == ([5000, 64], "float32", 0.02)
-    assert [each["block_size"] for each in array["estimates"]] == [64, 256]
-    assert [each["density"] for each in report["estimates"]] == [0.02, 0.08]
+    assert [estimate["block_size"] for estimate in array["estimates"]] == [64, 256]
+    assert [estimate["density"] for estimate in report["estimates"]] == [0.02, 0.08]
     assert report["estimates"][0]["union_density"] == pytest.approx(1 - 0.98**4)
 
 
@@ -304,8 +304,8 @@ def test_density_reports_the_other_files_beside_a_broken_one(tmp_path: Path) -> 
     assert "gradient" in result.stdout
     assert "ones" in result.stdout
     reports = json.loads((tmp_path / "out.json").read_text())
-    assert [len(each["arrays"]) for each in reports] == [0, 0, 1, 1]
-    assert [len(each["errors"]) for each in reports] == [1, 1, 1, 0]
+    assert [len(report["arrays"]) for report in reports] == [0, 0, 1, 1]
+    assert [len(report["errors"]) for report in reports] == [1, 1, 1, 0]
 
 
 def test_density_of_a_file_without_arrays(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def main() -> None:
     options = parser.parse_args()
     addresses = f"cluster.aggregators={json.dumps(options.aggregators.split(','))}"
     for number in range(*options.jobs):
-        found = outcome([addresses, *WAYS[number // 5 % len(WAYS)]], number)
-        sys.stdout.write(json.dumps({"job": number, "outcome": found}) + "\n")
+        result = outcome([addresses, *WAYS[number // 5 % len(WAYS)]], number)
+        sys.stdout.write(json.dumps({"job": number, "outcome": result}) + "\n")
         sys.stdout.flush()
 
 

@@ -20,8 +20,8 @@ from omnireduce import AbortedError, Communicator, TransportError
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Daemon]:
     """A daemon of two shards, the second of which may be killed (five times a minute)."""
-    with Daemon(2) as found:
-        yield found
+    with Daemon(2) as daemon:
+        yield daemon
 
 
 def kill_second_shard(daemon: Daemon) -> float:

@@ -62,9 +62,9 @@ def rewriting(slot: Array, proper: bytes) -> Iterator[None]:
 def welcomed(peer: RawPeer) -> list[int]:
     """Wait for the Welcome over the Unix socket; return the descriptors that come with it."""
     while True:
-        found = socket.recv_fds(peer.sock, 65536, 2)[1]
-        if found:
-            return found
+        result = socket.recv_fds(peer.sock, 65536, 2)[1]
+        if result:
+            return result
 
 
 @pytest.mark.slow

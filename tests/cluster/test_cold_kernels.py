@@ -55,8 +55,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Daemon]:
-    with Daemon(2, LIMIT[1], "log.level=debug") as found:
-        yield found
+    with Daemon(2, LIMIT[1], "log.level=debug") as daemon:
+        yield daemon
 
 
 def summed(config: Config, rank: int, job: str) -> float:

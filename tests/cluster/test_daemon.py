@@ -216,8 +216,8 @@ def test_other_ways_to_name_the_address(listen: str) -> None:
         reachable = {"0.0.0.0": "127.0.0.1"}.get(host, host)
         for way in ("shm", "tcp", MEMORY):
             config = configured([f"{reachable}:{port}"], *over(way))
-            found = run_job(config, 2, lambda comm: (comm.transport, float(comm.allreduce(np.ones(9))[0])))
-            assert found == [(called(way), 2.0)] * 2
+            results = run_job(config, 2, lambda comm: (comm.transport, float(comm.allreduce(np.ones(9))[0])))
+            assert results == [(called(way), 2.0)] * 2
 
 
 def test_a_daemon_of_one_transport_only() -> None:
@@ -234,7 +234,7 @@ def test_a_daemon_of_one_transport_only() -> None:
 
 def ours_in_shm() -> set[Path]:
     """Files of memory that processes share by name; what MPICH makes there for other tests is not ours."""
-    return {each for each in Path("/dev/shm").iterdir() if not each.name.startswith("mpich_shm")}
+    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("mpich_shm")}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

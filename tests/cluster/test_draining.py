@@ -52,7 +52,7 @@ def refusal(daemon: Daemon, *settings: str) -> str:
 
 
 def is_draining(daemon: Daemon) -> list[bool]:
-    return [ask(each, configured(daemon.addresses), WAIT_S).draining for each in daemon.addresses]
+    return [ask(address, configured(daemon.addresses), WAIT_S).draining for address in daemon.addresses]
 
 
 def program(command: str, daemon: Daemon, *arguments: str) -> Process:
@@ -62,8 +62,8 @@ def program(command: str, daemon: Daemon, *arguments: str) -> Process:
 @pytest.fixture
 def unsafe() -> Iterator[Daemon]:
     """A daemon that a test ends."""
-    with Daemon(2, LISTEN) as found:
-        yield found
+    with Daemon(2, LISTEN) as daemon:
+        yield daemon
 
 
 def test_a_daemon_drains_as_one_and_ends_with_its_last_job(unsafe: Daemon) -> None:

@@ -24,9 +24,9 @@ def trainer(daemon: Daemon, job: str, rank: int, *arguments: str) -> Process:
 def follow(worker: Process, step: int) -> float:
     """The loss that the worker reports after `step` steps."""
     while True:
-        found = REPORT.fullmatch(worker.line())
-        if found and int(found[1]) == step:
-            return float(found[2])
+        match = REPORT.fullmatch(worker.line())
+        if match and int(match[1]) == step:
+            return float(match[2])
 
 
 def test_a_killed_worker_does_not_stop_the_training(daemon: Daemon, tmp_path: Path) -> None:

@@ -95,9 +95,9 @@ class Rank(Process):
         super().__init__(sys.executable, SCRIPT, "--job", job, "--rank", str(rank), "--size", str(size), *arguments)
 
     def expect(self, event: str) -> dict[str, Any]:
-        while (found := json.loads(self.line(READY_S)))["event"] != event:
+        while (report := json.loads(self.line(READY_S)))["event"] != event:
             pass
-        return dict(found)
+        return dict(report)
 
 
 @contextlib.contextmanager
@@ -114,11 +114,11 @@ def job_of(size: int, *arguments: str) -> Iterator[tuple[list[Rank], int]]:
 
 
 def launched(share: int) -> tuple[int, list[str], str]:
-    done = subprocess.run(
+    result = subprocess.run(
         [str(MPIRUN), "-n", "3", sys.executable, "-c", SUM], cwd=ROOT, env=os.environ | {"SHARE": str(share)},
         capture_output=True, text=True, timeout=READY_S + WAIT_S, check=False,
     )  # fmt: skip
-    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+    return result.returncode, sorted(result.stdout.splitlines()), result.stderr
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_a_worker_alone() -> None:
     for _ in range(2):
         with connect(plain()) as comm:
             assert comm.allreduce(np.ones(9)).tolist() == [1.0] * 9
-            [aggregator] = [each for each in children(os.getpid()) if is_aggregator(each)]
+            [aggregator] = [child for child in children(os.getpid()) if is_aggregator(child)]
         assert gone_within(aggregator, WAIT_S)
 
 
@@ -261,7 +261,7 @@ def test_a_handler_that_shuts_down_on_top_of_a_collective_leaves_nothing() -> No
     job, hook = unique_job(), sys.excepthook
     other = Ranks(1, lambda _: Communicator(plain(), rank=1, size=2, job=job))
     comm = Communicator(plain(), rank=0, size=2, job=job)
-    [aggregator] = [each for each in children(os.getpid()) if is_aggregator(each)]
+    [aggregator] = [child for child in children(os.getpid()) if is_aggregator(child)]
     before = signal.signal(signal.SIGALRM, lambda *_: comm.shutdown())
     try:
         Ranks(1, lambda _: eventually(lambda: comm._engine._waiters) and os.kill(os.getpid(), signal.SIGALRM))
@@ -281,11 +281,11 @@ def is_aggregator(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_users_own_module_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "aggregator.py").write_text("raise SystemExit('not this one')\n")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SUM], cwd=tmp_path, env=os.environ | {"SHARE": "1"},
         capture_output=True, text=True, timeout=READY_S, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["0 1 0", "0 1 1", "0 1 2"]), done.stderr
+    assert (result.returncode, result.stdout.splitlines()) == (0, ["0 1 0", "0 1 1", "0 1 2"]), result.stderr
 
 
 def test_nobody_listens_once_all_have_met() -> None:
@@ -362,10 +362,10 @@ def test_ranks_that_do_not_come() -> None:
 
 def test_ranks_with_different_world_sizes() -> None:
     job = unique_job()
-    found = Ranks(2, lambda rank: Communicator(plain(), rank=rank, size=2 + rank, job=job)).outcomes(READY_S)
-    assert isinstance(found[0], RefusedError)
-    assert isinstance(found[1], TransportError)
-    for error in found:
+    outcomes = Ranks(2, lambda rank: Communicator(plain(), rank=rank, size=2 + rank, job=job)).outcomes(READY_S)
+    assert isinstance(outcomes[0], RefusedError)
+    assert isinstance(outcomes[1], TransportError)
+    for error in outcomes:
         assert "rank 1 was started as one of 3 workers, and rank 0 as one of 2" in str(error)
 
 
@@ -373,8 +373,8 @@ def test_two_rank_0_of_one_job() -> None:
     job = unique_job()
     first = Ranks(1, lambda _: Communicator(plain("cluster.join_timeout_s=5"), rank=0, size=2, job=job))
     second = Ranks(1, lambda _: Communicator(plain("cluster.join_timeout_s=5"), rank=0, size=2, job=job))
-    found = {type(each) for each in (*first.outcomes(READY_S), *second.outcomes(READY_S))}
-    assert found == {RefusedError, TransportError}
+    results = {type(outcome) for outcome in (*first.outcomes(READY_S), *second.outcomes(READY_S))}
+    assert results == {RefusedError, TransportError}
 
 
 def test_another_users_process_is_not_believed() -> None:

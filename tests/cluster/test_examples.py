@@ -32,14 +32,14 @@ def test_allreduce(daemon: Daemon) -> None:
     """Each of two ranks in memory sends its rows of the other's half, and the sum of its own half."""
     for rank, line in enumerate(outputs(daemon, "allreduce.py")):
         assert line.startswith(f"rank {rank} of 2 by memory: sum 122880, sent ")
-        sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))
+        sent, received, dense = (int(match) for match in re.findall(r"(\d+) kB", line))
         assert 100 < received < sent < 350 < dense
 
 
 def test_allreduce_by_shards(daemon: Daemon) -> None:
     for rank, line in enumerate(outputs(daemon, "allreduce.py", host_exchange="off")):
         assert line.startswith(f"rank {rank} of 2 by shm: sum 122880, sent ")
-        sent, received, dense = (int(each) for each in re.findall(r"(\d+) kB", line))
+        sent, received, dense = (int(match) for match in re.findall(r"(\d+) kB", line))
         assert 160 < sent < received < 350 < dense
 
 
@@ -53,13 +53,13 @@ def test_embedding_rows(daemon: Daemon) -> None:
 def check_recommended(said: Sequence[str], sent_kb: int) -> None:
     """The numbers of the tutorial. A rank also sends a report once a second, which counts."""
     assert said[1] == ""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"mean squared error 0.533, without a model 1.962\n"
         r"2 ranks; each sent (\d+) kB in a step, for tables of 7040 kB\n",
         said[0],
     )
-    assert found is not None, said[0]
-    assert abs(int(found[1]) - sent_kb) <= 2
+    assert match is not None, said[0]
+    assert abs(int(match[1]) - sent_kb) <= 2
 
 
 def test_recommender(daemon: Daemon) -> None:
@@ -132,13 +132,13 @@ def test_switchml_alone(script: str) -> None:
     """Without a launcher, and on an aggregator of its own."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMNIREDUCE_")}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script)],
         env={name: value for name, value in environ.items() if name not in names},
         capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] in (
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] in (
         "Data verified successfully exiting main program",
         "world size 1, <omnireduce.switchml.Job 1: float32[16777216], finished>, context stopped",
     )
@@ -183,16 +183,16 @@ def test_scaling_makes_a_table(tmp_path: Path) -> None:
         "    if comm.rank == 0:\n        print(f'Hvd Procs {comm.size} Total time: {2 / comm.size} second')\n"
     )
     command = [sys.executable, str(ROOT / "examples/scaling.py"), "--np", "1,2", sys.executable, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [line.split() for line in done.stdout.splitlines()[-2:]] == [
+    result = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [line.split() for line in result.stdout.splitlines()[-2:]] == [
         ["1", "2.00", "1.00", "100%"],
         ["2", "1.00", "2.00", "100%"],
     ]
     for wrong, said in ((["--np", "one", "x"], "--np one: expected numbers"), (["--np", "1"], "expected a program")):
-        done = subprocess.run([*command[:2], *wrong], capture_output=True, text=True, timeout=WAIT_S, check=False)
-        assert done.returncode == 2
-        assert said in done.stderr
+        result = subprocess.run([*command[:2], *wrong], capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert result.returncode == 2
+        assert said in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def shared_files(pid: int) -> set[int]:
     """The slot memory that a process has mapped or open, by inode."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     mapped = {int(line.split()[4]) for line in lines if "memfd:omnireduce" in line}
-    files = [each.stat() for each in Path(f"/proc/{pid}/fd").iterdir() if "memfd:omnireduce" in str(each.readlink())]
-    return mapped | {each.st_ino for each in files}
+    files = [path.stat() for path in Path(f"/proc/{pid}/fd").iterdir() if "memfd:omnireduce" in str(path.readlink())]
+    return mapped | {path.st_ino for path in files}
 
 
 @pytest.mark.parametrize(("way", "regions"), [("shm", 0), (MEMORY, 2)])

@@ -90,7 +90,7 @@ def test_a_worker_and_the_error_that_ends_it(daemon: Daemon) -> None:
         *(f"cluster.job={job}", "cluster.join_timeout_s=3", "log.format=json"),
     ]
     command = [sys.executable, "-m", "omnireduce.worker", "bench", "--rank", "1", "--size", "2"]
-    with Process(*command, *(word for each in settings for word in ("--set", each))) as worker:
+    with Process(*command, *(word for setting in settings for word in ("--set", setting))) as worker:
         assert worker.wait(READY_S) == 1
         [waiting, *_, failed] = [line for line in events(worker.log) if line["level"] != "info"]
     assert (waiting["event"], waiting["job"], waiting["rank"]) == ("waiting_for_ranks", job, 1)

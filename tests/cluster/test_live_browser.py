@@ -71,8 +71,8 @@ def background(page: Any, scheme: str) -> str:
     page.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
-    found: str = page.execute_script("return getComputedStyle(document.body).backgroundColor")
-    return found
+    result: str = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+    return result
 
 
 def test_it_follows_what_happens_and_runs_nothing_of_a_worker(waiting: str) -> None:

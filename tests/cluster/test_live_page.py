@@ -102,15 +102,15 @@ def test_what_peers_say_is_text() -> None:
 
 def looks(history: History, *received: int, name: str = "train", every_s: float = 1.0) -> JobSummary:
     for number, total in enumerate(received):
-        [found] = summed_jobs({"a:1": answer(job(name, received=total))})
-        history.note([found], number * every_s)
-    return found
+        [result] = summed_jobs({"a:1": answer(job(name, received=total))})
+        history.note([result], number * every_s)
+    return result
 
 
 def test_rates_are_those_between_two_looks() -> None:
     history = History()
-    found = looks(history, 0, 1000, 4000, every_s=2.0)
-    assert history.rates(found) == [Rate(2.0, 500.0, 1000.0), Rate(4.0, 1500.0, 3000.0)]
+    result = looks(history, 0, 1000, 4000, every_s=2.0)
+    assert history.rates(result) == [Rate(2.0, 500.0, 1000.0), Rate(4.0, 1500.0, 3000.0)]
 
 
 def test_a_shard_that_misses_a_look_is_no_peak() -> None:
@@ -118,8 +118,8 @@ def test_a_shard_that_misses_a_look_is_no_peak() -> None:
     whole = {"a:1": answer(job(received=10**9)), "b:1": answer(job(received=10**9))}
     for answers in (whole, {**whole, "b:1": TransportError("no answer in time")}, whole):
         live.note(answers)
-    [found] = summed_jobs(whole)
-    assert all(rate.received == 0 for rate in live._history.rates(found))
+    [result] = summed_jobs(whole)
+    assert all(rate.received == 0 for rate in live._history.rates(result))
 
 
 def test_the_page_has_room_for_some_jobs() -> None:
@@ -142,10 +142,10 @@ def test_another_job_of_the_same_name_begins_anew() -> None:
 
 def test_looks_are_few_enough() -> None:
     history = History()
-    found = looks(history, *range(2 * LOOKS), every_s=0.1)
-    assert len(history.rates(found)) < 2 * LOOKS / 4
-    found = looks(history, *range(1000), every_s=10.0)
-    assert len(history.rates(found)) == KEPT_S / 10
+    result = looks(history, *range(2 * LOOKS), every_s=0.1)
+    assert len(history.rates(result)) < 2 * LOOKS / 4
+    result = looks(history, *range(1000), every_s=10.0)
+    assert len(history.rates(result)) == KEPT_S / 10
     many = summed_jobs({"a:1": answer(*(job(f"job {number}") for number in range(2 * JOBS)))})
     history.note(many, 1e6)
     history.note(many, 1e6 + 1)
@@ -177,9 +177,9 @@ def test_a_real_job_is_on_the_page(watched: Daemon) -> None:
         return get(f"{base(watched)}/")[1] if comm.rank == 0 else ""
 
     def run(comm: Communicator) -> str:
-        found = work(comm)
+        result = work(comm)
         comm.barrier()
-        return found
+        return result
 
     text = start_job(configured(watched.addresses), 2, run, job="on-the-page").results()[0]
     page = Page(text)

@@ -42,10 +42,10 @@ def launch(daemon: Daemon, size: int, jobs: range) -> Counter[tuple[int, str]]:
     assert MPIRUN is not None
     numbers = ["--jobs", str(jobs.start), str(jobs.stop)]
     command = [MPIRUN, "-n", str(size), sys.executable, SERIES, "--aggregators", ",".join(daemon.addresses), *numbers]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return Counter((each["job"], each["outcome"]) for each in found)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    return Counter((report["job"], report["outcome"]) for report in reports)
 
 
 def outcomes(size: int, number: int) -> dict[tuple[int, str], int]:
@@ -91,7 +91,7 @@ def test_many_jobs_at_once(daemon: Daemon) -> None:
 
             outcomes = start_job(config, 2, run).outcomes()
             if thread % 4 == 3:
-                assert [type(each) for each in outcomes] == [AbortedError, ZeroDivisionError]
+                assert [type(outcome) for outcome in outcomes] == [AbortedError, ZeroDivisionError]
             else:
                 assert outcomes == [value * 10.0] * 2
 

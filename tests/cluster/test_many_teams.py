@@ -76,8 +76,8 @@ def joins(daemon: Daemon, settings: Sequence[str], job: str = "", *more: str) ->
 def names(daemon: Daemon, settings: Sequence[str]) -> dict[str, str]:
     """The jobs of which a status tells who has this secret, each with its team."""
     config = configured(daemon.addresses, *settings)
-    found = ask(daemon.addresses[0], config, WAIT_S, secret=load_secret(config.security))
-    return {job.name: job.team for job in found.jobs}
+    status = ask(daemon.addresses[0], config, WAIT_S, secret=load_secret(config.security))
+    return {job.name: job.team for job in status.jobs}
 
 
 def reload(daemon: Daemon, event: str = "event=reloaded") -> None:

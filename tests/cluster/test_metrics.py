@@ -45,9 +45,9 @@ Samples = dict[str, dict[tuple[str, ...], float]]
 
 def base(daemon: Process) -> str:
     assert eventually(lambda: "event=metrics" in daemon.log)
-    found = re.search(r"http://\S+:\d+", daemon.log)
-    assert found is not None
-    return found[0]
+    match = re.search(r"http://\S+:\d+", daemon.log)
+    assert match is not None
+    return match[0]
 
 
 def get(url: str) -> tuple[int, str]:
@@ -64,14 +64,14 @@ def scrape(daemon: Daemon) -> Samples:
     """All samples: by name, then by the values of their labels in the order of the labels' names."""
     status, text = get(f"{base(daemon)}/metrics")
     assert status == 200
-    found: Samples = {}
+    results: Samples = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             key = tuple(value for _, value in sorted(sample.labels.items()) if value)  # an empty label is none
-            assert key not in found.setdefault(sample.name, {}), f"{sample.name} {key} twice"
-            found[sample.name][key] = sample.value
-    return found
+            assert key not in results.setdefault(sample.name, {}), f"{sample.name} {key} twice"
+            results[sample.name][key] = sample.value
+    return results
 
 
 def aborts(found: Samples, cause: str) -> float:
@@ -84,8 +84,8 @@ def shard_pid(daemon: Daemon, shard: int) -> int:
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Daemon]:
-    with Daemon(2, LISTEN) as found:
-        yield found
+    with Daemon(2, LISTEN) as daemon:
+        yield daemon
 
 
 def test_a_scrape_says_what_the_shards_say(watched: Daemon) -> None:
@@ -94,25 +94,25 @@ def test_a_scrape_says_what_the_shards_say(watched: Daemon) -> None:
         late.expect("held")
         expect_round(first, "started", 3)
         assert eventually(lambda: ("1",) in {key[1:2] for key in scrape(watched)["omnireduce_job_waiting_seconds"]})
-        found = scrape(watched)
+        metrics = scrape(watched)
         for shard in watched.addresses:
             status = ask(shard, configured([shard]), WAIT_S)
             [row] = [each for each in status.jobs if each.name == job]
             traffic, key = row.traffic, (job, shard)
-            assert (found["omnireduce_shard_up"][(shard,)], traffic.collectives) == (1, 3)
-            assert found["omnireduce_collectives_total"][(shard,)] == status.traffic.collectives
-            assert found["omnireduce_job_collectives_total"][key] == 3
-            assert found["omnireduce_job_received_bytes_total"][key] == traffic.received_bytes
-            assert found["omnireduce_job_sent_bytes_total"][key] == traffic.sent_bytes
-            assert found["omnireduce_job_own_blocks_total"][key] == traffic.own_blocks
-            assert found["omnireduce_job_density"][key] == traffic.density == 1
-            assert found["omnireduce_job_union_density"][key] == traffic.union_density == 1
-            assert (found["omnireduce_job_ranks"][key], found["omnireduce_job_slots"][key]) == (2, 6)
-            assert found["omnireduce_job_slots_in_use"][key] == row.slots_in_use == 1
-            assert found["omnireduce_shard_running_jobs"][(shard,)] == 1
-            assert found["omnireduce_shard_uptime_seconds"][(shard,)] <= status.uptime_s
-            assert found["omnireduce_job_waiting_seconds"][(job, "1", shard)] > 0
-            assert {cause for cause, name in found["omnireduce_aborts_total"] if name == shard} == set(ABORT_KINDS)
+            assert (metrics["omnireduce_shard_up"][(shard,)], traffic.collectives) == (1, 3)
+            assert metrics["omnireduce_collectives_total"][(shard,)] == status.traffic.collectives
+            assert metrics["omnireduce_job_collectives_total"][key] == 3
+            assert metrics["omnireduce_job_received_bytes_total"][key] == traffic.received_bytes
+            assert metrics["omnireduce_job_sent_bytes_total"][key] == traffic.sent_bytes
+            assert metrics["omnireduce_job_own_blocks_total"][key] == traffic.own_blocks
+            assert metrics["omnireduce_job_density"][key] == traffic.density == 1
+            assert metrics["omnireduce_job_union_density"][key] == traffic.union_density == 1
+            assert (metrics["omnireduce_job_ranks"][key], metrics["omnireduce_job_slots"][key]) == (2, 6)
+            assert metrics["omnireduce_job_slots_in_use"][key] == row.slots_in_use == 1
+            assert metrics["omnireduce_shard_running_jobs"][(shard,)] == 1
+            assert metrics["omnireduce_shard_uptime_seconds"][(shard,)] <= status.uptime_s
+            assert metrics["omnireduce_job_waiting_seconds"][(job, "1", shard)] > 0
+            assert {cause for cause, name in metrics["omnireduce_aborts_total"] if name == shard} == set(ABORT_KINDS)
         late.go_on()
         expect_round(late, "round", 3)
         assert any(key[:2] == (job, "1") for key in scrape(watched)["omnireduce_job_late_seconds_total"])

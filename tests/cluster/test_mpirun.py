@@ -24,8 +24,8 @@ def command(daemon: Daemon, size: int, *arguments: str) -> list[str]:
 def events(daemon: Daemon, size: int, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
     """Run a launch to its end: its status, what all ranks reported, and their standard error."""
     launch = command(daemon, size, *arguments)
-    done = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    result = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=False)
+    return result.returncode, [json.loads(line) for line in result.stdout.splitlines()], result.stderr
 
 
 @pytest.mark.parametrize("transport", [MEMORY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -33,11 +33,11 @@ def test_rank_size_and_job_come_from_the_launcher(daemon: Daemon, transport: str
     """Twice, so that the second launch is a job of its own."""
     for size in (2, 3):
         settings = [word for setting in over(transport) for word in ("--set", setting)]
-        status, found, log = events(daemon, size, "--rounds", "3", *settings)
+        status, result, log = events(daemon, size, "--rounds", "3", *settings)
         assert status == 0, log
-        joined = sorted((each["rank"], each["size"], each["transport"]) for each in found if each["event"] == "joined")
+        joined = sorted((each["rank"], each["size"], each["transport"]) for each in result if each["event"] == "joined")
         assert joined == [(rank, size, called(transport)) for rank in range(size)]
-        assert sum(each["event"] == "round" for each in found) == 3 * size
+        assert sum(each["event"] == "round" for each in result) == 3 * size
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ def as_nobody(function: Callable[[], _T]) -> _T:
         assert set_user(NOBODY)
         return function()
 
-    [found] = Ranks(1, run).results()
-    return found
+    [result] = Ranks(1, run).results()
+    return result
 
 
 def outcome(daemon: Daemon, *overrides: str) -> str:

@@ -29,10 +29,10 @@ TOKEN, NEW = "a-token.of_the~scraper+1/2==", "f00d" * 16
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> Path:
-    found = tmp_path / "token"
-    found.touch(0o600)
-    found.write_text(f"{TOKEN}\n")
-    return found
+    result = tmp_path / "token"
+    result.touch(0o600)
+    result.write_text(f"{TOKEN}\n")
+    return result
 
 
 def ask(url: str, *headers: tuple[str, str], tls: ssl.SSLContext | None = None) -> tuple[int, str, str]:

@@ -77,7 +77,7 @@ def pipeline_for_more_ranks(comm: Communicator) -> Use:
 
 
 def pipeline_on_shards(comm: Communicator) -> Use:
-    fused = next(each for each in schedules("sgd").values() if runs_on_shards(each))
+    fused = next(schedule for schedule in schedules("sgd").values() if runs_on_shards(schedule))
     own = fused.on_shards(comm, {"w": ones(9)})
     return lambda fits: own.run({"g": ones(9), "lr": 0.5 if fits else "x"})
 

@@ -31,7 +31,7 @@ SOLO = over("tcp")
 
 def below(*daemons: Daemon) -> str:
     """The setting of a relay with these above it."""
-    return f"aggregator.upstream={json.dumps([address for each in daemons for address in each.addresses])}"
+    return f"aggregator.upstream={json.dumps([address for daemon in daemons for address in daemon.addresses])}"
 
 
 class Tree(NamedTuple):
@@ -88,14 +88,14 @@ def test_sums_are_right(tree: Tree, way: str) -> None:
     brought = {dtype: [of_rank(rank, dtype) for rank in range(6)] for dtype, _ in calls}
 
     def run(comm: Communicator) -> list[np.ndarray]:
-        found = [comm.allreduce(brought[dtype][comm.rank].copy(), op=op) for dtype, op in calls]
-        found.append(comm.allreduce(np.empty(0, np.float32)))
-        return found
+        totals = [comm.allreduce(brought[dtype][comm.rank].copy(), op=op) for dtype, op in calls]
+        totals.append(comm.allreduce(np.empty(0, np.float32)))
+        return totals
 
     results = run_job(tree.configs(*over(way)), 6, run)
     for number, (dtype, op) in enumerate(calls):
         expected = reduce_by_tree(SUMS, brought[dtype], op)
-        assert all(np.array_equal(each[number], expected) for each in results), (dtype, op)
+        assert all(np.array_equal(result[number], expected) for result in results), (dtype, op)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -145,10 +145,10 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(tree: Tree) -> None:
             assert group.allreduce(np.ones(3))[0] == 6
         return str(caught.value)
 
-    found = run_job(tree.configs(f"cluster.join_timeout_s={100 * WAIT_S}"), 6, run)
-    said = {found.pop(4), found.pop(1)}
+    results = run_job(tree.configs(f"cluster.join_timeout_s={100 * WAIT_S}"), 6, run)
+    said = {results.pop(4), results.pop(1)}
     assert said == {"ranks [9]: expected different ranks from 0 to 5"}
-    assert all(each.endswith(f"has refused: {said.copy().pop()}") for each in found)
+    assert all(result.endswith(f"has refused: {said.copy().pop()}") for result in results)
 
 
 def status_of(daemon: Daemon, job: str) -> JobStatus | None:
@@ -164,9 +164,9 @@ def test_a_relay_sends_the_union_once() -> None:
         def run(comm: Communicator) -> tuple[JobStatus | None, JobStatus | None]:
             comm.allreduce(x.copy())
             comm.barrier()
-            found = (status_of(left, job), status_of(root, job)) if comm.rank == 0 else (None, None)
+            result = (status_of(left, job), status_of(root, job)) if comm.rank == 0 else (None, None)
             comm.barrier()
-            return found
+            return result
 
         ways = [configured(each.addresses, *SOLO) for each in (left, left, right, right)]
         relay, top = run_job(ways, 4, run, job)[0]
@@ -191,10 +191,12 @@ def test_metrics_show_the_levels() -> None:
         jobs_started=1, jobs_ended=0, aborts={}, refused=0, jobs=[job],
     )  # fmt: skip
     samples = [sample for metric in ShardCollector(lambda: {"s": status}).collect() for sample in metric.samples]
-    found = {(each.name, each.labels.get("upstream", each.labels.get("relay"))): each.value for each in samples}
-    assert found["omnireduce_job_upstream", "top:1"] == 1
-    assert found["omnireduce_job_relay_ranks", "low:1"] == 2
-    assert found["omnireduce_job_up_sent_bytes_total", None] == found["omnireduce_up_sent_bytes_total", None] == 3
+    results = {
+        (sample.name, sample.labels.get("upstream", sample.labels.get("relay"))): sample.value for sample in samples
+    }
+    assert results["omnireduce_job_upstream", "top:1"] == 1
+    assert results["omnireduce_job_relay_ranks", "low:1"] == 2
+    assert results["omnireduce_job_up_sent_bytes_total", None] == results["omnireduce_up_sent_bytes_total", None] == 3
 
 
 @contextlib.contextmanager
@@ -202,13 +204,13 @@ def looping(daemons: Sequence[Daemon], *arguments: str) -> Iterator[list[Worker]
     """A rank for each daemon, which has come that way."""
     job, size = unique_job("tree"), len(daemons)
     with contextlib.ExitStack() as stack:
-        found = [
-            stack.enter_context(Worker(each, job, rank, size, *arguments, overrides=SOLO))
-            for rank, each in enumerate(daemons)
+        results = [
+            stack.enter_context(Worker(daemon, job, rank, size, *arguments, overrides=SOLO))
+            for rank, daemon in enumerate(daemons)
         ]
-        for worker in found:
+        for worker in results:
             worker.expect("joined")
-        yield found
+        yield results
 
 
 def expect_named(workers: Sequence[Worker], since: float, within_s: float, name: str) -> None:
@@ -301,13 +303,13 @@ def test_an_elastic_job_goes_on_behind_relays() -> None:
         configs = [configured(each.addresses, *elastic) for each in (left, left, right)]
 
         def run(comm: Communicator) -> list[float]:
-            found = [float(comm.allreduce(np.ones(1000, np.float32))[0])]
+            results = [float(comm.allreduce(np.ones(1000, np.float32))[0])]
             if comm.rank == 1:
-                return found
+                return results
             with pytest.raises(AbortedError, match="rank 1"):
                 until_aborted(comm)
             comm.reform()
-            return [*found, float(comm.allreduce(np.ones(1000, np.float32))[0])]
+            return [*results, float(comm.allreduce(np.ones(1000, np.float32))[0])]
 
         outcomes = start_job(configs, 3, run).outcomes()
     assert outcomes == [[3.0, 2.0], [3.0], [3.0, 2.0]]

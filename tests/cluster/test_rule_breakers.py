@@ -150,8 +150,8 @@ def test_broken_rules_are_counted_as_that() -> None:
     with Daemon(1) as daemon:
         for what in COUNTED:
             test_members_that_break_the_rules_are_named(daemon, what)
-        found = ask(daemon.addresses[0], configured(daemon.addresses), WAIT_S)
-        assert {kind: count for kind, count in found.aborts.items() if count} == {"violation": len(COUNTED)}
+        status = ask(daemon.addresses[0], configured(daemon.addresses), WAIT_S)
+        assert {kind: count for kind, count in status.aborts.items() if count} == {"violation": len(COUNTED)}
         assert daemon.log.count(" cause=violation rank=1 ") == len(COUNTED)
 
 

@@ -51,31 +51,31 @@ def sums(ranks: Sequence[tuple[Host, Sequence[str]]], *sets: str) -> list[str]:
             words = [str(rank), str(len(ranks)), job, f"cluster.aggregators={','.join(addresses)}", BY_SHARDS, *sets]
             process = Process(*host.prefix, sys.executable, "-c", CODE, *words)
             processes.append(stack.enter_context(process))
-        found = [process.line(READY_S) for process in processes]
+        results = [process.line(READY_S) for process in processes]
         assert [process.wait() for process in processes] == [0] * len(ranks)
-    return found
+    return results
 
 
 def omnireduce(host: Host, *words: str) -> str:
     """Output of a command of the program on a host."""
     command = [*host.prefix, sys.executable, "-m", "omnireduce", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def at(host: Host, daemon: Daemon) -> list[str]:
     """The addresses of a daemon that listens at all of them, as other hosts see it."""
-    return [str(Address(host.address, parse_address(each).port)) for each in daemon.addresses]
+    return [str(Address(host.address, parse_address(address).port)) for address in daemon.addresses]
 
 
 @only_ipv6
 def test_a_daemon_serves_hosts_without_ipv4(hosts: list[Host]) -> None:
     here, there = hosts
     with Daemon(2, OPEN, "metrics.listen=:0", listen=":0", prefix=here.prefix) as daemon:
-        assert all(each.startswith("[::]:") for each in daemon.addresses)
+        assert all(address.startswith("[::]:") for address in daemon.addresses)
         addresses = at(here, daemon)
-        by_name = [each.replace(f"[{here.address}]", here.name) for each in addresses]
+        by_name = [address.replace(f"[{here.address}]", here.name) for address in addresses]
         assert sums([(there, addresses), (there, by_name), (here, by_name)]) == ["6 by tcp", "6 by tcp", "6 by shm"]
         assert f"{addresses[0]} " in omnireduce(there, "status", "--once", *addresses)
         told = "--set", f"cluster.aggregators={by_name[0]}"
@@ -85,8 +85,8 @@ def test_a_daemon_serves_hosts_without_ipv4(hosts: list[Host]) -> None:
             assert sums([(there, at(there, relay)), (here, addresses)]) == ["3 by shm"] * 2
         port = daemon.log.partition("metrics at http://[::]:")[2].partition("/")[0]
         read = f"import urllib.request as u; print(u.urlopen('http://[{here.address}]:{port}/metrics').read().decode())"
-        done = subprocess.run([*there.prefix, sys.executable, "-c", read], capture_output=True, text=True, check=True)
-        assert "omnireduce_" in done.stdout
+        result = subprocess.run([*there.prefix, sys.executable, "-c", read], capture_output=True, text=True, check=True)
+        assert "omnireduce_" in result.stdout
 
 
 @needs_openssl

@@ -27,7 +27,7 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_signal_that_comes_while_it_begins_to_be_ignored() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", A_SIGNAL_COMES_MEANWHILE], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")

@@ -34,16 +34,16 @@ MOST_S = 30.0
 
 
 def statuses(daemon: Daemon) -> list[Status]:
-    found: list[Status] = []
+    results: list[Status] = []
     for each in ask_all(daemon.addresses, configured(daemon.addresses), MOST_S):
         assert isinstance(each, Status), each
-        found.append(each)
-    return found
+        results.append(each)
+    return results
 
 
 def jobs(daemon: Daemon, name: str) -> list[JobStatus]:
     """Status of one job, from each shard."""
-    return [job for each in statuses(daemon) for job in each.jobs if job.name == name]
+    return [job for status in statuses(daemon) for job in status.jobs if job.name == name]
 
 
 def blocks_of(rank: int) -> np.ndarray:
@@ -64,22 +64,22 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
             comm.allreduce(blocks_of(comm.rank))
         comm.barrier()
         comm._engine.exclusively(comm._engine._driver.flush)  # the last credits would wait for the next collective
-        found = comm.statistics()
+        result = comm.statistics()
         if comm.rank == 0:
             seen.set()
         assert done.wait(WAIT_S)
-        return found.sent_bytes, found.received_bytes
+        return result.sent_bytes, result.received_bytes
 
     running = start_job(configured(daemon.addresses, *over(transport)), 2, run, job)
     assert seen.wait(WAIT_S)
     assert eventually(lambda: all(each.results_in_use == 0 for each in jobs(daemon, job)))  # the last credits are back
-    found = jobs(daemon, job)
+    results = jobs(daemon, job)
     done.set()
     totals = running.results()
     counts = [5, 4, 4]  # the barrier is the first shard's
-    assert [each.traffic.collectives for each in found] == counts
+    assert [each.traffic.collectives for each in results] == counts
     traffic = Traffic()
-    for each in found:
+    for each in results:
         traffic.add(each.traffic)
         assert (each.world_size, each.joined, list(each.carried)) == (2, 2, [transport])
         assert (each.slots, each.slots_in_use, each.results, each.missing) == (6, 0, 3, [])
@@ -97,7 +97,9 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
         assert (new.jobs_started, new.jobs_ended) == (old.jobs_started + 1, old.jobs_ended + 1)
         assert (new.aborts, new.pid, new.running) == (old.aborts, old.pid, 0)
         assert new.uptime_s > old.uptime_s
-    gained = sum(each.traffic.own_blocks for each in statuses(daemon)) - sum(each.traffic.own_blocks for each in before)
+    gained = sum(status.traffic.own_blocks for status in statuses(daemon)) - sum(
+        each.traffic.own_blocks for each in before
+    )
     assert gained == 4 * 700
 
 
@@ -109,9 +111,9 @@ def test_a_job_whose_ranks_share_memory_is_counted_exactly(daemon: Daemon) -> No
         for _ in range(4):
             comm.allreduce(blocks_of(comm.rank))
         comm.barrier()
-        found = comm._machine.host
-        assert found is not None
-        return found.sent_bytes, found.received_bytes
+        result = comm._machine.host
+        assert result is not None
+        return result.sent_bytes, result.received_bytes
 
     totals = run_job(configured(daemon.addresses, *over(MEMORY)), 2, run)
     assert eventually(lambda: statuses(daemon)[0].jobs_ended == before[0].jobs_ended + 1)
@@ -180,17 +182,17 @@ def test_a_late_rank_stays_on_the_account(daemon: Daemon, way: str) -> None:
     with workers(daemon, 2, "--hold", "1", "1", job=job, overrides=over(way)) as (first, late):
         late.expect("held")
         expect_round(first, "started", 1)
-        assert eventually(lambda: all(each.waiting and each.waiting.seconds > 0.3 for each in accounts()))
+        assert eventually(lambda: all(account.waiting and account.waiting.seconds > 0.3 for account in accounts()))
         late.go_on()
         expect_round(late, "round", 2)
 
         def stays() -> bool:
             for worker in (first, late):  # they go on: the ranks report after a collective
                 worker.expect("round")
-            return all(each.late and each.late[0].seconds > 0.3 for each in accounts())
+            return all(account.late and account.late[0].seconds > 0.3 for account in accounts())
 
         assert eventually(stays)
-        assert all(each.late[0].rank == 1 for each in accounts())
+        assert all(account.late[0].rank == 1 for account in accounts())
 
 
 def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
@@ -198,9 +200,9 @@ def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
     with RawPeer(daemon.addresses[0]) as first:
         first.hello(job, 1, 40)
         await_pending(first, [0, *range(2, 17)])
-        [found] = jobs(daemon, job)
-        assert (found.generation, found.world_size, found.joined) == (0, 40, 1)
-        assert found.missing == [0, *range(2, 17)]
+        [result] = jobs(daemon, job)
+        assert (result.generation, result.world_size, result.joined) == (0, 40, 1)
+        assert result.missing == [0, *range(2, 17)]
         assert statuses(daemon)[0].gathering == 1
     assert eventually(lambda: jobs(daemon, job) == [])
 
@@ -220,12 +222,12 @@ def test_aborts_are_counted_by_cause_and_refusals_too(way: str) -> None:
         with RawPeer(daemon.addresses[0]) as peer:
             peer.hello("x", 5, 2)
             assert isinstance(peer.control(), Refused)
-        [found] = statuses(daemon)
-        assert set(found.aborts) == set(ABORT_KINDS)
-        assert {cause: count for cause, count in found.aborts.items() if count} == {
+        [result] = statuses(daemon)
+        assert set(result.aborts) == set(ABORT_KINDS)
+        assert {cause: count for cause, count in result.aborts.items() if count} == {
             "lost": 1, "timeout": 1, "mismatch": 1,
         }  # fmt: skip
-        assert (found.jobs_started, found.jobs_ended, found.refused) == (3, 3, 1)
+        assert (result.jobs_started, result.jobs_ended, result.refused) == (3, 3, 1)
 
 
 def test_many_jobs_come_in_pages() -> None:
@@ -237,10 +239,10 @@ def test_many_jobs_come_in_pages() -> None:
             peer.hello(name, 0, 2, slots=2, slot_bytes=65536)  # little memory, of which all jobs together have a limit
             await_pending(peer, [1])
         for kind in ("auto", "tcp"):
-            found = ask(daemon.addresses[0], configured(daemon.addresses, f"transport.kind={kind}"), MOST_S)
-            assert [job.name for job in found.jobs] == names
-            assert (found.gathering, found.running) == (400, 0)
-            assert found.connections == 401
+            status = ask(daemon.addresses[0], configured(daemon.addresses, f"transport.kind={kind}"), MOST_S)
+            assert [job.name for job in status.jobs] == names
+            assert (status.gathering, status.running) == (400, 0)
+            assert status.connections == 401
         with RawPeer(daemon.addresses[0]) as peer:
             peer.say(StatusRequest(PROTOCOL_VERSION))
             first = peer.control()
@@ -295,13 +297,13 @@ def test_requests_that_are_refused(daemon: Daemon, request_: object, reason: str
 @pytest.fixture
 def secrets(tmp_path: Path) -> Sequence[str]:
     """Two settings of which each names another secret."""
-    found = []
+    results = []
     for number in range(2):
         file = tmp_path / f"secret{number}"
         file.touch(0o600)
         file.write_text(f"secret number {number} of this test")
-        found.append(f"security.secret_file={file}")
-    return found
+        results.append(f"security.secret_file={file}")
+    return results
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -316,9 +318,9 @@ def test_who_does_not_know_the_secret_learns_nothing(secrets: Sequence[str], kin
             (["transport.kind=tcp"], "wants proof of a shared"),  # by shm this user may ask
         ):
             config = configured([address], f"transport.kind={kind}", *settings)
-            [found] = ask_all([address], config, MOST_S, secret=load_secret(config.security))
-            assert isinstance(found, RefusedError)
-            assert expected in str(found)
+            [result] = ask_all([address], config, MOST_S, secret=load_secret(config.security))
+            assert isinstance(result, RefusedError)
+            assert expected in str(result)
         with RawPeer(address) as peer:
             peer.say(StatusRequest(PROTOCOL_VERSION))
             answer = peer.control()
@@ -332,8 +334,8 @@ def test_over_tls() -> None:
         [address] = daemon.addresses
         config = configured([address], certificates().trust(), "transport.kind=tcp")
         assert ask(address, config, MOST_S).running == 0
-        [found] = ask_all([address], configured([address], "transport.kind=tcp"), 5.0)
-        assert isinstance(found, TransportError)
+        [result] = ask_all([address], configured([address], "transport.kind=tcp"), 5.0)
+        assert isinstance(result, TransportError)
 
 
 @needs_openssl
@@ -348,15 +350,15 @@ def test_on_its_own_host_the_configuration_of_an_aggregator_will_do() -> None:
 
 
 def outcome(address: str, timeout_s: float) -> Status | OmniReduceError:
-    [found] = ask_all([address], configured([address]), timeout_s)
-    return found
+    [result] = ask_all([address], configured([address]), timeout_s)
+    return result
 
 
 def test_nobody_listens() -> None:
     address = free_address()
-    found = outcome(address, 1.0)
-    assert isinstance(found, TransportError)
-    assert f"cannot reach aggregator {address}: Connection refused; is `omnireduce aggregator`" in str(found)
+    result = outcome(address, 1.0)
+    assert isinstance(result, TransportError)
+    assert f"cannot reach aggregator {address}: Connection refused; is `omnireduce aggregator`" in str(result)
 
 
 @pytest.mark.parametrize(
@@ -378,11 +380,11 @@ def test_something_else_listens(said: bytes, expected: str) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        found = outcome(f"127.0.0.1:{server.getsockname()[1]}", 0.3)
+        result = outcome(f"127.0.0.1:{server.getsockname()[1]}", 0.3)
         thread.join(WAIT_S)
         kept[0].close()
-    assert isinstance(found, TransportError)
-    assert re.search(expected, str(found))
+    assert isinstance(result, TransportError)
+    assert re.search(expected, str(result))
 
 
 def test_a_daemon_that_shuts_down_ends_the_conversation() -> None:

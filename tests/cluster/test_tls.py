@@ -58,7 +58,7 @@ def test_results_are_right(sealed: Daemon, elements: int) -> None:
 
     def run(comm: Communicator) -> bool:
         results = [comm.allreduce(x, out=np.empty_like(x)) for _ in range(3)]
-        return comm.transport == "tcp" and all(np.array_equal(each, 3 * x) for each in results)
+        return comm.transport == "tcp" and all(np.array_equal(result, 3 * x) for result in results)
 
     assert run_job(config, 3, run) == [True] * 3
 
@@ -218,12 +218,12 @@ def test_an_old_version_of_tls_is_refused(sealed: Daemon) -> None:
 
 
 def with_passphrase(folder: Path) -> Path:
-    found = folder / "locked.key"
+    result = folder / "locked.key"
     key = certificates().folder / "aggregator.key"
-    command = [str(OPENSSL), "pkey", "-in", key, "-aes128", "-passout", "pass:secret", "-out", found]
+    command = [str(OPENSSL), "pkey", "-in", key, "-aes128", "-passout", "pass:secret", "-out", result]
     subprocess.run(command, check=True, timeout=WAIT_S)
-    found.chmod(0o600)
-    return found
+    result.chmod(0o600)
+    return result
 
 
 def test_what_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -177,9 +177,9 @@ def test_memory_is_passed_after_the_proof_only(closed: Daemon) -> None:
     with RawPeer(closed.addresses[0], local=True) as peer:
         candidate = Candidate(SECRET, bytes(32))
         peer.send(framed(candidate.greeting))
-        said, found = [], []
-        while not found:
-            data, found, _, _ = socket.recv_fds(peer.sock, 65536, 4)
+        said, results = [], []
+        while not results:
+            data, results, _, _ = socket.recv_fds(peer.sock, 65536, 4)
             length = FRAME.unpack_from(data)[2]
             said.append(decode_control(data[FRAME.size : FRAME.size + length]))
             reply = candidate.told(said[-1]) if isinstance(said[-1], Challenge | Proof) else None
@@ -187,7 +187,7 @@ def test_memory_is_passed_after_the_proof_only(closed: Daemon) -> None:
                 peer.send(framed(reply))
             elif isinstance(said[-1], Proof):
                 peer.hello(unique_job(), 0, 1)
-        for descriptor in found:
+        for descriptor in results:
             os.close(descriptor)
     assert [type(each) for each in said] == [Challenge, Proof, Welcome]
 
@@ -273,8 +273,8 @@ def family(pid: int) -> list[int]:
 
 
 def command_lines(pid: int) -> str:
-    found = [Path(f"/proc/{each}/cmdline").read_bytes() for each in family(pid)]
-    return b"".join(found).decode(errors="replace")
+    contents = [Path(f"/proc/{each}/cmdline").read_bytes() for each in family(pid)]
+    return b"".join(contents).decode(errors="replace")
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_a_secret_that_cannot_be_used_is_one_line_and_status_2(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_worker_program_says_what_is_missing(closed: Daemon) -> None:
     command = [sys.executable, "-m", "omnireduce.worker", "bench", "--set", f"cluster.aggregators={closed.addresses}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=READY_S, check=False)
-    assert done.returncode == 1
-    assert "Error: aggregator" in done.stderr
-    assert "wants proof of a shared secret: give the client the same security.secret_file" in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=READY_S, check=False)
+    assert result.returncode == 1
+    assert "Error: aggregator" in result.stderr
+    assert "wants proof of a shared secret: give the client the same security.secret_file" in result.stderr

@@ -172,7 +172,7 @@ def test_both_ways_give_the_same_sums(daemon: Daemon, way: str, ratio: float, mo
     for work_bytes in (-6, 1 << 30):  # always by number, always in blocks
         monkeypatch.setattr(compressed, "WORK_BYTES", work_bytes)
         monkeypatch.setattr(compressed, "WORK_BYTES_IN_MEMORY", work_bytes)
-        assert [each.tobytes() for each in run_job(config, 2, run)] == [each.tobytes() for each in chosen]
+        assert [result.tobytes() for result in run_job(config, 2, run)] == [each.tobytes() for each in chosen]
 
 
 @pytest.mark.parametrize("make", [lambda: TopK(0.9), lambda: TopK(0.01), lambda: RandomK(0.1)])

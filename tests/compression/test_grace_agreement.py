@@ -32,9 +32,9 @@ def errors_of(daemon: Daemon, way: str, step: Any) -> list[str]:
 
 
 def expect_both(errors: list[str], *sides: str) -> None:
-    for each in errors:
-        assert "submitted different collectives" in each
-        assert all(side in each for side in sides), each
+    for error in errors:
+        assert "submitted different collectives" in error
+        assert all(side in error for side in sides), error
 
 
 @pytest.mark.parametrize("way", [BY_SHARDS, "transport.host_exchange=auto"])
@@ -120,8 +120,8 @@ def test_classes_of_the_users_own(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> list[float]:
         made = grace.Allgather(Negated(comm.rank), grace.NoneMemory(), comm=comm)
-        found: list[float] = made.step(np.full(2, comm.rank, np.float32), "w").tolist()
-        return found
+        values: list[float] = made.step(np.full(2, comm.rank, np.float32), "w").tolist()
+        return values
 
     assert run_job(configured(daemon.addresses, BY_SHARDS), 2, run) == [[0.5, 0.5]] * 2
 

@@ -16,7 +16,7 @@ from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS
 from omnireduce.core.dtypes import Array
 
 SIZE, RANKS, STEPS = 3000, 3, 3
-PAIRS = [(name, each) for name, kind in COMPRESSORS.items() for each in kind.communicators]
+PAIRS = [(name, communicator) for name, kind in COMPRESSORS.items() for communicator in kind.communicators]
 NO_SUMS = ("signsgd", "signum", "terngrad")  # votes, what follows a momentum; terngrad has a test of its own
 DRAWN = [("qsgd", "aggregator")]
 WAYS = [BY_SHARDS, "transport.host_exchange=auto"]
@@ -59,12 +59,12 @@ def test_all_ways_give_the_same(daemon: Daemon, params: dict[str, Any], way: str
     results = run_job(configured(daemon.addresses, way), RANKS, run)
     expected = np.stack(results[0]["allgather"])
     assert expected.any()
-    for found in results:
+    for result in results:
         for each in ways:
-            assert (np.stack(found[each]) == expected).all(), each
+            assert (np.stack(result[each]) == expected).all(), each
 
 
-@pytest.mark.parametrize(("name", "communicator"), [each for each in PAIRS if each[0] not in NO_SUMS])
+@pytest.mark.parametrize(("name", "communicator"), [pair for pair in PAIRS if pair[0] not in NO_SUMS])
 def test_what_was_received_and_what_is_left_are_all_gradients(daemon: Daemon, name: str, communicator: str) -> None:
     """Over shared memory, where nothing is rounded but on the ranks. Sums of few bits each are exact to 1 in 10^5."""
 
@@ -163,9 +163,9 @@ class Halves(grace.Compressor):
         return [tensor[: len(tensor) // 2].astype(np.float64), np.empty(0, np.int32)], (len(tensor), tensor.dtype)
 
     def decompress(self, tensors: Any, ctx: Any) -> Any:
-        found = np.zeros(ctx[0], ctx[1])
-        found[: len(tensors[0])] = tensors[0]
-        return found
+        result = np.zeros(ctx[0], ctx[1])
+        result[: len(tensors[0])] = tensors[0]
+        return result
 
 
 class Summable(Halves):
@@ -214,8 +214,8 @@ def test_what_does_not_go_with_classes_of_the_users_own(daemon: Daemon) -> None:
                 make(Factors(), grace.PowerSGDMemory(), comm=comm)
         largest = grace.Allgather(Largest(), grace.NoneMemory(), comm=comm)
         largest.compressor.average = False
-        found: list[float] = largest.step(np.full(4, comm.rank, np.float32), "w").tolist()
-        return found
+        values: list[float] = largest.step(np.full(4, comm.rank, np.float32), "w").tolist()
+        return values
 
     assert run_job(configured(daemon.addresses, BY_SHARDS), 2, run) == [[1, 1, 0, 0]] * 2
 
@@ -240,8 +240,8 @@ def test_a_class_that_derives_from_ours_does_what_it_says(daemon: Daemon) -> Non
     def run(comm: Communicator) -> list[list[float]]:
         ways = (grace.Aggregator, grace.Allgather)
         x = np.array([-1, 4, 1, 8 + 8 * comm.rank], np.float32)
-        found = [make(Sparser(0.25), grace.ResidualMemory(), comm=comm).step(x, "w").tolist() for make in ways]
-        return [*found, *(make(Votes(), grace.NoneMemory(), comm=comm).step(x, "w").tolist() for make in ways)]
+        results = [make(Sparser(0.25), grace.ResidualMemory(), comm=comm).step(x, "w").tolist() for make in ways]
+        return [*results, *(make(Votes(), grace.NoneMemory(), comm=comm).step(x, "w").tolist() for make in ways)]
 
     expected = [[0, 0, 0, 6]] * 2 + [[-1, 1, 1, 1]] * 2
     assert run_job(configured(daemon.addresses, BY_SHARDS), 2, run) == [expected] * 2
@@ -251,8 +251,8 @@ class Gathered(grace.Communicator):
     """A user's own communicator, as for GRACE."""
 
     def send_receive(self, tensors: Any, name: str, ctx: Any) -> Any:
-        parts = self.comm.allgather_object([np.asarray(each) for each in tensors], name=name)
-        return self.compressor.aggregate([self.compressor.decompress(each, ctx) for each in parts]) / self.world_size
+        parts = self.comm.allgather_object([np.asarray(tensor) for tensor in tensors], name=name)
+        return self.compressor.aggregate([self.compressor.decompress(part, ctx) for part in parts]) / self.world_size
 
 
 @pytest.mark.parametrize("name", ["natural", "qsgd", "terngrad"])
@@ -266,8 +266,8 @@ def test_a_seed_that_the_service_would_not_take(daemon: Daemon, name: str) -> No
         seeds = [grace_from_params({**params, "seed": seed, "communicator": "allgather"}, comm=comm) for seed in (0, 1)]
         one, other = (made.step(gradient(0, 0), "w") for made in seeds)
         assert (one != other).any()
-        found: Array = grace_from_params({"compressor": name}, comm=comm).step(gradient(0, 0), "w")
-        return found
+        result: Array = grace_from_params({"compressor": name}, comm=comm).step(gradient(0, 0), "w")
+        return result
 
     ways = [(BY_SHARDS, f"protocol.codec_seed={seed}") for seed in (0, 1)]
     one, other = (run_job(configured(daemon.addresses, *each), 1, run)[0] for each in ways)
@@ -294,8 +294,8 @@ def test_what_is_seeded_without_a_codec_goes_to_the_service(daemon: Daemon) -> N
 def test_a_communicator_of_the_users_own(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[float]:
         made = Gathered(grace.TopKCompressor(0.5), grace.ResidualMemory(), comm.size, comm=comm)
-        found: list[float] = made.step(np.array([1, 4 + comm.rank], np.float32), "w").tolist()
-        return found
+        values: list[float] = made.step(np.array([1, 4 + comm.rank], np.float32), "w").tolist()
+        return values
 
     assert run_job(configured(daemon.addresses, BY_SHARDS), 3, run) == [[0, 5]] * 3
 
@@ -340,8 +340,8 @@ def test_a_step_that_was_aborted_can_be_made_again(daemon: Daemon, communicator:
     run_job(config, 1, lambda comm: made(comm, 1).step(gradient(0, 0), "w"))
     one, other = (memory.state_dict()["residuals"]["w"] for _, memory in parts)
     assert (one == other).all()
-    found = [run_job(config, 1, lambda comm, i=i: made(comm, i).step(gradient(0, 1), "w"))[0] for i in range(2)]
-    assert (found[0] == found[1]).all()
+    results = [run_job(config, 1, lambda comm, i=i: made(comm, i).step(gradient(0, 1), "w"))[0] for i in range(2)]
+    assert (results[0] == results[1]).all()
 
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)

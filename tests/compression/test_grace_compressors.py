@@ -38,10 +38,10 @@ def test_what_comes_back_is_like_what_was_given(name: str, dtype: str) -> None:
     for shape in SHAPES:
         x = gradient(1, *shape).astype(dtype) if shape else np.array(0.5, dtype)
         before = x.copy()
-        found = there_and_back(COMPRESSORS[name](), x)
-        assert (type(found), found.shape, found.dtype) == (np.ndarray, shape, dtype)
+        result = there_and_back(COMPRESSORS[name](), x)
+        assert (type(result), result.shape, result.dtype) == (np.ndarray, shape, dtype)
         assert (x == before).all()
-        assert not np.shares_memory(found, x)
+        assert not np.shares_memory(result, x)
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch here; `make torch` installs it")
@@ -53,8 +53,8 @@ def test_a_tensor_gets_what_an_array_gets(name: str) -> None:
         x = gradient(1, *shape) if shape else np.array(0.5, np.float32)
         plain = there_and_back(COMPRESSORS[name](), x)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            found = there_and_back(COMPRESSORS[name](), torch.from_numpy(x.copy()).to(dtype))
-            assert (type(found), tuple(found.shape), found.dtype) == (torch.Tensor, shape, dtype)
+            result = there_and_back(COMPRESSORS[name](), torch.from_numpy(x.copy()).to(dtype))
+            assert (type(result), tuple(result.shape), result.dtype) == (torch.Tensor, shape, dtype)
         transposed = torch.from_numpy(np.asfortranarray(x)).requires_grad_()
         assert there_and_back(COMPRESSORS[name](), transposed).numpy().tobytes() == plain.tobytes()
 
@@ -73,9 +73,9 @@ def test_generators_stay_and_the_same_seed_draws_the_same(name: str) -> None:
 def test_seeds_names_and_steps_draw_differently(name: str) -> None:
     x, make = gradient(1, 500), COMPRESSORS[name]
     compressor: Any = make()
-    found = [compressor.compress(x, each)[0] for each in ("w", "w", "v")]
-    found.append(make(seed=1).compress(x, "w")[0])  # type: ignore[call-arg]
-    assert len({b"".join(part.tobytes() for part in each) for each in found}) == 4
+    results = [compressor.compress(x, each)[0] for each in ("w", "w", "v")]
+    results.append(make(seed=1).compress(x, "w")[0])  # type: ignore[call-arg]
+    assert len({b"".join(part.tobytes() for part in result) for result in results}) == 4
     assert (compressor.decompress(*compressor.compress(x, "u")) == there_and_back(make(), x, "u")).all()
 
 
@@ -95,7 +95,7 @@ def test_seeds_names_and_steps_draw_differently(name: str) -> None:
 def test_they_are_really_packed(name: str, most: float) -> None:
     for elements in (8, 1000, 100_001):
         tensors, _ = COMPRESSORS[name]().compress(gradient(1, elements), "w")
-        assert sum(each.nbytes for each in tensors) <= most * elements + 64
+        assert sum(tensor.nbytes for tensor in tensors) <= most * elements + 64
 
 
 def test_sizes_of_others() -> None:
@@ -141,20 +141,20 @@ def test_errors_have_bounds(seed: int, size: int) -> None:
     bound = 0.01
     assert (np.abs(there_and_back(grace.InceptionnCompressor(bound), x) - x) <= 1.01 * bound).all()
     for levels, bucket in ((127, 128), (3, 16)):
-        found = there_and_back(grace.QSGDCompressor(levels, bucket), x)
+        result = there_and_back(grace.QSGDCompressor(levels, bucket), x)
         for start in range(0, size, bucket):
             some = slice(start, start + bucket)
-            assert (np.abs(found[some] - x[some]) <= 1.001 * np.linalg.norm(x[some]) / levels).all()
+            assert (np.abs(result[some] - x[some]) <= 1.001 * np.linalg.norm(x[some]) / levels).all()
 
 
 @given(seed=SEEDS, size=st.integers(1, 300), ratio=st.floats(0.01, 1))
 def test_what_is_selected_is_what_it_was(seed: int, size: int, ratio: float) -> None:
     x, k = gradient(seed, size), max(1, int(size * ratio))
     for compressor in (grace.TopKCompressor(ratio), grace.GuardedThresholdCompressor(1e9, ratio)):
-        found = there_and_back(compressor, x)
-        assert np.count_nonzero(found) == k
-        assert (found[found != 0] == x[found != 0]).all()
-        assert np.abs(found[found != 0]).min() >= np.abs(x[found == 0]).max(initial=0)
+        result = there_and_back(compressor, x)
+        assert np.count_nonzero(result) == k
+        assert (result[result != 0] == x[result != 0]).all()
+        assert np.abs(result[result != 0]).min() >= np.abs(x[result == 0]).max(initial=0)
 
 
 def test_a_guard_counts_ties_and_nan() -> None:
@@ -170,8 +170,8 @@ def test_a_guard_counts_ties_and_nan() -> None:
 def test_signs_and_their_means() -> None:
     x = np.array([1, -2, 3, -6, 0, 4, 0, 0, 0], np.float32)
     assert there_and_back(grace.OneBitCompressor(), x).tolist() == pytest.approx([a := 8 / 7, -4, a, -4, *[a] * 5])
-    found = there_and_back(grace.EFSignSGDCompressor(), x)
-    assert found.tolist() == pytest.approx([16 / 9, -16 / 9, 16 / 9, -16 / 9, *[16 / 9] * 5])
+    result = there_and_back(grace.EFSignSGDCompressor(), x)
+    assert result.tolist() == pytest.approx([16 / 9, -16 / 9, 16 / 9, -16 / 9, *[16 / 9] * 5])
     assert there_and_back(grace.SignSGDCompressor(), x).tolist() == [1, -1, 1, -1, 1, 1, 1, 1, 1]
     votes = [np.array(each, np.float32) for each in ([1, -1], [-1, -1], [1, 1], [-1, -1])]
     assert grace.SignSGDCompressor().aggregate(votes).tolist() == [1, -1]
@@ -245,7 +245,7 @@ def test_what_cannot_be(make: Any, said: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("name", [each for each in NAMES if each != "fp16"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fp16"])
 def test_each_stands_the_trial(name: str) -> None:
     """Without fp16, which has no room for huge numbers."""
     trial = try_compressor(COMPRESSORS[name], {"NumPy": np.copy}, {})

@@ -140,7 +140,7 @@ def test_it_takes_the_communicator_of_the_program(daemon: Daemon) -> None:
 
 
 def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "grace_ignored"]
+    return [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "grace_ignored"]
 
 
 def test_what_only_others_take_is_ignored_with_one_warning(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,10 +173,10 @@ class Own(grace.Communicator):
         self.world_size = world_size
 
     def async_send(self, tensors: Any, name: str) -> Any:
-        return [self.comm.allgather_async(each, name=f"{name} {i}") for i, each in enumerate(tensors)]
+        return [self.comm.allgather_async(tensor, name=f"{name} {i}") for i, tensor in enumerate(tensors)]
 
     def wait_receive(self, handles: Any, ctx: Any) -> Any:
-        everyone = zip(*(each.wait() for each in handles), strict=True)
+        everyone = zip(*(handle.wait() for handle in handles), strict=True)
         return self.combined([self.compressor.decompress(each, ctx) for each in everyone])
 
 
@@ -199,16 +199,16 @@ def test_communicators_of_the_users_own(daemon: Daemon, monkeypatch: pytest.Monk
 
     def run(comm: Communicator) -> list[list[float]]:
         monkeypatch.setattr(world, "_global", comm)
-        found = []
+        results = []
         for kind in (Own, Whole):
             made = grace_from_params({"compressor": "fp16", "communicator": f"{__name__}:{kind.__name__}"})
             gradient = np.array([-1, 2], np.float32)
-            found.append(made.step(gradient, "w").tolist())
+            results.append(made.step(gradient, "w").tolist())
             assert made.world_size == 1
             with pytest.raises(UsageError, match="world_size 3: the communicator has 1 ranks"):
                 made.world_size = 3
         with pytest.raises(UsageError, match=r"Half does not exchange: .* it has no wait_receive"):
             Half(grace.NoneCompressor(), grace.NoneMemory())
-        return found
+        return results
 
     assert run_job(configured(daemon.addresses), 1, run) == [[[-1, 2], [-1, 2]]]

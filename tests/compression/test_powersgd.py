@@ -75,7 +75,7 @@ def test_what_the_factors_can_say_is_the_mean(daemon: Daemon) -> None:
     results = run_job(configured(daemon.addresses, BY_SHARDS), RANKS, run)
     expected = sum(matrix(rank, 0, inner=1) for rank in range(RANKS)) / RANKS
     assert np.allclose(results[0], expected, atol=1e-4)
-    assert all(each.tobytes() == results[0].tobytes() for each in results)
+    assert all(result.tobytes() == results[0].tobytes() for result in results)
 
 
 def test_what_was_received_and_what_is_left_are_all_gradients(daemon: Daemon) -> None:

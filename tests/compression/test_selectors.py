@@ -88,8 +88,8 @@ def test_the_blocks_with_the_largest_norms(seed: int, size: int, ratio: float, b
     padded = np.pad(x, (0, -size % block_size)).reshape(-1, block_size)
     squares = (padded**2).sum(axis=1)
     assert (block_squares(x, block_size) == squares).all()
-    found = BlockTopK(ratio, block_size).select(x)
-    assert found.tolist() == top(squares, max(1, int(len(squares) * ratio))).tolist()
+    result = BlockTopK(ratio, block_size).select(x)
+    assert result.tolist() == top(squares, max(1, int(len(squares) * ratio))).tolist()
 
 
 def test_random_elements_are_the_same_on_all_ranks_and_others_in_each_step() -> None:
@@ -122,10 +122,10 @@ def test_an_adaptive_threshold_follows_the_gradients() -> None:
     rng, selector = np.random.default_rng(0), Adaptive(0.01)
     for step in range(60):
         x = (rng.standard_normal(50_000) * 0.97**step).astype(np.float32)
-        found = selector.select(x, "w", step)
-        assert 500 / 4 <= len(found) <= 500 * 4
-        least = np.abs(x[found]).min()
-        assert (np.abs(np.delete(x, found)) <= least).all()
+        result = selector.select(x, "w", step)
+        assert 500 / 4 <= len(result) <= 500 * 4
+        least = np.abs(x[result]).min()
+        assert (np.abs(np.delete(x, result)) <= least).all()
     assert len(selector.select(x * np.float32(1e6), "w")) == 500  # far off: it selects exactly
 
 
@@ -134,11 +134,11 @@ def test_an_adaptive_threshold_follows_the_gradients() -> None:
 def test_places_ascend_and_the_array_stays(selector: Selector, seed: int, size: int) -> None:
     x = numbers(seed, size)
     before = x.tobytes()
-    found = selector.select(x, "w", 0)
+    result = selector.select(x, "w", 0)
     assert x.tobytes() == before
-    assert found.dtype == np.int64
-    assert (np.diff(found) > 0).all()
-    assert found.size == 0 or 0 <= found[0] <= found[-1] < -(-size // selector.block_size)
+    assert result.dtype == np.int64
+    assert (np.diff(result) > 0).all()
+    assert result.size == 0 or 0 <= result[0] <= result[-1] < -(-size // selector.block_size)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from omnireduce.console.commands import main
 
 def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
     asked = ["--nodes", "3", "--ntasks-per-node", "4", "--time", "1-2:30:00", "--job-name", "big.one"]
-    done = CliRunner().invoke(main, ["slurm-script", *asked, "--", "python", "my train.py", "--lr=0.1"])
-    assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    result = CliRunner().invoke(main, ["slurm-script", *asked, "--", "python", "my train.py", "--lr=0.1"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
     assert lines[0] == "#!/bin/bash"
     said = [line for line in lines if line.startswith("#SBATCH")]
     assert said == [
@@ -24,7 +24,7 @@ def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
     ]  # fmt: skip
     assert "(($#)) || set -- python 'my train.py' --lr=0.1" in lines
     checker = [shutil.which("shellcheck") or "bash", *(["-"] if shutil.which("shellcheck") else ["-n"])]
-    subprocess.run(checker, input=done.output, text=True, check=True, timeout=WAIT_S)
+    subprocess.run(checker, input=result.output, text=True, check=True, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
     ids=["right", "no command", "no nodes", "name", "time"],
 )
 def test_wrong_input(wrong: list[str], said: str) -> None:
-    done = CliRunner().invoke(main, ["slurm-script", *wrong])
-    assert (done.exit_code == 0) == (not said)
-    assert said in done.output + str(done.exception or "")
+    result = CliRunner().invoke(main, ["slurm-script", *wrong])
+    assert (result.exit_code == 0) == (not said)
+    assert said in result.output + str(result.exception or "")

@@ -35,9 +35,9 @@ def said(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_all_schedules_give_what_one_process_gives(program: str) -> None:
-    done = coconet(program, "-np", "4", "--elements", "1001", "--steps", "3")
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    result = coconet(program, "-np", "4", "--elements", "1001", "--steps", "3")
+    assert result.returncode == 0, result.stderr
+    said = result.stdout.splitlines()
     assert re.fullmatch(rf"{program} on 4 ranks: 1001 elements, 3 steps, \S+", said[0])
     assert [line.split()[0] for line in said[2:-1]] == list(schedules(program))
     if program == "lamb":
@@ -49,9 +49,9 @@ def test_all_schedules_give_what_one_process_gives(program: str) -> None:
 
 
 def test_one_schedule() -> None:
-    done = coconet("sgd", "--schedule", "fuse-rs-c-ag", "--elements", "10", "--steps", "1")
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:-1]] == ["fuse-rs-c-ag"]
+    result = coconet("sgd", "--schedule", "fuse-rs-c-ag", "--elements", "10", "--steps", "1")
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:-1]] == ["fuse-rs-c-ag"]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_one_schedule() -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(words: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(main, ["coconet", "run", *words])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"Error: {message}\n"
+    result = CliRunner().invoke(main, ["coconet", "run", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: {message}\n"
 
 
 def test_differences_are_seen() -> None:
@@ -77,9 +77,9 @@ def test_differences_are_seen() -> None:
 
 def test_a_file_is_written(tmp_path: Path) -> None:
     path = tmp_path / "adam.py"
-    done = said("generate", "adam", "--schedule", "rs-c-ag", "--target", "mpi4py", "-o", str(path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{path}: adam, rs-c-ag; mpirun -n 2 python {path} 10\n"
+    result = said("generate", "adam", "--schedule", "rs-c-ag", "--target", "mpi4py", "-o", str(path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{path}: adam, rs-c-ag; mpirun -n 2 python {path} 10\n"
     text = path.read_text()
     assert text.startswith('"""adam, rs-c-ag.\n')
     assert "from mpi4py import MPI" in text
@@ -88,16 +88,16 @@ def test_a_file_is_written(tmp_path: Path) -> None:
 def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     keep_kernels(tmp_path)
     words = ["tune", "adam", "--sizes", "1_000,70", "--turns", "1"]
-    done = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    result = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
     assert lines[0] == "adam on 2 ranks: median ms of a run"
     assert lines[1].split() == ["schedule", "N=1000", "N=70"]
-    rows = {line[:25].strip(): [float(each) for each in line[25:].split()] for line in lines[2:-2]}
+    rows = {line[:25].strip(): [float(word) for word in line[25:].split()] for line in lines[2:-2]}
     assert list(rows) == ["ar-c", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"]
     for at, (name, line) in enumerate(zip(("N=1000", "N=70"), lines[-2:], strict=True)):
         best = line.removeprefix(f"{name}: ")
-        assert rows[best][at] == min(each[at] for each in rows.values())
+        assert rows[best][at] == min(row[at] for row in rows.values())
     again = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
     assert again.stdout.splitlines() == [f"{lines[0]}, known from an earlier run", *lines[1:]]
     other = said(*words, "--no-cache", OMNIREDUCE_CACHE=str(tmp_path))
@@ -120,6 +120,6 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written_or_tuned_is_one_line(words: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(main, ["coconet", *words])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"Error: {message}\n"
+    result = CliRunner().invoke(main, ["coconet", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: {message}\n"

@@ -186,11 +186,13 @@ def test_the_one_of_the_document_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "omnireduce", "compression", "test", "my_module:GuardedThreshold"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     for threshold, status, last in (("0.1", 0, "Test passed!"), ("no", 2, "")):
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, f"threshold={threshold}", "compress_ratio=0.01"],
             cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=2 * WAIT_S,
         )  # fmt: skip
-        assert (done.returncode, done.stdout.rpartition("\n")[0].rpartition("\n")[2]) == (status, last), done.stderr
+        assert (result.returncode, result.stdout.rpartition("\n")[0].rpartition("\n")[2]) == (status, last), (
+            result.stderr
+        )
 
 
 CHOICE = ["elements are as they were", "the largest are sent", "how many are sent"]
@@ -214,19 +216,19 @@ GUARD = ("compress_ratio=0.01", "threshold=")
 )
 def test_ours_pass(run: Callable[..., Result], arguments: tuple[str, ...], unchecked: list[str]) -> None:
     """And it says what was looked at."""
-    found = run(*arguments)
+    result = run(*arguments)
     always = ["shapes and types", "the gradient stays", "a second run sends the same"]
     checked = [*always, "generators stay", *(each for each in CHOICE if each not in unchecked)]
     lines = [f"Checked: {', '.join(checked)}", *([f"Not checked: {', '.join(unchecked)}"] if unchecked else [])]
-    assert (found.exit_code, found.stdout, found.stderr) == (0, "\n".join([*lines, "Test passed!\n"]), "")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "\n".join([*lines, "Test passed!\n"]), "")
 
 
 @pytest.mark.parametrize("threshold", ["0.1", "1e9", "1e-9"])
 @pytest.mark.parametrize("name", ["Guarded", "AtRandom", "Means"])
 def test_what_keeps_to_what_it_says_passes(run: Callable[..., Result], name: str, threshold: str) -> None:
     ratio = "compress_ratio=1" if name == "AtRandom" else GUARD[0]  # all are sent, also those above the threshold
-    found = run(f"wrong:{name}", ratio, GUARD[1] + threshold)
-    assert found.stdout.splitlines()[-1] == "Test passed!", found.stdout
+    result = run(f"wrong:{name}", ratio, GUARD[1] + threshold)
+    assert result.stdout.splitlines()[-1] == "Test passed!", result.stdout
 
 
 @pytest.mark.parametrize("threshold", ["0.1", "1e9", "1e-9"])
@@ -243,9 +245,9 @@ def test_what_keeps_to_what_it_says_passes(run: Callable[..., Result], name: str
     ],
 )
 def test_what_misses_the_exercise_fails(run: Callable[..., Result], name: str, expected: str, threshold: str) -> None:
-    found = run(f"wrong:{name}", GUARD[0], GUARD[1] + threshold)
-    assert found.exit_code == 1
-    assert any(line.startswith(expected) for line in found.stdout.splitlines()), found.stdout
+    result = run(f"wrong:{name}", GUARD[0], GUARD[1] + threshold)
+    assert result.exit_code == 1
+    assert any(line.startswith(expected) for line in result.stdout.splitlines()), result.stdout
 
 
 @pytest.mark.parametrize(
@@ -262,9 +264,9 @@ def test_what_misses_the_exercise_fails(run: Callable[..., Result], name: str, e
     ],
 )
 def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str) -> None:
-    found = run(f"wrong:{name}")
-    out = found.stdout.splitlines()
-    assert found.exit_code == 1
+    result = run(f"wrong:{name}")
+    out = result.stdout.splitlines()
+    assert result.exit_code == 1
     assert any(line.startswith(expected) for line in out), out
     assert re.fullmatch(r"\d+ failed", out[-1])
     assert "Test passed!" not in out
@@ -289,9 +291,9 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
     ],
 )
 def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments: tuple[str, ...], said: str) -> None:
-    found = run(*arguments)
-    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1)
-    assert found.stderr.startswith(f"Error: {said}")
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"Error: {said}")
 
 
 @pytest.mark.parametrize("place", ["init", "compress", "decompress"])
@@ -299,34 +301,34 @@ def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments:
     ("how", "said"), [("exit", "SystemExit: 0"), ("generator", "GeneratorExit"), ("base", "BaseExc")]
 )
 def test_what_ends_the_process_is_one_line(run: Callable[..., Result], place: str, how: str, said: str) -> None:
-    found = run("wrong:Ends", f"place={place}", f"how={how}")
-    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1)
-    assert found.stderr.startswith("Error: ")
-    assert said in found.stderr
+    result = run("wrong:Ends", f"place={place}", f"how={how}")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("Error: ")
+    assert said in result.stderr
 
 
 def test_a_module_that_ends_the_process(run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("raise SystemExit(0)")
-    found = run("wrong:Any")
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert found.stderr == "Error: wrong:Any cannot be loaded: SystemExit: 0\n"
+    result = run("wrong:Any")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "Error: wrong:Any cannot be loaded: SystemExit: 0\n"
 
 
 def test_a_gradient_that_ends_the_process_fails(run: Callable[..., Result]) -> None:
-    found = run("wrong:Late")
-    assert found.exit_code == 1
-    assert "all zero, NumPy: expected a compressed gradient, got SystemExit: 0" in found.stdout.splitlines()
+    result = run("wrong:Late")
+    assert result.exit_code == 1
+    assert "all zero, NumPy: expected a compressed gradient, got SystemExit: 0" in result.stdout.splitlines()
 
 
 def test_a_compressor_that_closes_standard_output(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "omnireduce", "compression", "test", "wrong:Mute"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         timeout=2 * WAIT_S,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: wrong:Mute has closed standard output: what came of it cannot be printed\n"
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "Error: wrong:Mute has closed standard output: what came of it cannot be printed\n"
 
 
 def test_a_dict_travels(run: Callable[..., Result]) -> None:
@@ -334,6 +336,6 @@ def test_a_dict_travels(run: Callable[..., Result]) -> None:
 
 
 def test_a_value_that_cannot_be_a_key_is_a_text(run: Callable[..., Result]) -> None:
-    found = run("wrong:Half", "a={[]:1}")
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert found.stderr.startswith("Error: wrong:Half(a='{[]:1}') cannot be made: TypeError")
+    result = run("wrong:Half", "a={[]:1}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: wrong:Half(a='{[]:1}') cannot be made: TypeError")

@@ -30,9 +30,9 @@ def gradient(rank: int) -> Array:
 
 
 def advice(x: Array) -> dict[str, MethodEstimate]:
-    found = advise(x.reshape(-1), x.shape, measure(x.reshape(-1), SIZES), world_size=RANKS, link_gbps=1)
-    assert len({each.method for each in found}) == len(found)
-    return {each.method: each for each in found}
+    results = advise(x.reshape(-1), x.shape, measure(x.reshape(-1), SIZES), world_size=RANKS, link_gbps=1)
+    assert len({each.method for each in results}) == len(results)
+    return {each.method: each for each in results}
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_rows_are_as_many_bytes_as_they_say(daemon: Daemon) -> None:
 def test_what_is_lost() -> None:
     x = np.zeros((100, 256), np.float32)
     x[0, 0], x[7, :2] = 3, 4
-    found = advice(x)
-    assert [name for name, each in found.items() if each.exact] == ["blocks of 32", "rows"]
-    assert found["bf16"].lost == found["int8"].lost == found["topk,0.01"].lost == 0
-    assert found["block_topk,0.01"].lost == pytest.approx(3 / 41**0.5)
-    assert found["sign"].lost > 1
-    assert found["randomk,0.01"].lost > 0.9
+    result = advice(x)
+    assert [name for name, each in result.items() if each.exact] == ["blocks of 32", "rows"]
+    assert result["bf16"].lost == result["int8"].lost == result["topk,0.01"].lost == 0
+    assert result["block_topk,0.01"].lost == pytest.approx(3 / 41**0.5)
+    assert result["sign"].lost > 1
+    assert result["randomk,0.01"].lost > 0.9
 
 
 @pytest.mark.parametrize(

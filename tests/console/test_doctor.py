@@ -38,7 +38,7 @@ def examine(
 ) -> tuple[int, dict[str, tuple[str, str]], str]:
     """Run the program: its status, (state, line) by what was looked at, and its last line."""
     settings = [f"cluster.aggregators={json.dumps(aggregators)}", *overrides]
-    command = [*PROGRAM, *(word for each in settings for word in ("--set", each))]
+    command = [*PROGRAM, *(word for setting in settings for word in ("--set", setting))]
     if limit:
         command = ["sh", "-c", f"{limit} && exec {shlex.join(command)}"]
     with Process(*command, environ=environ) as process:
@@ -46,24 +46,24 @@ def examine(
         *lines, last = process.popen.stdout.read().decode().splitlines()
         status = process.wait(READY_S)
         assert process.log == ""
-    found = {}
+    results = {}
     for line in lines:
         match = LINE.match(line)
         assert match is not None, line
-        found[match[2]] = match[1], line
-    return status, found, last
+        results[match[2]] = match[1], line
+    return status, results, last
 
 
 def test_a_host_and_aggregators_that_are_well(daemon: Daemon) -> None:
-    status, found, _ = examine(daemon.addresses)
-    assert status == 0, found
+    status, result, _ = examine(daemon.addresses)
+    assert status == 0, result
     for name in ("versions", "processor", "kernels", "descriptors", "locked memory", "shm", "tcp"):
-        assert found[name][0] in ("ok", "warn"), found[name]
-    assert {"numpy", "numba", "omnireduce"} <= set(found["versions"][1].split())
-    assert f"of {os.cpu_count()} cores" in found["processor"][1]
-    assert "kept in " in found["kernels"][1]
+        assert result[name][0] in ("ok", "warn"), result[name]
+    assert {"numpy", "numba", "omnireduce"} <= set(result["versions"][1].split())
+    assert f"of {os.cpu_count()} cores" in result["processor"][1]
+    assert "kept in " in result["kernels"][1]
     for address in daemon.addresses:
-        state, line = found[f"aggregator {address}"]
+        state, line = result[f"aggregator {address}"]
         assert state == "ok"
         assert re.search(r"answers by shm after [\d.]+ ms; version \S+, 0 jobs$", line)
 
@@ -72,10 +72,10 @@ def test_where_it_is_and_whom_it_asks(daemon: Daemon) -> None:
     launcher = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "here@1"}
     with Process(*PROGRAM, daemon.addresses[0], environ=launcher) as process:
         assert process.popen.stdout is not None
-        found = process.popen.stdout.read().decode().splitlines()
-        assert process.wait(READY_S) == 0, found
-    assert "by Open MPI; rank 1 of 4, job 'here@1'" in next(line for line in found if "launch:" in line)
-    assert [line.split()[2] for line in found if line.split()[1] == "aggregator"] == [f"{daemon.addresses[0]}:"]
+        results = process.popen.stdout.read().decode().splitlines()
+        assert process.wait(READY_S) == 0, results
+    assert "by Open MPI; rank 1 of 4, job 'here@1'" in next(line for line in results if "launch:" in line)
+    assert [line.split()[2] for line in results if line.split()[1] == "aggregator"] == [f"{daemon.addresses[0]}:"]
 
 
 def test_a_launcher_that_makes_no_sense() -> None:
@@ -95,19 +95,19 @@ def test_where_no_aggregator_is_configured(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_transport_that_a_worker_would_take(daemon: Daemon) -> None:
-    _, found, _ = examine(daemon.addresses[:1], "transport.kind=tcp")
-    assert "answers by tcp, from 127.0.0.1 after " in found[f"aggregator {daemon.addresses[0]}"][1]
+    _, result, _ = examine(daemon.addresses[:1], "transport.kind=tcp")
+    assert "answers by tcp, from 127.0.0.1 after " in result[f"aggregator {daemon.addresses[0]}"][1]
 
 
 def test_what_is_configured_and_cannot_work(daemon: Daemon) -> None:
     """Each failing line says what to do."""
-    status, found, last = examine([daemon.addresses[0], NOWHERE, "no-such-host.invalid:7400"])
+    status, result, last = examine([daemon.addresses[0], NOWHERE, "no-such-host.invalid:7400"])
     assert status == 1
-    assert found[f"aggregator {daemon.addresses[0]}"][0] == "ok"
-    state, line = found[f"aggregator {NOWHERE}"]
+    assert result[f"aggregator {daemon.addresses[0]}"][0] == "ok"
+    state, line = result[f"aggregator {NOWHERE}"]
     assert state == "fail"
     assert "Connection refused; is `omnireduce aggregator` running there, and is its port open to this host?" in line
-    assert found["aggregator no-such-host.invalid:7400"][0] == "fail"
+    assert result["aggregator no-such-host.invalid:7400"][0] == "fail"
     assert last == "2 of these cannot work as configured"
 
 
@@ -115,9 +115,9 @@ def test_rdma_that_is_asked_for_and_not_here(daemon: Daemon) -> None:
     ports, _ = find_ports()
     if any(port.active for port in ports):
         pytest.skip("RDMA works here")
-    status, found, _ = examine(daemon.addresses[:1], "transport.kind=verbs")
+    status, result, _ = examine(daemon.addresses[:1], "transport.kind=verbs")
     assert status == 1
-    state, line = found["verbs"]
+    state, line = result["verbs"]
     assert state == "fail"
     assert "not available: " in line
     assert "choose another transport.kind; docs/rdma.md" in line
@@ -134,30 +134,32 @@ def test_the_secret_of_both_ends(tmp_path: Path) -> None:
     files[2].chmod(0o644)
     with Daemon(1, right) as daemon:
         aggregator = f"aggregator {daemon.addresses[0]}"
-        status, found, _ = examine(daemon.addresses, right)
+        status, result, _ = examine(daemon.addresses, right)
         assert status == 0
-        assert found["secret"][1].endswith(f"from {files[0]}")
-        assert ", both proved the secret; version " in found[aggregator][1]
-        status, found, _ = examine(daemon.addresses, wrong)
-        assert (status, found["secret"][0], found[aggregator][0]) == (1, "ok", "fail")
-        assert "has another secret than the aggregator: give both the same security.secret_file" in found[aggregator][1]
-        status, found, _ = examine(daemon.addresses)
-        assert (status, found["secret"][0], found[aggregator][0]) == (1, "info", "fail")
-        assert "wants proof of a shared secret: give the client the same" in found[aggregator][1]
-        status, found, _ = examine(daemon.addresses, readable)
-        assert (status, found["secret"][0], found[aggregator][0]) == (1, "fail", "fail")
-        assert "run chmod 600" in found["secret"][1]
+        assert result["secret"][1].endswith(f"from {files[0]}")
+        assert ", both proved the secret; version " in result[aggregator][1]
+        status, result, _ = examine(daemon.addresses, wrong)
+        assert (status, result["secret"][0], result[aggregator][0]) == (1, "ok", "fail")
+        assert (
+            "has another secret than the aggregator: give both the same security.secret_file" in result[aggregator][1]
+        )
+        status, result, _ = examine(daemon.addresses)
+        assert (status, result["secret"][0], result[aggregator][0]) == (1, "info", "fail")
+        assert "wants proof of a shared secret: give the client the same" in result[aggregator][1]
+        status, result, _ = examine(daemon.addresses, readable)
+        assert (status, result["secret"][0], result[aggregator][0]) == (1, "fail", "fail")
+        assert "run chmod 600" in result["secret"][1]
 
 
 @needs_openssl
 def test_aggregators_with_tls() -> None:
     with Daemon(1, *certificates().holder("aggregator")) as daemon:
         aggregator = f"aggregator {daemon.addresses[0]}"
-        _, found, _ = examine(daemon.addresses, "transport.kind=tcp", certificates().trust())
-        assert "answers by tcp with TLS, from 127.0.0.1 after " in found[aggregator][1]
-        _, found, _ = examine(daemon.addresses, "transport.kind=tcp")
-        assert found[aggregator][0] == "fail"
-        assert "before it answered; does its transport.kind allow tcp, and does it want TLS (" in found[aggregator][1]
+        _, result, _ = examine(daemon.addresses, "transport.kind=tcp", certificates().trust())
+        assert "answers by tcp with TLS, from 127.0.0.1 after " in result[aggregator][1]
+        _, result, _ = examine(daemon.addresses, "transport.kind=tcp")
+        assert result[aggregator][0] == "fail"
+        assert "before it answered; does its transport.kind allow tcp, and does it want TLS (" in result[aggregator][1]
 
 
 def test_a_stopped_aggregator() -> None:
@@ -165,24 +167,24 @@ def test_a_stopped_aggregator() -> None:
         shard = daemon.shard_pids[0]
         os.kill(shard, signal.SIGSTOP)
         try:
-            [found] = check_aggregators(configured(daemon.addresses))
+            [result] = check_aggregators(configured(daemon.addresses))
         finally:
             os.kill(shard, signal.SIGCONT)
-    assert found.state == "fail"
-    assert "takes the connection, but does not answer within 2 s; is it stopped or overloaded, or" in found.text
+    assert result.state == "fail"
+    assert "takes the connection, but does not answer within 2 s; is it stopped or overloaded, or" in result.text
 
 
 def test_too_few_descriptors(daemon: Daemon) -> None:
-    status, found, _ = examine(daemon.addresses, limit="ulimit -n 70")
+    status, result, _ = examine(daemon.addresses, limit="ulimit -n 70")
     assert status == 1
-    assert found["descriptors"][0] == "fail"
-    assert found["descriptors"][1].endswith("a worker needs 76; ulimit -n 76")
+    assert result["descriptors"][0] == "fail"
+    assert result["descriptors"][1].endswith("a worker needs 76; ulimit -n 76")
 
 
 def test_plain_python_kernels_are_told_of(daemon: Daemon) -> None:
-    _, found, last = examine(daemon.addresses[:1], environ={"NUMBA_DISABLE_JIT": "1"})
-    assert found["kernels"][0] == "warn"
-    assert found["kernels"][1].endswith("unset NUMBA_DISABLE_JIT")
+    _, result, last = examine(daemon.addresses[:1], environ={"NUMBA_DISABLE_JIT": "1"})
+    assert result["kernels"][0] == "warn"
+    assert result["kernels"][1].endswith("unset NUMBA_DISABLE_JIT")
     assert last.startswith("all can work, ")
 
 
@@ -207,14 +209,14 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd sve\n"
     ids=["AVX2", "old", "ARM", "nothing"],
 )
 def test_processors(cpuinfo: str, state: str, expected: str) -> None:
-    [found] = check_processor(cpuinfo)
-    assert found.state == state
-    assert found.text.endswith(expected)
-    assert bool(found.advice) == (state == "warn")
+    [result] = check_processor(cpuinfo)
+    assert result.state == state
+    assert result.text.endswith(expected)
+    assert bool(result.advice) == (state == "warn")
 
 
 def states(findings: list[Finding]) -> list[str]:
-    return [each.state for each in findings]
+    return [finding.state for finding in findings]
 
 
 @pytest.mark.parametrize(
@@ -232,9 +234,9 @@ def states(findings: list[Finding]) -> list[str]:
 def test_locked_memory(kind: str, limit: int, exempt: bool, has_devices: bool, expected: str) -> None:
     """Two shards with 3 + 3 slots of 1.5 MiB each: 18 MiB."""
     config = configured(["a:1", "b:1"], f"transport.kind={kind}")
-    [found] = check_locked_memory(config, limit, exempt=exempt, has_devices=has_devices)
-    assert found.state == expected
-    assert ("LimitMEMLOCK=infinity" in found.advice) == (expected != "ok")
+    [result] = check_locked_memory(config, limit, exempt=exempt, has_devices=has_devices)
+    assert result.state == expected
+    assert ("LimitMEMLOCK=infinity" in result.advice) == (expected != "ok")
 
 
 @pytest.mark.parametrize(
@@ -252,5 +254,5 @@ def test_who_may_lock_what_it_likes() -> None:
 
 def test_no_device_is_no_failure_unless_asked_for() -> None:
     assert states(list(check_rdma(configured(["a:1"]), [], "none here"))) == ["info"]
-    [found] = check_rdma(configured(["a:1"], "transport.kind=verbs"), [], "none here")
-    assert (found.state, found.text) == ("fail", "not available: none here")
+    [result] = check_rdma(configured(["a:1"], "transport.kind=verbs"), [], "none here")
+    assert (result.state, result.text) == ("fail", "not available: none here")

@@ -33,11 +33,11 @@ def test_counts_match_numpy(elements: int, dtype: str, block_sizes: list[int], s
     rng = np.random.default_rng(seed)
     kind = ELEMENT_TYPES[dtype]
     values = np.where(rng.random(elements) < share, 1 + rng.integers(0, 100, elements), 0).astype(kind.dtype)
-    found = measure(values, block_sizes)
-    assert found.elements == elements
-    assert found.nonzero_elements == np.count_nonzero(values)
-    assert found.nonzero_blocks == {size: blocks_by_hand(values != 0, size) for size in block_sizes}
-    assert found.bytes == values.nbytes
+    result = measure(values, block_sizes)
+    assert result.elements == elements
+    assert result.nonzero_elements == np.count_nonzero(values)
+    assert result.nonzero_blocks == {size: blocks_by_hand(values != 0, size) for size in block_sizes}
+    assert result.bytes == values.nbytes
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -47,17 +47,17 @@ def test_zero_is_decided_on_bits(dtype: Any) -> None:
     values[8] = np.nan
     values[16] = np.inf
     values[24] = ml_dtypes.finfo(dtype).smallest_subnormal
-    found = measure(values, [8])
-    assert (found.nonzero_elements, found.nonzero_blocks) == (3, {8: 3})
+    result = measure(values, [8])
+    assert (result.nonzero_elements, result.nonzero_blocks) == (3, {8: 3})
 
 
 def test_chunks_are_joined_well() -> None:
     """Odd block sizes over more elements than are looked at in one piece."""
     rng = np.random.default_rng(5)
     values = (rng.random(2_500_003) < 0.0005).astype(np.int8)
-    found = measure(values, [24, 1000])
-    assert found.nonzero_elements == values.sum()
-    assert found.nonzero_blocks == {size: blocks_by_hand(values, size) for size in (24, 1000)}
+    result = measure(values, [24, 1000])
+    assert result.nonzero_elements == values.sum()
+    assert result.nonzero_blocks == {size: blocks_by_hand(values, size) for size in (24, 1000)}
 
 
 def test_byte_order_and_alignment_do_not_matter() -> None:
@@ -82,18 +82,18 @@ def part(elements: int = 1024 * 256, density: float = 0.1, itemsize: int = 4) ->
 
 @pytest.mark.parametrize(("density", "world_size"), [(0.25, 2), (0.5, 8), (1.0, 3), (0.0, 4)])
 def test_formulas(density: float, world_size: int) -> None:
-    found = estimate([part(density=density)], 256, world_size=world_size, link_gbps=8)
+    result = estimate([part(density=density)], 256, world_size=world_size, link_gbps=8)
     union = 1 - (1 - density) ** world_size
     nbytes = 1024 * 256 * 4
     own, unions = (INDEX_BYTES / 1024 * (1 if each <= 0.5 else 2 * (1 - each)) for each in (density, union))
-    assert (found.density, found.union_density) == (density, union)
+    assert (result.density, result.union_density) == (density, union)
     up, down = (share * nbytes * (1 + each) + HEADER_BYTES for share, each in ((density, own), (union, unions)))
-    assert found.wire_up_bytes == round(up)
-    assert found.wire_down_bytes == round(down)
-    assert math.isclose(found.time_ms, 0.3 + down / 1e6)
-    assert math.isclose(found.dense_time_ms, 0.03 + 2 * (world_size - 1) / world_size * nbytes / 1e6)
-    assert math.isclose(found.speedup, found.dense_time_ms / found.time_ms)
-    assert found.helps == (density < 1)
+    assert result.wire_up_bytes == round(up)
+    assert result.wire_down_bytes == round(down)
+    assert math.isclose(result.time_ms, 0.3 + down / 1e6)
+    assert math.isclose(result.dense_time_ms, 0.03 + 2 * (world_size - 1) / world_size * nbytes / 1e6)
+    assert math.isclose(result.speedup, result.dense_time_ms / result.time_ms)
+    assert result.helps == (density < 1)
 
 
 def test_small_tensors_do_not_gain_however_sparse_they_are() -> None:
@@ -113,8 +113,8 @@ def test_parts_add_up() -> None:
 
 def test_nothing_to_reduce() -> None:
     for parts in ([], [part(0)]):
-        found = estimate(parts, 256, world_size=2, link_gbps=1)
-        assert (found.density, found.speedup, found.helps) == (0, 0, False)
+        result = estimate(parts, 256, world_size=2, link_gbps=1)
+        assert (result.density, result.speedup, result.helps) == (0, 0, False)
 
 
 @pytest.mark.parametrize(("world_size", "link_gbps"), [(1, 10.0), (2, 0.0), (2, math.nan)])

@@ -59,7 +59,7 @@ BENCHMARKS = [
 ]
 CASES = [
     *((main, each) for each in OMNIREDUCE),
-    *((benchmarks, each) for each in BENCHMARKS),
+    *((benchmarks, benchmark) for benchmark in BENCHMARKS),
     (worker, "lab --config MISSING.toml"),
 ]
 
@@ -76,12 +76,12 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("names")
 @pytest.mark.parametrize(("program", "words"), CASES)
 def test_wrong_use_is_one_line_and_status_2(program: click.Command, words: str) -> None:
-    done = CliRunner().invoke(program, words.split())
-    assert isinstance(done.exception, SystemExit), repr(done.exception)
-    assert (done.exit_code, done.stdout) == (2, "")
-    *usage, error = done.stderr.splitlines()
-    assert error.startswith("Error: "), done.stderr
-    assert not usage or usage[0].startswith("Usage: "), done.stderr
+    result = CliRunner().invoke(program, words.split())
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert (result.exit_code, result.stdout) == (2, "")
+    *usage, error = result.stderr.splitlines()
+    assert error.startswith("Error: "), result.stderr
+    assert not usage or usage[0].startswith("Usage: "), result.stderr
 
 
 def test_each_command_is_tried() -> None:

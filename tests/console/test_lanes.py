@@ -119,9 +119,15 @@ def test_what_was_there_before_the_wait_takes_all_of_it() -> None:
 
 
 def test_the_rows_of_one_exchange() -> None:
-    found = break_down(ONE_EXCHANGE)
-    assert (found.nbytes, found.count, found.recorded, found.begin, found.end) == (4096, 1, 1, 0, 17 * MS)
-    rank, shard = found.rows
+    breakdown = break_down(ONE_EXCHANGE)
+    assert (breakdown.nbytes, breakdown.count, breakdown.recorded, breakdown.begin, breakdown.end) == (
+        4096,
+        1,
+        1,
+        0,
+        17 * MS,
+    )
+    rank, shard = breakdown.rows
     assert (rank.lane, rank.whole_ms, rank.wake_ups, rank.wake_up_us) == ("rank 0", 17.0, 1, 3000)
     nothing = dict.fromkeys(ACTIVITIES, 0)
     expected = {"pack": 2, "scatter": 2, "send": 1, "receive": 1, "wake-up": 3, "wait": 5, "other": 3}
@@ -162,8 +168,8 @@ def test_the_timeline_of_one_exchange() -> None:
     arrows = sorted((e["id"], e["ph"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf")
     assert arrows == [(0, "f", 2, 10999.875), (0, "s", 1, 8000), (1, "f", 1, 17999.875), (1, "s", 2, 14000)]
     cut = json.loads(chrome_trace(ONE_EXCHANGE, 2 * MS, 5 * MS))["traceEvents"]
-    found = {(e["pid"], e["name"], e["ts"], e["dur"]) for e in cut if e["ph"] == "X"}
-    assert {(1, "pack", 0, 1000), (1, "wait", 2000, 1000), (2, "wait", 0, 3000), (2, "wake-up", 1000, 2000)} < found
+    results = {(e["pid"], e["name"], e["ts"], e["dur"]) for e in cut if e["ph"] == "X"}
+    assert {(1, "pack", 0, 1000), (1, "wait", 2000, 1000), (2, "wait", 0, 3000), (2, "wake-up", 1000, 2000)} < results
 
 
 def recorded(folder: Path, job: str = "one", kind: Any = "rank", number: int = 0) -> Recorder:
@@ -258,9 +264,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory, way: str) -> Path:
 
 
 def test_activities_add_up_when_collectives_overlap(traced: Path) -> None:
-    found = break_down(read_lanes(traced), skip=5)  # only one collective is left, so that each median is its value
-    assert (found.nbytes, found.count, found.recorded) == (1_200_000, 1, 7)
-    for row in found.rows:
+    breakdown = break_down(read_lanes(traced), skip=5)  # only one collective is left, so that each median is its value
+    assert (breakdown.nbytes, breakdown.count, breakdown.recorded) == (1_200_000, 1, 7)
+    for row in breakdown.rows:
         assert set(row.ms) == set(ACTIVITIES)
         assert min(row.ms.values()) >= 0
         assert sum(row.ms.values()) == pytest.approx(row.whole_ms)
@@ -288,27 +294,27 @@ def test_spans_nest_on_every_track(traced: Path) -> None:
 
 def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path: Path, way: str) -> None:
     path = tmp_path / "trace.json"
-    done = CliRunner().invoke(main, ["trace", str(traced), "--output", str(path)])
-    assert done.exit_code == 0, done.output
-    heading, columns, *rows = done.output.splitlines()
+    result = CliRunner().invoke(main, ["trace", str(traced), "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    heading, columns, *rows = result.output.splitlines()
     assert heading.startswith("job 'overlapping', 2 ranks, 2 shards; 6 collectives of 1.2M bytes, of 7 recorded")
     first, *others = columns.split()
     assert (first, others[-3:]) == ("whole", ["wakes", "us", "each"])
     work = IN_MEMORY if way == MEMORY else MESSAGES  # beside them what every lane does
     assert set(work) <= set(others) <= {*work, "scatter", "send", "receive", "wake-up", "wait", "other", *others[-3:]}
-    assert max(len(line.rstrip()) for line in done.output.splitlines()) <= TABLE_WIDTH
+    assert max(len(line.rstrip()) for line in result.output.splitlines()) <= TABLE_WIDTH
     assert [row.split()[:2] for row in rows[:4]] == [["rank", "0"], ["rank", "1"], ["shard", "0"], ["shard", "1"]]
     timeline = json.loads(path.read_text())
     assert timeline["otherData"]["job"] == "overlapping"
     assert set(work) <= {event["name"] for event in timeline["traceEvents"]}
-    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
-    assert (done.exit_code, done.output) == (
+    result = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert (result.exit_code, result.output) == (
         2, f"Error: {tmp_path}: no traces; set trace.folder for daemon and workers\n"
     )  # fmt: skip
 
 
 def test_the_command_says_what_is_missing(traced: Path, tmp_path: Path) -> None:
     (tmp_path / "overlapping-rank0.npz").write_bytes((traced / "overlapping-rank0.npz").read_bytes())
-    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
-    assert done.exit_code == 0
-    assert "no trace of rank 1, shard 0, shard 1: is trace.folder set there?" in done.output
+    result = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "no trace of rank 1, shard 0, shard 1: is trace.folder set there?" in result.output

@@ -35,10 +35,10 @@ def test_saved_gradients(tmp_path: Path) -> None:
         np.savez(files[-1], table=x, bias=np.zeros(10, np.float32))
     result = run(*files, "--ranks", "2", "--json", str(tmp_path / "plan.json"))
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["density"] == pytest.approx(200 / 1001)
-    assert found["union_density"] == pytest.approx(300 / 1001)
-    assert sum(each["best"] for each in found["plans"]) == 1
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert report["density"] == pytest.approx(200 / 1001)
+    assert report["union_density"] == pytest.approx(300 / 1001)
+    assert sum(plan["best"] for plan in report["plans"]) == 1
 
 
 def test_no_plan_is_faster_than_a_ring_for_dense_tensors_on_many_hosts() -> None:

@@ -47,10 +47,10 @@ def test_status_of_a_running_job(daemon: Daemon) -> None:
         addresses = json.dumps(daemon.addresses)
         status, out, _ = run("status", "--json", environ={"OMNIREDUCE_CLUSTER_AGGREGATORS": addresses})
         assert status == 0
-        found = json.loads(out)
-        assert [each["address"] for each in found] == daemon.addresses
-        assert {each["pid"] for each in (entry["status"] for entry in found)} == set(daemon.shard_pids)
-        [mine] = [each for each in found[0]["status"]["jobs"] if each["name"] == job]
+        report = json.loads(out)
+        assert [each["address"] for each in report] == daemon.addresses
+        assert {each["pid"] for each in (entry["status"] for entry in report)} == set(daemon.shard_pids)
+        [mine] = [each for each in report[0]["status"]["jobs"] if each["name"] == job]
         assert (mine["world_size"], mine["joined"], list(mine["carried"])) == (2, 2, ["tcp"])
         assert mine["traffic"]["collectives"] > 0
 
@@ -85,23 +85,23 @@ def test_an_address_that_is_none(address: str) -> None:
     ],
 )
 def test_what_nobody_can_be_asked_is_wrong_use(words: list[str], message: str) -> None:
-    found = CliRunner().invoke(main, words)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert f"Error: {message}" in found.stderr
-    assert found.stderr.splitlines()[-1].startswith("Error: ")
+    result = CliRunner().invoke(main, words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Error: {message}" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("Error: ")
 
 
 def test_where_nobody_answers_no_job_is_said_to_have_ended() -> None:
-    found = CliRunner().invoke(main, ["end-job", "job", NOWHERE])
-    assert (found.exit_code, found.stdout) == (1, "")
-    assert found.stderr.startswith(f"Error: cannot reach aggregator {NOWHERE}")
+    result = CliRunner().invoke(main, ["end-job", "job", NOWHERE])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"Error: cannot reach aggregator {NOWHERE}")
 
 
 def test_without_addresses_it_asks_where_a_daemon_of_this_host_listens(daemon: Daemon) -> None:
     listen = {"OMNIREDUCE_AGGREGATOR_LISTEN": daemon.addresses[0], "OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"}
     status, out, log = run("status", "--json", environ=listen)
     assert (status, log) == (0, "")
-    assert [each["address"] for each in json.loads(out)] == daemon.addresses[:1]
+    assert [load["address"] for load in json.loads(out)] == daemon.addresses[:1]
     assert default_addresses(configured([], "aggregator.listen=[::1]:7400", "aggregator.shards=2")) == [
         "[::1]:7400",
         "[::1]:7401",
@@ -169,9 +169,11 @@ def test_a_module_of_the_user_is_not_taken_for_ours(tmp_path: Path) -> None:
     for name in ("worker", "aggregator"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the code of the user')\n")
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*PROGRAM, "config"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "[cluster]" in done.stdout
+    result = subprocess.run(
+        [*PROGRAM, "config"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "[cluster]" in result.stdout
 
 
 def test_all_commands_are_in_one_program(tmp_path: Path) -> None:

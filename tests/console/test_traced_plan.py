@@ -61,16 +61,21 @@ def traced(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def test_a_trace_says_which_tensors_a_job_has_reduced(traced: Path) -> None:
-    found = read_reduced(traced)
-    assert (found.job, found.ranks, found.all_reduces, found.others) == ("training", RANKS, 2 * STEPS, 1 + STEPS + 1)
-    assert [(each.times, each.nbytes, each.blocks, each.block_bytes) for each in found.sizes] == [
+    result = read_reduced(traced)
+    assert (result.job, result.ranks, result.all_reduces, result.others) == (
+        "training",
+        RANKS,
+        2 * STEPS,
+        1 + STEPS + 1,
+    )
+    assert [(size.times, size.nbytes, size.blocks, size.block_bytes) for size in result.sizes] == [
         (STEPS, (blocks * BLOCK - 5) * 4, blocks, BLOCK * 4) for blocks in (MANY, FEW)
     ]
-    for each in found.sizes:
-        masks = np.array([[mask(each.blocks, *at) for at in product([rank], range(STEPS))] for rank in range(RANKS)])
-        assert each.density == pytest.approx(masks.mean(), abs=1e-12)
-        assert each.union_density == pytest.approx(masks.any(axis=0).mean(), abs=1e-12)
-    assert found.measured_s > 0
+    for size in result.sizes:
+        masks = np.array([[mask(size.blocks, *at) for at in product([rank], range(STEPS))] for rank in range(RANKS)])
+        assert size.density == pytest.approx(masks.mean(), abs=1e-12)
+        assert size.union_density == pytest.approx(masks.any(axis=0).mean(), abs=1e-12)
+    assert result.measured_s > 0
 
 
 def test_the_plan_of_a_training(traced: Path, tmp_path: Path) -> None:
@@ -84,10 +89,10 @@ def test_the_plan_of_a_training(traced: Path, tmp_path: Path) -> None:
     assert f"ms on {RANKS} ranks\n" in result.output
     assert "[cluster]\naggregators = [" in result.output
     assert "block_size" not in result.output
-    found = json.loads(out.read_text())
-    assert found["trace"]["sizes"] == [each._asdict() for each in read_reduced(traced).sizes]
-    assert sum(each["best"] for each in found["plans"]) == 1
-    assert found["density"] < found["union_density"]
+    report = json.loads(out.read_text())
+    assert report["trace"]["sizes"] == [size._asdict() for size in read_reduced(traced).sizes]
+    assert sum(plan["best"] for plan in report["plans"]) == 1
+    assert report["density"] < report["union_density"]
 
 
 def test_a_trace_and_a_tensor_that_is_drawn_cost_the_same(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_a_trace_and_a_tensor_that_is_drawn_cost_the_same(tmp_path: Path) -> Non
     seconds = []
     for name, given in zip(("traced", "drawn"), inputs, strict=True):
         assert run(*given, *arguments, str(tmp_path / name)).exit_code == 0
-        seconds.append([each["seconds"] for each in json.loads((tmp_path / name).read_text())["plans"]])
+        seconds.append([plan["seconds"] for plan in json.loads((tmp_path / name).read_text())["plans"]])
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
@@ -121,13 +126,13 @@ def write(folder: Path, ranks: Sequence[Sequence[Told]], job: str = "made", size
     for number, collectives in enumerate(ranks):
         origin = Origin(job=job, kind="rank", number=number, ranks=size or len(ranks), shards=1)
         made.append(recorder := Recorder(Trace(folder=str(folder), events=500), origin))
-        for at, each in enumerate(collectives):
+        for at, collective in enumerate(collectives):
             start, end = 2 * at * MS, (2 * at + 1) * MS
-            if each.blocks is not None:
-                details = each.blocks, 1024, each.own, each.union
+            if collective.blocks is not None:
+                details = collective.blocks, 1024, collective.own, collective.union
                 for what, detail in zip(OF_TENSOR, details, strict=True):
                     recorder.add(what, end, end, detail=detail)
-            recorder.add(SpanKind.COLLECTIVE, start, end, detail=each.nbytes)
+            recorder.add(SpanKind.COLLECTIVE, start, end, detail=collective.nbytes)
     for recorder in made:
         recorder.write()
 
@@ -139,10 +144,10 @@ def test_collectives_of_a_size_count_together(tmp_path: Path) -> None:
     large = Told(30_720, 30, 15, 15)
     rank = [OTHER, TENSOR, large, TENSOR._replace(own=4, union=6), OTHER]
     write(tmp_path, [rank, [Told(99, None), *rank[1:3], TENSOR._replace(own=2, union=6), OTHER]])
-    found = read_reduced(tmp_path)
-    assert found.sizes == [Size(1, 30_720, 30, 1024, 0.5, 0.5), Size(2, 10_240, 10, 1024, 0.25, 0.5)]
-    assert (found.others, found.kinds, found.missed) == (2, 2, 0)
-    assert found.measured_s == pytest.approx(3e-3)  # for all tensors
+    result = read_reduced(tmp_path)
+    assert result.sizes == [Size(1, 30_720, 30, 1024, 0.5, 0.5), Size(2, 10_240, 10, 1024, 0.25, 0.5)]
+    assert (result.others, result.kinds, result.missed) == (2, 2, 0)
+    assert result.measured_s == pytest.approx(3e-3)  # for all tensors
 
 
 def test_what_only_some_ranks_have_recorded_does_not_count(tmp_path: Path) -> None:
@@ -167,15 +172,15 @@ def test_a_trace_that_was_full_is_said(tmp_path: Path) -> None:
 def test_many_sizes_become_few(tmp_path: Path) -> None:
     many = [Told(at * 1024, at, at // 2, at) for at in range(1, MOST_SIZES + 6)]
     write(tmp_path, [many] * 2)
-    found = read_reduced(tmp_path)
-    assert (len(found.sizes), found.kinds) == (MOST_SIZES, len(many))
-    assert found.all_reduces == len(many)
-    assert sum(each.times * each.nbytes for each in found.sizes) == sum(each.nbytes for each in many)
-    last = found.sizes[-1]
+    result = read_reduced(tmp_path)
+    assert (len(result.sizes), result.kinds) == (MOST_SIZES, len(many))
+    assert result.all_reduces == len(many)
+    assert sum(size.times * size.nbytes for size in result.sizes) == sum(each.nbytes for each in many)
+    last = result.sizes[-1]
     assert (last.times, last.nbytes, last.blocks, last.block_bytes) == (6, 3584, 4, 1024)  # 1 to 6 blocks
     assert (last.density, last.union_density) == pytest.approx((9 / 21, 1))
     assert "the last row stands for the 6 sizes with the fewest bytes" in run("--trace", str(tmp_path)).output
-    assert few(found.sizes, MOST_SIZES) == found.sizes
+    assert few(result.sizes, MOST_SIZES) == result.sizes
 
 
 def test_few_sizes_keep_what_is_sent() -> None:

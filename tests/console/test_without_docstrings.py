@@ -37,12 +37,12 @@ print("optimized", sys.flags.optimize, file=sys.stderr)
 
 
 def shown(folder: object, *options: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *options, "-c", SHOWN, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=READY_S
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith(f"optimized {2 * len(options)}\n")
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.endswith(f"optimized {2 * len(options)}\n")
+    return result.stdout
 
 
 def test_nothing_that_is_shown_depends_on_docstrings(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -28,7 +28,7 @@ class Ranks:
     def __init__(self, programs: Sequence[Sequence[Request | str]], fusion_bytes: int = 100, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.machines = [Agreement(rank, len(programs), fusion_bytes) for rank in range(len(programs))]
-        self.programs = [list(each) for each in programs]
+        self.programs = [list(program) for program in programs]
         self.batches: list[Batch] = []
 
     def waits(self, rank: int) -> bool:
@@ -36,7 +36,7 @@ class Ranks:
         return bool(program) and isinstance(program[0], str) and program[0] in self.machines[rank].pending
 
     def run(self) -> None:
-        while any(self.programs) or any(each.pending for each in self.machines):
+        while any(self.programs) or any(machine.pending for machine in self.machines):
             moved = self._go_on() if self.rng.random() < 0.7 else False
             if not moved and not self._exchange():
                 assert self._go_on(), "nobody can go on"
@@ -60,28 +60,28 @@ class Ranks:
         return self._round() if first.has_rounds else self._due()
 
     def _round(self) -> bool:
-        if not any(each.pending for each in self.machines):
+        if not any(machine.pending for machine in self.machines):
             return False
-        least = np.min([each.bytes_of_round() for each in self.machines], axis=0)
-        told = [each.news() for each in self.machines]
-        found = [each.agree(least) for each in self.machines]
-        assert all(each == found[0] for each in found)
-        batches, has_news = found[0]
+        least = np.min([machine.bytes_of_round() for machine in self.machines], axis=0)
+        told = [machine.news() for machine in self.machines]
+        results = [machine.agree(least) for machine in self.machines]
+        assert all(result == results[0] for result in results)
+        batches, has_news = results[0]
         self.batches += batches
         if has_news:
-            for each in self.machines:
-                each.hear(told)
+            for machine in self.machines:
+                machine.hear(told)
         return bool(batches) or has_news
 
     def _due(self) -> bool:
-        batches = [(each.due, each.is_ready) for each in self.machines]
+        batches = [(machine.due, machine.is_ready) for machine in self.machines]
         assert len({batch for batch, _ in batches}) == 1
-        stuck = [each.is_stuck(waits=self.waits(rank)) for rank, each in enumerate(self.machines)]
+        stuck = [machine.is_stuck(waits=self.waits(rank)) for rank, machine in enumerate(self.machines)]
         if not all(ready or spoils for (_, ready), spoils in zip(batches, stuck, strict=True)):
             return False
         spoiled = not all(ready for _, ready in batches)
-        for each in self.machines:
-            each.done(spoiled=spoiled)
+        for machine in self.machines:
+            machine.done(spoiled=spoiled)
         if not spoiled:
             self.batches.append(batches[0][0])
         return True
@@ -190,14 +190,14 @@ def test_the_last_that_joins_is_known_to_all() -> None:
     step: list[Request | str] = [request("a"), "a"]
     world = Ranks([joins(step * 2), joins(step * 5), joins(step * 3)])
     world.run()
-    assert {each.last_joined for each in world.machines} == {1}
+    assert {machine.last_joined for machine in world.machines} == {1}
 
 
 def test_what_needs_data_of_all_fails_once_a_rank_has_joined() -> None:
     gather = Request("g", "allgather", "", (TensorType("float32", ()),))
     world = Ranks([joins([]), joins([gather, "g"])])
     world.run()
-    assert [each.error for each in world.batches] == [
+    assert [batch.error for batch in world.batches] == [
         "'g' is allgather: rank 0 has joined, and has no data for that", ""
     ]  # fmt: skip
 
@@ -242,12 +242,12 @@ def test_names_that_come_once_are_forgotten() -> None:
     ],
 )
 def test_requests_share_buffers(sizes: list[int], most: int, expected: list[tuple[str, ...]]) -> None:
-    found = fused([request(f"r{i}", elements=n) for i, n in enumerate(sizes)], most)
-    assert [each.names for each in found] == expected
+    results = fused([request(f"r{i}", elements=n) for i, n in enumerate(sizes)], most)
+    assert [each.names for each in results] == expected
 
 
 def test_requests_that_go_between_do_not_end_a_buffer() -> None:
     sums = [request("a"), request("c")]
     alone, most = Request("d", "barrier"), [request("b", "max"), request("e", "max")]
-    found = fused([sums[0], most[0], sums[1], alone, most[1]], 100)
-    assert [each.names for each in found] == [("a", "c"), ("b", "e"), ("d",)]
+    results = fused([sums[0], most[0], sums[1], alone, most[1]], 100)
+    assert [each.names for each in results] == [("a", "c"), ("b", "e"), ("d",)]

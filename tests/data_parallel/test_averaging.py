@@ -33,11 +33,11 @@ def gradient(rank: int, step: int, at: int) -> Array:
 
 
 def expected(step: int, having: Step) -> list[Array | None]:
-    found: list[Array | None] = []
+    results: list[Array | None] = []
     for at in range(len(SHAPES)):
         some = [gradient(rank, step, at) for rank, each in enumerate(having) if each[at]]
-        found.append(sum(some[1:], some[0]) / np.float32(RANKS) if some else None)
-    return found
+        results.append(sum(some[1:], some[0]) / np.float32(RANKS) if some else None)
+    return results
 
 
 @given(steps)
@@ -47,14 +47,14 @@ def expected(step: int, having: Step) -> list[Array | None]:
 @example([(FIRST, ALL), (ALL, FIRST), (FIRST, ALL), (ALL, FIRST)])
 def test_any_of_the_gradients_may_be_missing(daemon: Daemon, had: list[Step]) -> None:
     def run(comm: Communicator) -> list[list[Array | None]]:
-        averaging, found = Averaging(NAMES, PARTS), []
+        averaging, results = Averaging(NAMES, PARTS), []
         for step, having in enumerate(had):
             own = [gradient(comm.rank, step, at) if each else None for at, each in enumerate(having[comm.rank])]
-            found.append(averaging.average(own, comm))
-        return found
+            results.append(averaging.average(own, comm))
+        return results
 
-    for found in run_job(configured(daemon.addresses), RANKS, run):
-        for step, (means, having) in enumerate(zip(found, had, strict=True)):
+    for result in run_job(configured(daemon.addresses), RANKS, run):
+        for step, (means, having) in enumerate(zip(result, had, strict=True)):
             for mine, each in zip(means, expected(step, having), strict=True):
                 assert (mine is None) == (each is None)
                 assert mine is None or (mine.shape == each.shape and (mine == each).all())
@@ -82,8 +82,8 @@ def test_ranks_agree_once_as_long_as_nothing_changes(daemon: Daemon) -> None:
 def test_gradients_are_averaged_in_their_memory(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[bool]:
         own = [gradient(comm.rank, 0, at) for at in range(len(SHAPES))]
-        found = Averaging(NAMES, PARTS).average(own, comm)
-        return [mine is each for mine, each in zip(own, found, strict=True)]
+        result = Averaging(NAMES, PARTS).average(own, comm)
+        return [mine is each for mine, each in zip(own, result, strict=True)]
 
     assert run_job(configured(daemon.addresses), RANKS, run) == [[True] * len(SHAPES)] * RANKS
 
@@ -94,12 +94,12 @@ def test_a_mark_is_seen_through_a_codec(daemon: Daemon, codec: str) -> None:
     settings = f"protocol.codec={codec}", "transport.host_exchange=off"
 
     def run(comm: Communicator) -> list[int]:
-        averaging, found = Averaging(NAMES[:2], PARTS[:2]), []
+        averaging, results = Averaging(NAMES[:2], PARTS[:2]), []
         for step in range(4):
             own = [gradient(comm.rank, step, 0), None if step == 2 and comm.rank else gradient(comm.rank, step, 1)]
             averaging.average(own, comm)
-            found.append(averaging.agreements)
-        return found
+            results.append(averaging.agreements)
+        return results
 
     assert run_job(configured(daemon.addresses, *settings), RANKS, run) == [[1, 1, 2, 3]] * RANKS
 
@@ -168,7 +168,7 @@ def test_a_rank_that_dies_ends_the_steps_of_the_others(daemon: Daemon) -> None:
     try:
         for each in (processes[0], processes[2]):
             assert each.line() == "3 ['rank', '1']"
-        assert [each.wait(WAIT_S) for each in processes] == [5, -signal.SIGKILL, 5]
+        assert [process.wait(WAIT_S) for process in processes] == [5, -signal.SIGKILL, 5]
     finally:
         for each in processes:
             each.close()

@@ -48,11 +48,11 @@ class Momentum:
 
     def step(self) -> None:
         self.steps += 1
-        for each in self.params:
-            if each.grad is not None:
-                self.velocity[each] = 0.5 * self.velocity.get(each, 0) + each.grad
-                self.by_id[id(each)] = [self.steps, (None, each.grad[:1].copy())]
-                each.data -= self.rate * self.velocity[each]
+        for param in self.params:
+            if param.grad is not None:
+                self.velocity[param] = 0.5 * self.velocity.get(param, 0) + param.grad
+                self.by_id[id(param)] = [self.steps, (None, param.grad[:1].copy())]
+                param.data -= self.rate * self.velocity[param]
 
 
 def on_ranks(daemon: Daemon, run: Any, size: int = SIZE) -> list[Any]:
@@ -95,7 +95,7 @@ def test_ranks_train_as_one_process_would(daemon: Daemon) -> None:
             params[1].grad = None if step == comm.rank else ones(2, 3, times=4.0).T  # not contiguous
             opt.step()
         assert opt.steps == 4
-        return [each.data.tobytes() for each in params]
+        return [param.data.tobytes() for param in params]
 
     one = [Parameter(ones(4, times=0)), Parameter(ones(2, 3).T)]
     opt = Momentum(one, 0.25)
@@ -129,7 +129,7 @@ def test_a_gradient_of_two_parameters_is_counted_once(daemon: Daemon) -> None:
         for _ in loader:
             params[0].grad = params[1].grad = ones(3, times=5.0)
             opt.average_gradients()
-        return [float(each.grad[0]) for each in params]
+        return [float(param.grad[0]) for param in params]
 
     assert on_ranks(daemon, run) == [pytest.approx([5.0, 5.0])] * SIZE
 
@@ -150,13 +150,13 @@ def test_a_broadcast_gives_all_that_the_root_has(daemon: Daemon) -> None:
         assert (opt.params is params, opt.velocity is kept, opt.callback is callback) == (True, True, True)
         [(key, [steps, (nothing, values)])] = opt.by_id.items()
         assert (key, nothing) == (id(params[1]), None)
-        velocity = {params.index(each): values.tolist() for each, values in opt.velocity.items()}
-        data = [each.data.tobytes() for each in (*params, statistics)]
+        velocity = {params.index(name): values.tolist() for name, values in opt.velocity.items()}
+        data = [param.data.tobytes() for param in (*params, statistics)]
         return data, opt.rate, opt.steps, velocity, steps, values.tolist()
 
-    found = on_ranks(daemon, run)
-    assert [each[1:] for each in found] == [(1 / 3, 2, {1: [1.5, 1.5]}, 2, [1.0])] * SIZE
-    assert found[0] == found[1] == found[2]
+    results = on_ranks(daemon, run)
+    assert [each[1:] for each in results] == [(1 / 3, 2, {1: [1.5, 1.5]}, 2, [1.0])] * SIZE
+    assert results[0] == results[1] == results[2]
 
 
 def test_what_is_no_plain_data_of_a_state_stays(daemon: Daemon) -> None:
@@ -207,7 +207,7 @@ def test_optimizers_with_other_numbers_are_told_before_weights_drift_apart(
 
 def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[str]:
-        found = []
+        results = []
         for model, root, optimizer in (
             ({"w": ones(2), **({"b": ones(1)} if comm.rank else {})}, 0, None),
             ({"w": ones(2) if comm.rank != 1 else np.ones(2)}, 0, None),
@@ -219,8 +219,8 @@ def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:
         ):
             with pytest.raises(UsageError) as raised:
                 broadcast_parameters(model, root, optimizer=optimizer, comm=comm)
-            found.append(str(raised.value))
-        return found
+            results.append(str(raised.value))
+        return results
 
     expected = [
         "'['b']' differs between ranks: rank 0 has nothing, rank 1 has float32[1]; expected the same on all ranks",

@@ -46,10 +46,10 @@ def in_steps(daemon: Daemon, do: Callable[[Queue], None]) -> None:
 
 def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        arrays = [own(queue.rank, dtype=each) for each in ("float32", "float64", "int32")]
-        found = queue.grouped_allreduce_async(arrays, name="g", op="max").wait(60)
-        expected = [np.max(everyone(dtype=each), axis=0) for each in ("float32", "float64", "int32")]
-        assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+        arrays = [own(queue.rank, dtype=name) for name in ("float32", "float64", "int32")]
+        result = queue.grouped_allreduce_async(arrays, name="g", op="max").wait(60)
+        expected = [np.max(everyone(dtype=name), axis=0) for name in ("float32", "float64", "int32")]
+        assert all((a == b).all() for a, b in zip(result, expected, strict=True))
 
     in_steps(daemon, do)
 
@@ -67,8 +67,8 @@ def test_a_mean_of_floats_beside_integers_does_not_overflow(daemon: Daemon) -> N
 @pytest.mark.parametrize(("dtype", "ranks"), [("int8", 128), ("int8", 200), ("uint8", 256), ("uint64", 300)])
 def test_a_mean_of_short_integers_over_many_ranks(dtype: str, ranks: int) -> None:
     ends = np.array([np.iinfo(dtype).min, 0, np.iinfo(dtype).max], dtype)
-    found = Reduction("w", [ends], [ends.copy()], "mean", 1, 1).take([ends], ranks)
-    assert found.tolist() == [int(each) // ranks if each >= 0 else -(-int(each) // ranks) for each in ends]
+    result = Reduction("w", [ends], [ends.copy()], "mean", 1, 1).take([ends], ranks)
+    assert result.tolist() == [int(end) // ranks if end >= 0 else -(-int(end) // ranks) for end in ends]
 
 
 def test_a_mean_of_integers_is_rounded_towards_zero_after_it_is_scaled(daemon: Daemon) -> None:
@@ -101,9 +101,9 @@ def test_products_are_rounded_and_not_factors(daemon: Daemon, dtype: type) -> No
 def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:
         x, out = own(queue.rank, shape=(elements,)), np.empty(elements, np.float32)
-        found = queue.allreduce_async(x, name="w", out=out, prescale=0.5, postscale=4).wait(60)
-        assert found is out
-        assert (found == 2 * np.sum(everyone(shape=(elements,)), axis=0)).all()
+        result = queue.allreduce_async(x, name="w", out=out, prescale=0.5, postscale=4).wait(60)
+        assert result is out
+        assert (result == 2 * np.sum(everyone(shape=(elements,)), axis=0)).all()
         assert (x == own(queue.rank, shape=(elements,))).all()
 
     in_steps(daemon, do)
@@ -128,8 +128,8 @@ def test_rows_are_added_by_number(daemon: Daemon) -> None:
             queue.allreduce_rows_async(np.array([rank, 5 + i]), np.ones((2, 3), np.float32), 9, name=f"t{i}")
             for i in range(3)
         ]
-        for i, each in enumerate(tasks):
-            numbers, sums = each.wait(60)
+        for i, task in enumerate(tasks):
+            numbers, sums = task.wait(60)
             assert numbers.tolist() == [0, 1, 5 + i]
             assert sums[:, 0].tolist() == [1, 1, 2]
 
@@ -139,8 +139,8 @@ def test_rows_are_added_by_number(daemon: Daemon) -> None:
 def test_arrays_of_other_lengths_are_gathered(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
         mine = own(queue.rank)[: 2 + queue.rank]
-        found = queue.allgather_async(mine, name="g").wait(60)
-        assert (found == np.concatenate([each[: 2 + rank] for rank, each in enumerate(everyone())])).all()
+        result = queue.allgather_async(mine, name="g").wait(60)
+        assert (result == np.concatenate([each[: 2 + rank] for rank, each in enumerate(everyone())])).all()
 
     in_steps(daemon, do)
 
@@ -167,8 +167,8 @@ def test_parts_are_exchanged(daemon: Daemon) -> None:
 
 def test_sums_are_scattered(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        found = queue.reducescatter_async(own(queue.rank, shape=(5, 2)), name="r", op="sum").wait(60)
-        assert (found == np.array_split(np.sum(everyone(shape=(5, 2)), axis=0), RANKS)[queue.rank]).all()
+        result = queue.reducescatter_async(own(queue.rank, shape=(5, 2)), name="r", op="sum").wait(60)
+        assert (result == np.array_split(np.sum(everyone(shape=(5, 2)), axis=0), RANKS)[queue.rank]).all()
 
     in_steps(daemon, do)
 

@@ -30,7 +30,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, int]:
 @example((3, 3, 60), 0, True)
 def test_every_sample_comes_once(job: tuple[int, int, int], seed: int, shuffle: bool) -> None:
     size, total, batch_size = job
-    dealt = [each.batches() for each in loaders(range(total), batch_size, size, seed=seed, shuffle=shuffle)]
+    dealt = [loader.batches() for loader in loaders(range(total), batch_size, size, seed=seed, shuffle=shuffle)]
     everything = [number for batches in dealt for batch in batches for number in batch]
     assert sorted(everything) == list(range(total))
     assert len({len(batches) for batches in dealt}) == 1
@@ -50,9 +50,9 @@ def test_ranks_see_the_batches_of_one_process(job: tuple[int, int, int], epoch: 
     size, total, batch_size = job
     [whole] = loaders(range(total), batch_size, 1)
     parts = loaders(range(total), batch_size, size)
-    for each in (whole, *parts):
-        each.set_epoch(epoch)
-    together = [sorted(chain(*step)) for step in zip(*(each.batches() for each in parts), strict=True)]
+    for part in (whole, *parts):
+        part.set_epoch(epoch)
+    together = [sorted(chain(*step)) for step in zip(*(part.batches() for part in parts), strict=True)]
     expected = [sorted(batch) for batch in whole.batches()]
     if len(together) < len(expected):  # the last batch has fewer samples than there are ranks
         expected[-2:] = [sorted(expected[-2] + expected[-1])]
@@ -76,7 +76,7 @@ def test_each_epoch_has_an_order_of_its_own_and_the_same_one_again() -> None:
 def test_shares_add_up_to_the_number_of_ranks() -> None:
     parts = loaders(np.arange(37), 8, 3)
     for _ in zip(*parts, strict=True):
-        assert sum(each.share for each in parts) == pytest.approx(3)
+        assert sum(part.share for part in parts) == pytest.approx(3)
 
 
 class Samples:

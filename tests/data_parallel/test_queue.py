@@ -28,7 +28,7 @@ def test_ranks_submit_in_any_order(daemon: Daemon, size: int, fusion_bytes: int,
     combine = {"sum": np.sum, "min": np.min, "mean": np.mean, "prod": np.prod}[op]
 
     def run(comm: Communicator) -> tuple[list[list[Array]], int, int]:
-        queue, rng, found, early = Queue(comm), random.Random(comm.rank), [], 0
+        queue, rng, results, early = Queue(comm), random.Random(comm.rank), [], 0
         for step in range(20):
             own = tensors(comm.rank, step, 6, size)
             order = rng.sample(range(6), 6) if step < 2 or step == 15 else range(6)
@@ -36,12 +36,12 @@ def test_ranks_submit_in_any_order(daemon: Daemon, size: int, fusion_bytes: int,
             tasks = {i: queue.allreduce_async(own[i], name=f"{stem}{i}", op=op) for i in order}
             for i in rng.sample(range(6), 6):
                 tasks[i].wait(60)
-            found.append(own)
+            results.append(own)
             early = queue.statistics().rounds if step == 14 else early
             late = queue.statistics().rounds if step == 12 else early
         comm.barrier(name="end")
         queue.close()
-        return found, late, early
+        return results, late, early
 
     outcomes = run_job(configured(daemon.addresses, f"queue.fusion_bytes={fusion_bytes}"), 3, run)
     for step in range(20):
@@ -57,7 +57,7 @@ def test_steps_that_are_alike_have_no_rounds(daemon: Daemon) -> None:
         queue, rounds = Queue(comm), []
         for _ in range(12):
             tasks = [queue.allreduce_async(np.ones(100, np.float32), name=f"w{i}") for i in range(9)]
-            assert all((each.wait(60) == comm.size).all() for each in tasks)
+            assert all((task.wait(60) == comm.size).all() for task in tasks)
             rounds.append(queue.statistics().rounds)
         comm.barrier(name="end")
         queue.close()
@@ -102,7 +102,7 @@ def test_the_limit_of_rank_0_counts_for_what_travels_together(daemon: Daemon) ->
         queue, found = Queue(comm), []
         for _ in range(6):
             tasks = [queue.allreduce_async(np.full(3, 1.0 + i + comm.rank), name=f"w{i}") for i in range(3)]
-            found += [float(each.wait(60)[0]) for each in tasks]
+            found += [float(task.wait(60)[0]) for task in tasks]
         comm.barrier(name="end")
         queue.close()
         return found
@@ -162,9 +162,9 @@ def test_only_the_root_has_an_object_to_send(daemon: Daemon) -> None:
     def run(comm: Communicator) -> object:
         queue = Queue(comm)
         mine = {"epoch": 3} if comm.rank == 1 else object()
-        found = queue.broadcast_object_async(mine, 1, name="told").wait(60)
+        result = queue.broadcast_object_async(mine, 1, name="told").wait(60)
         comm.barrier(name="end")
         queue.close()
-        return found
+        return result
 
     assert run_job(configured(daemon.addresses), 2, run) == [{"epoch": 3}] * 2

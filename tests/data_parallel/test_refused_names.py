@@ -42,10 +42,10 @@ WRONG: dict[str, dict[str, Any]] = {  # arguments that each of them refuses
 def run_on_queues(daemon: Daemon, work: Callable[[Queue], object], *overrides: str, size: int = 2) -> list[Any]:
     def run(comm: Communicator) -> object:
         queue = Queue(comm)
-        found = work(queue)
+        result = work(queue)
         comm.barrier(name="end")
         queue.close()
-        return found
+        return result
 
     return run_job(configured(daemon.addresses, *overrides), size, run)
 
@@ -58,12 +58,12 @@ def test_no_method_is_forgotten() -> None:
     assert {each.removesuffix("_async") for each in vars(Queue) if each.endswith("_async")} == set(CALLS)
 
 
-@pytest.mark.parametrize("what", [each for each in CALLS if each != "allgather_object"])
+@pytest.mark.parametrize("what", [call for call in CALLS if call != "allgather_object"])
 def test_what_one_rank_refuses_is_an_error_on_all(daemon: Daemon, what: str) -> None:
     """Also once steps have no rounds any more. The next of the name is sound, and so are others."""
 
     def work(queue: Queue) -> list[str]:
-        found = []
+        results = []
         for step in range(12):
             good = queue.allreduce_async(np.ones(5, np.float32), name="good")
             if step % 6 < 4:
@@ -71,13 +71,13 @@ def test_what_one_rank_refuses_is_an_error_on_all(daemon: Daemon, what: str) -> 
             elif queue.rank == 1:
                 with pytest.raises(UsageError) as caught:
                     submit(queue, what, "w", **WRONG[what])
-                found.append(str(caught.value))
+                results.append(str(caught.value))
             else:
                 with pytest.raises(UsageError) as caught:
                     submit(queue, what, "w").wait(60)
-                found.append(str(caught.value))
+                results.append(str(caught.value))
             assert good.wait(60).tolist() == [2.0] * 5
-        return found
+        return results
 
     theirs, own = run_on_queues(daemon, work)
     assert len(own) == 4
@@ -104,7 +104,7 @@ def test_an_object_that_cannot_be_sent(daemon: Daemon, most: str) -> None:
     what = LOCK if most == "1_000_000" else b"x" * 3000
 
     def work(queue: Queue) -> list[str]:
-        found = []
+        results = []
         for step in range(5):
             own = what if queue.rank == 0 and step % 2 == 0 else {"step": 7}
             for task in (
@@ -116,8 +116,8 @@ def test_an_object_that_cannot_be_sent(daemon: Daemon, most: str) -> None:
                 else:
                     with pytest.raises(UsageError) as caught:
                         task.wait(60)
-                    found.append(str(caught.value))
-        return found
+                    results.append(str(caught.value))
+        return results
 
     own, *others = run_on_queues(daemon, work, f"protocol.max_part_bytes={most}", size=3)
     assert all(("lock is no plain data" if what is LOCK else "bytes to send; expected") in each for each in own)
@@ -137,11 +137,11 @@ def test_a_name_that_is_under_way_is_refused_in_its_turn(daemon: Daemon) -> None
         else:
             assert is_refused.wait(30)
             first = queue.allreduce_async(np.ones(3), name="w")
-        found = [float(first.wait(60)[0])]
+        results = [float(first.wait(60)[0])]
         if queue.rank:
             with pytest.raises(UsageError, match="rank 0 refused 'w': 'w' is under way already"):
                 queue.allreduce_async(np.ones(3), name="w").wait(60)
-        return [*found, float(queue.allreduce_async(np.ones(3), name="w").wait(60)[0])]
+        return [*results, float(queue.allreduce_async(np.ones(3), name="w").wait(60)[0])]
 
     assert run_on_queues(daemon, work) == [[2.0, 2.0]] * 2
 
@@ -175,7 +175,7 @@ def test_more_than_there_is_room_for_is_refused_when_there_is(daemon: Daemon) ->
             with pytest.raises(UsageError, match="are under way already"):
                 queue.allreduce_async(x, name="one more")
             is_refused.set()
-        assert all(each.wait(60)[0] == 2 for each in tasks)
+        assert all(task.wait(60)[0] == 2 for task in tasks)
         if queue.rank:
             with pytest.raises(UsageError, match=r"rank 0 refused .one more.: .* are under way"):
                 queue.allreduce_async(x, name="one more").wait(60)

@@ -23,8 +23,8 @@ def test_who_is_missing_where() -> None:
 
 
 def test_many_names_are_cut() -> None:
-    found = [Stall(f"w{i}", 70.0, (0, 1), (2,)) for i in range(9)]
-    [(who, what)] = in_words(found)
+    result = [Stall(f"w{i}", 70.0, (0, 1), (2,)) for i in range(9)]
+    [(who, what)] = in_words(result)
     assert who == "rank 2"
     assert what == (
         "has not come to 'w0', 'w1', 'w2', 'w3', 'w4', 'w5' and 3 more, for which ranks 0, 1 wait since 70 s"
@@ -56,4 +56,4 @@ def test_a_rank_that_skips_a_tensor_is_named(daemon: Daemon, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "omnireduce"):
         run_job(configured(daemon.addresses, "stall.warn_s=0.2", "stall.abort_s=1.0"), 2, run)
     told = r"stalled: rank 1 has not come to 'w1', for which rank 0 waits since \d+ s"
-    assert any(re.fullmatch(told, each) for each in caplog.messages), caplog.messages
+    assert any(re.fullmatch(told, message) for message in caplog.messages), caplog.messages

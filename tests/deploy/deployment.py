@@ -69,8 +69,8 @@ def page(process: Process, path: str) -> str:
     assert eventually(lambda: "http://" in process.log)
     port = re.findall(r"http://[^/]*:(\d+)", process.log)[0]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
-        found: bytes = answer.read()
-    return found.decode()
+        result: bytes = answer.read()
+    return result.decode()
 
 
 HERE = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": "127.0.0.1:0"}
@@ -89,7 +89,7 @@ def replace(file: Path, *secrets: str) -> None:
 
 def admitted(addresses: Sequence[str], own: Path) -> set[str]:
     """The secrets, of two, with which workers are let in; `own` is a file for the secret of the workers."""
-    found = set()
+    results = set()
     for secret in (OLD, NEW):
         own.touch(0o600)
         own.write_text(secret)
@@ -102,8 +102,8 @@ def admitted(addresses: Sequence[str], own: Path) -> set[str]:
                 raise
         else:
             assert sums == [2.0, 2.0]
-            found.add(secret)
-    return found
+            results.add(secret)
+    return results
 
 
 def check_rotation(

@@ -101,7 +101,7 @@ def pod_command(
     rights, [container] = pod["securityContext"], pod["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
     user, group, shared = rights["runAsUser"], rights["runAsGroup"], rights["fsGroup"]
-    volumes = {each["name"]: each for each in pod["volumes"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     steps = [
         *("set -eu", "umask 022", "mount --make-rprivate /", f"cd {folder}", "mount -t tmpfs none .", f"cd {folder}"),
         *("mkdir upper work root", "mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root"),

@@ -43,14 +43,14 @@ class Step(NamedTuple):
 
 def steps() -> list[Step]:
     lines = [line for line in FILE.read_text().splitlines() if not line.lstrip().startswith("#")]
-    found, stage = [], ""
+    results, stage = [], ""
     for line in re.sub(r"\\\n", " ", "\n".join(lines)).splitlines():
         if line.strip():
             keyword, _, text = line.partition(" ")
             if keyword == "FROM":
                 stage = text.partition(" AS ")[2] or "final"
-            found.append(Step(stage, keyword, text.strip()))
-    return found
+            results.append(Step(stage, keyword, text.strip()))
+    return results
 
 
 def of(stage: str, keyword: str) -> list[str]:
@@ -103,31 +103,31 @@ def test_what_is_copied_is_all_that_the_package_needs(image: Path) -> None:
     assert all((image / each).exists() for each in project["project"]["license-files"])
     modules = sorted({target.partition(":")[0] for target in project["project"]["scripts"].values()})
     code = f"import importlib, sys\nfor name in {modules}: print(importlib.import_module(name).__file__)"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd="/", env={"PYTHONPATH": str(image)}, capture_output=True, text=True, timeout=READY_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert all(line.startswith(str(image)) for line in done.stdout.splitlines())
+    assert result.returncode == 0, result.stderr
+    assert all(line.startswith(str(image)) for line in result.stdout.splitlines())
 
 
 def locked() -> dict[str, tuple[Version, int]]:
     """Version and number of hashes of each package in the lock."""
     text = re.sub(r"\\\n", " ", LOCK.read_text())
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    found = {}
+    results = {}
     for line in lines:
         requirement, *hashes = line.split()
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), line
         name, version = requirement.split("==")
-        found[canonicalize_name(name)] = (Version(version), len(hashes))
-    return found
+        results[canonicalize_name(name)] = (Version(version), len(hashes))
+    return results
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:
     """The requirements that the lock does not meet."""
-    found, asked = locked(), [Requirement(each) for each in requirements]
-    lines = {each.name: found.get(canonicalize_name(each.name)) for each in asked}
+    result, asked = locked(), [Requirement(requirement) for requirement in requirements]
+    lines = {each.name: result.get(canonicalize_name(each.name)) for each in asked}
     return [str(each) for each in asked if not (at := lines[each.name]) or not each.specifier.contains(at[0])]
 
 
@@ -144,7 +144,7 @@ def test_the_lock_has_all_that_the_image_installs() -> None:
     assert unmet(["numpy>=99", "no-such-package"]) == ["numpy>=99", "no-such-package"]
     assert all(hashes for _, hashes in locked().values())
     assert "://" not in LOCK.read_text()
-    here = {canonicalize_name(each.name): each for each in importlib.metadata.distributions()}
+    here = {canonicalize_name(distribution.name): distribution for distribution in importlib.metadata.distributions()}
     for name in locked().keys() - {"setuptools"}:  # their requirements are locked, too
         assert unmet(needs_of(here[name])) == []
 
@@ -179,9 +179,9 @@ def build(
     environ = {"PATH": f"{folder}:{os.environ['PATH']}"} | ({"BASE": base} if base else {})
     (folder / "calls").write_text("")
     command = [folder / "deploy" / "container" / "build.sh", *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
     calls = [line.split("\t")[:-1] for line in (folder / "calls").read_text().splitlines()]
-    return done.returncode, done.stdout + done.stderr, calls
+    return result.returncode, result.stdout + result.stderr, calls
 
 
 def test_the_base_is_resolved_once_and_recorded(tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def test_a_base_without_a_digest_is_refused(tmp_path: Path, digest: str) -> None
 def test_the_container_file_refuses_a_base_without_a_digest() -> None:
     [check] = [text for text in of("build", "RUN") if text.startswith("case")]
     for base, status in ((f"python@{DIGEST}", 0), ("python:3.11-slim-bookworm", 1), ("", 1)):
-        done = subprocess.run(["sh", "-c", check], env={"BASE": base}, capture_output=True, check=False)
-        assert done.returncode == status
+        result = subprocess.run(["sh", "-c", check], env={"BASE": base}, capture_output=True, check=False)
+        assert result.returncode == status
 
 
 def test_the_image_runs_as_no_root_and_brings_no_keys() -> None:
@@ -328,13 +328,13 @@ def test_the_sshd_of_a_pod_lets_in_only_its_job() -> None:
             for path in (folder, *Path(folder).iterdir()):
                 os.chown(path, 65534, 65534)
         show = [*nobody, sshd, "-T", "-f", f"{folder}/sshd_config"]
-        done = subprocess.run(show, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
+        result = subprocess.run(show, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert result.returncode == 0, result.stderr
     assert {
         *("port 2222", "strictmodes yes", "permitrootlogin no", "allowusers omnireduce", "disableforwarding yes"),
         *("authenticationmethods publickey", "passwordauthentication no", "kbdinteractiveauthentication no"),
         *("permituserenvironment no", "permittunnel no", "usepam no"),
-    } <= set(done.stdout.splitlines())
+    } <= set(result.stdout.splitlines())
 
 
 BUILDERS = {"docker": ["docker", "info"], "podman": ["podman", "info"], "buildah": ["buildah", "info"]}

@@ -34,13 +34,13 @@ def test_what_a_guest_would_miss_is_said_before_one_starts(tmp_path: Path) -> No
     nothing.write_text("#!/bin/sh\nexit 1\n")
     nothing.chmod(0o755)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "tools/guests.py", "run", "--", "true"],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("guests: missing: ")
-    missing, _, remedy = done.stderr.partition("Install with: ")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("guests: missing: ")
+    missing, _, remedy = result.stderr.partition("Install with: ")
     for package in ("iputils-ping", "perftest", "rdmacm-utils", "python3-pyverbs"):
         assert package in missing.replace(".", "").split()
         assert package in remedy.split()
@@ -76,4 +76,4 @@ def test_who_ends_the_rdma_tests_ends_their_guests(
 
 
 def processes_in(started: Path) -> list[int]:
-    return [pid for each in started.iterdir() if not each.suffix for pid in (int(each.name), int(each.read_text()))]
+    return [pid for path in started.iterdir() if not path.suffix for pid in (int(path.name), int(path.read_text()))]

@@ -26,12 +26,12 @@ Object = dict[str, Any]
 
 def objects(name: str) -> dict[str, Object]:
     """The objects of a file by kind."""
-    found = [each for each in yaml.safe_load_all((FOLDER / name).read_text()) if each]
-    for each in found:
-        assert {"apiVersion", "kind", "metadata"} <= each.keys()
-        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", each["metadata"]["name"])
-    assert len({each["kind"] for each in found}) == len(found)
-    return {each["kind"]: each for each in found}
+    results = [each for each in yaml.safe_load_all((FOLDER / name).read_text()) if each]
+    for result in results:
+        assert {"apiVersion", "kind", "metadata"} <= result.keys()
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", result["metadata"]["name"])
+    assert len({result["kind"] for result in results}) == len(results)
+    return {result["kind"]: result for result in results}
 
 
 @pytest.fixture
@@ -54,14 +54,14 @@ def container_of(pod: Object) -> Object:
     [container] = pod["containers"]
     mounts = {each["name"] for each in container.get("volumeMounts", [])}
     assert mounts == {each["name"] for each in pod.get("volumes", [])}
-    found: Object = container
-    return found
+    result: Object = container
+    return result
 
 
 def pods() -> dict[str, Object]:
     replicas = objects("training.yaml")["MPIJob"]["spec"]["mpiReplicaSpecs"]
-    found = {name.lower(): pod_of({"spec": replicas[name]}) for name in ("Launcher", "Worker")}
-    return found | {"aggregator": pod_of(objects("aggregator.yaml")["Deployment"])}
+    results = {name.lower(): pod_of({"spec": replicas[name]}) for name in ("Launcher", "Worker")}
+    return results | {"aggregator": pod_of(objects("aggregator.yaml")["Deployment"])}
 
 
 def test_images_go_by_digests_that_the_operator_fills_in() -> None:
@@ -116,16 +116,16 @@ def test_the_secret_is_a_file_that_a_group_reads(settings: Path) -> None:
 def test_the_secret_is_made_as_the_file_says() -> None:
     [line] = [each for each in (FOLDER / "aggregator.yaml").read_text().splitlines() if "create secret" in each]
     command = f"{line.removeprefix('#').strip()} --dry-run=client -o yaml"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=WAIT_S, check=True)
-    made = yaml.safe_load(done.stdout)
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    made = yaml.safe_load(result.stdout)
     assert made["metadata"]["name"] == "omnireduce"
     assert len(made["data"]["secret"]) >= 64
     assert list(made["data"]) == ["secret"]
 
 
 def test_only_the_jobs_and_monitoring_reach_the_aggregator(settings: Path) -> None:
-    found, config = objects("aggregator.yaml"), load_config(settings, environ={})
-    policy, labels = found["NetworkPolicy"]["spec"], found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    result, config = objects("aggregator.yaml"), load_config(settings, environ={})
+    policy, labels = result["NetworkPolicy"]["spec"], result["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert policy["podSelector"] == {"matchLabels": labels}
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == []
@@ -145,21 +145,21 @@ def test_only_the_jobs_and_monitoring_reach_the_aggregator(settings: Path) -> No
         assert own["podSelector"]["matchLabels"].items() <= carried
         assert training == {"podSelector": {"matchLabels": {"app": "omnireduce-training"}}}
         assert ("app", "omnireduce-training") in carried
-    budget = found["PodDisruptionBudget"]["spec"]
+    budget = result["PodDisruptionBudget"]["spec"]
     assert budget == {"maxUnavailable": 0, "selector": {"matchLabels": labels}}
 
 
 def test_the_aggregator_its_service_and_its_configuration_fit_together(settings: Path) -> None:
-    found, config = objects("aggregator.yaml"), load_config(settings, environ={})
-    service, deployment = found["Service"], found["Deployment"]
+    result, config = objects("aggregator.yaml"), load_config(settings, environ={})
+    service, deployment = result["Service"], result["Deployment"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert labels == service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     first = parse_listen(config.aggregator.listen).port
     shards = [first + shard for shard in range(config.aggregator.shards)]
-    ports = {each["name"]: each["port"] for each in service["spec"]["ports"]}
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     assert ports == {"shard-0": shards[0], "shard-1": shards[1], "metrics": parse_listen(config.metrics.listen).port}
     container = container_of(pod_of(deployment))
-    assert {each["name"]: each["containerPort"] for each in container["ports"]} == ports
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports
     host = service["metadata"]["name"]
     assert list(config.cluster.aggregators) == [f"{host}:{port}" for port in shards]
     annotations = deployment["spec"]["template"]["metadata"]["annotations"]
@@ -204,7 +204,7 @@ def test_the_training_runs_what_its_launcher_says(settings: Path) -> None:
     assert job["apiVersion"] == "kubeflow.org/v2beta1"
     assert job["spec"]["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
     replicas = job["spec"]["mpiReplicaSpecs"]
-    launcher, worker = (container_of(replicas[each]["template"]["spec"]) for each in ("Launcher", "Worker"))
+    launcher, worker = (container_of(replicas[name]["template"]["spec"]) for name in ("Launcher", "Worker"))
     program, count, ranks, *rest = launcher["command"]
     assert (program, count) == ("mpirun", "-n")
     assert int(ranks) == replicas["Worker"]["replicas"] * job["spec"]["slotsPerWorker"]
@@ -220,12 +220,12 @@ def test_the_training_runs_what_its_launcher_says(settings: Path) -> None:
         variables |= {"OMNIREDUCE_CONFIG": str(settings), "OMNIREDUCE_CLUSTER_AGGREGATORS": f"[{quoted}]"}
         few = {"OMNIREDUCE_TRAIN_STEPS": "3", "OMNIREDUCE_TRAIN_DIM": "16", "OMNIREDUCE_TRAIN_MAX_FILES": "20"}
         assert MPIRUN is not None
-        done = subprocess.run(
+        result = subprocess.run(
             [MPIRUN, count, "2", *as_here(rest)],
             cwd=ROOT, env=os.environ | variables | few, capture_output=True, text=True, timeout=READY_S, check=False,
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "bit-identical on all workers" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "bit-identical on all workers" in result.stdout
 
 
 @pytest.fixture
@@ -275,12 +275,12 @@ print(len(teams), teams.of("vision").terms.max_jobs)
         tmp_path, with_teams(pods()["aggregator"]), mounted | {"teams": teams}, [sys.executable, "-c", code]
     )
     command[-1] = command[-1].replace("remount,ro root/run/secrets/teams", f"remount,{mount} root/run/secrets/teams")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=READY_S, check=False)
-    assert done.returncode == status, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=READY_S, check=False)
+    assert result.returncode == status, result.stderr
     if status:
-        assert "/run/secrets/teams: mode 3777 lets others than its owner add teams" in done.stderr
+        assert "/run/secrets/teams: mode 3777 lets others than its owner add teams" in result.stderr
     else:
-        assert done.stdout == "2 3\n"
+        assert result.stdout == "2 3\n"
 
 
 def test_a_pod_of_the_test_refuses_what_a_pod_refuses(tmp_path: Path, mounted: dict[str, dict[str, str]]) -> None:
@@ -323,8 +323,8 @@ def test_the_launcher_reaches_a_worker_and_none_that_is_not_of_the_job(
         )
         command = in_pod("launcher", part, key, ["ssh", *options, host, asked])
         enter = ["nsenter", f"--net=/proc/{sshd.pid}/ns/net", *command]
-        done = subprocess.run(enter, capture_output=True, text=True, timeout=WAIT_S, check=False)
-        return done.returncode, done.stdout, done.stderr
+        result = subprocess.run(enter, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        return result.returncode, result.stdout, result.stderr
 
     name = f'hostname {host.split(".")[0]} && ip link set lo up && exec "$@"'
     start = ["unshare", "--net", "--uts", "sh", "-c", name, "sh", *in_pod("worker", "w", keys["job"], ["start-sshd"])]

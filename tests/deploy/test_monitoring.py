@@ -37,11 +37,11 @@ def exported() -> dict[str, set[str]]:
         shard="s", pid=1, version="1", uptime_s=1.0, connections=1, running=1, gathering=1, traffic=Traffic(),
         jobs_started=1, jobs_ended=0, aborts={"lost": 1}, refused=1, jobs=[job, gathering],
     )  # fmt: skip
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for metric in ShardCollector(lambda: {"s": status}).collect():
         for sample in metric.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+            results.setdefault(sample.name, set()).update(sample.labels)
+    return results
 
 
 def rules() -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ def rules() -> list[dict[str, Any]]:
 
 
 def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
-    return found
+    result: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return result
 
 
 def asked() -> Iterator[tuple[str, str]]:
@@ -73,7 +73,7 @@ def test_metrics_and_labels_exist(exported: dict[str, set[str]]) -> None:
         assert set(names) <= exported.keys(), expression
         known = set.intersection(*(exported[name] for name in names))
         assert set(LABEL.findall(expression)) <= known, expression
-        grouped = {each.strip() for listed in BY.findall(expression) for each in listed.split(",")}
+        grouped = {word.strip() for listed in BY.findall(expression) for word in listed.split(",")}
         assert grouped <= known, expression
         left = grouped or (set() if re.match(r"(sum|max)\(", expression) else known)
         assert set(SHOWN.findall(text)) <= left | WORDS, (expression, text)
@@ -87,7 +87,7 @@ def test_what_is_about_jobs_tells_teams_apart(exported: dict[str, set[str]]) -> 
         grouped = BY.findall(expression)
         assert all("team" in listed for listed in grouped), expression
         assert "team" in SHOWN.findall(text) or not text, (expression, text)
-    panels_of_jobs = [each["expr"] for panel in panels() for each in panel["targets"] if "$job" in each["expr"]]
+    panels_of_jobs = [target["expr"] for panel in panels() for target in panel["targets"] if "$job" in target["expr"]]
     assert all('team=~"$team"' in expression for expression in panels_of_jobs)
 
 
@@ -117,5 +117,5 @@ def test_alerts_are_whole() -> None:
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here; Debian's package prometheus has it")
 def test_prometheus_takes_the_rules() -> None:
-    done = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -36,8 +36,8 @@ def files() -> list[Path]:
 
 def test_no_line_shows_a_secret() -> None:
     assert {"train.sbatch", "security.md", "Containerfile", "start-sshd"} <= {path.name for path in files()}
-    found = [f"{path.relative_to(ROOT)}: {line}" for path in files() for line in shown(path.read_text("utf-8"))]
-    assert not found, "\n".join(found)
+    results = [f"{path.relative_to(ROOT)}: {line}" for path in files() for line in shown(path.read_text("utf-8"))]
+    assert not results, "\n".join(results)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def test_the_script_is_clean() -> None:
     checker = shutil.which("shellcheck")
     if checker is None:
         pytest.skip("bash takes it; no shellcheck here")
-    done = subprocess.run([checker, SCRIPT], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stdout
+    result = subprocess.run([checker, SCRIPT], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert result.returncode == 0, result.stdout
 
 
 def test_its_ports_are_none_that_the_system_gives_to_clients() -> None:
@@ -53,10 +53,10 @@ def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) ->
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMNIREDUCE_", "SLURM_"))}
     variables = kept | slurm | ours | (environ or {})
     command, limit_s = ["bash", SCRIPT, *arguments], 2 * READY_S
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
     )
-    return done.returncode, done.stdout, done.stderr
+    return result.returncode, result.stdout, result.stderr
 
 
 def test_workers_join_the_aggregators_beside_them(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def settings_of(key: str) -> list[str]:
 
 
 def setting(key: str) -> str:
-    [found] = settings_of(key)
-    return found
+    [result] = settings_of(key)
+    return result
 
 
 def test_the_unit_is_one_to_systemd(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_the_unit_is_one_to_systemd(tmp_path: Path) -> None:
     assert text.count("/opt/omnireduce/bin/") == 2
     unit = tmp_path / UNIT.name
     unit.write_text(text.replace("/opt/omnireduce/bin/", f"{BIN}/"))
-    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
     unit.write_text(text.replace("/opt/omnireduce/bin/", f"{BIN}/").replace("KillMode=mixed", "KillMode=mixd"))
-    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert "Failed to parse kill mode" in done.stderr  # the check sees a mistake
+    result = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert "Failed to parse kill mode" in result.stderr  # the check sees a mistake
 
 
 def reload(process: Process) -> None:
@@ -187,16 +187,20 @@ def test_systemd_finds_the_service_well_confined() -> None:
         pytest.skip("no systemd-analyze here")
     rate = [analyze, "security", "--offline=true", "--no-pager", "--threshold"]
     for threshold, status in (("25", 0), ("10", 1)):  # in tenths; the second shows that the check can fail
-        done = subprocess.run([*rate, threshold, UNIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
-        assert done.returncode == status, done.stdout + done.stderr
+        result = subprocess.run([*rate, threshold, UNIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert result.returncode == status, result.stdout + result.stderr
 
 
 def calls_of(analyze: str, name: str) -> set[str]:
     """The system calls of a set, as this host's systemd knows it, or of a name that is one."""
     if not name.startswith("@"):
         return {name}
-    done = subprocess.run([analyze, "syscall-filter", name], capture_output=True, text=True, timeout=WAIT_S, check=True)
-    words = [line.strip() for line in done.stdout.splitlines()[1:] if line.strip() and not line.strip().startswith("#")]
+    result = subprocess.run(
+        [analyze, "syscall-filter", name], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    words = [
+        line.strip() for line in result.stdout.splitlines()[1:] if line.strip() and not line.strip().startswith("#")
+    ]
     return set().union(*(calls_of(analyze, word) for word in words))
 
 
@@ -210,11 +214,11 @@ def allowed() -> set[str]:
         ctypes.CDLL("libseccomp.so.2")
     except OSError:
         pytest.skip("no libseccomp here, which makes the filter")
-    found: set[str] = set()
+    results: set[str] = set()
     for line in settings_of("SystemCallFilter"):
         names = set().union(*(calls_of(analyze, word) for word in line.removeprefix("~").split()))
-        found = found - names if line.startswith("~") else found | names
-    return found
+        results = results - names if line.startswith("~") else results | names
+    return results
 
 
 def behind(folder: Path, calls: set[str], families: list[int]) -> list[str]:
@@ -247,8 +251,8 @@ def test_an_aggregator_needs_no_call_beyond_the_filter(
             assert "\nSeccomp:\t2\n" in Path(f"/proc/{pid}/status").read_text()
         config = configured(daemon.addresses, *over(kind))
         for _ in range(2):
-            for found in run_job(config, 3, lambda comm: comm.allreduce(large.copy())):
-                assert np.array_equal(found, 3 * large)
+            for result in run_job(config, 3, lambda comm: comm.allreduce(large.copy())):
+                assert np.array_equal(result, 3 * large)
             assert page(daemon, "/metrics").count("omnireduce_shard_up{") == 2
             if "event=shard_died" not in daemon.log:
                 os.kill(daemon.shard_pids[-1], signal.SIGKILL)  # the first is the monitor
@@ -264,5 +268,5 @@ def test_a_call_beyond_the_filter_would_be_seen(tmp_path: Path, allowed: set[str
     with Daemon(1, prefix=behind(tmp_path, allowed - {"memfd_create"}, unit_families())) as daemon:
         config = configured(daemon.addresses, "transport.kind=shm", "cluster.join_timeout_s=5")
         ranks = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)))
-        assert all(isinstance(each, OmniReduceError) for each in ranks.outcomes())
+        assert all(isinstance(outcome, OmniReduceError) for outcome in ranks.outcomes())
         assert eventually(lambda: "event=shard_died" in daemon.log), daemon.log

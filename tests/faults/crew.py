@@ -68,12 +68,12 @@ class Member:
         deadline, seen = time.monotonic() + within_s, []
         while self.pipe.poll(max(0.0, deadline - time.monotonic())):
             try:
-                found: Report = self.pipe.recv()
+                data: Report = self.pipe.recv()
             except (EOFError, ConnectionError):
                 raise AssertionError(f"process {self.pid} is gone, status {self._process.exitcode}") from None
-            if found.event in events:
-                return found
-            seen.append(found)
+            if data.event in events:
+                return data
+            seen.append(data)
         raise AssertionError(f"process {self.pid} reports no {' or '.join(events)} within {within_s:g} s, but {seen}")
 
     def ask(self, within_s: float = WAIT_S) -> Report:
@@ -83,16 +83,16 @@ class Member:
 
     def expect_progress(self) -> None:
         """It completes one more round of its job, and all before were right."""
-        found = self.ask()
-        assert found.event == "there", f"process {self.pid}: {found}"
+        status = self.ask()
+        assert status.event == "there", f"process {self.pid}: {status}"
 
     def finish(self) -> None:
         """It ends its job, as soon as all ranks were told so; `expect_left` waits for that."""
         self.tell(FINISH)
 
     def expect_left(self) -> None:
-        found = self.hear("left", "error", "wrong")
-        assert found.event == "left", f"process {self.pid}: {found}"
+        report = self.hear("left", "error", "wrong")
+        assert report.event == "left", f"process {self.pid}: {report}"
 
     def signal(self, number: int) -> float:
         """Send a signal; return the time just before."""

@@ -91,7 +91,9 @@ class _Round:
             reactions = self._expect_errors(self._survivors, since, DEATH_S, "AbortedError")
         self._site.expect_neighbours(self._untouched)
         if self._plan.hits_shard:
-            neighbours = {f"neighbour {rank}": each for rank, each in enumerate(self._site.neighbours(self._shard))}
+            neighbours = {
+                f"neighbour {rank}": neighbour for rank, neighbour in enumerate(self._site.neighbours(self._shard))
+            }
             reactions += self._expect_errors(neighbours, since, DEATH_S, "AbortedError")
             self._site.shard_restarted(self._shard)
         self._next_job()
@@ -167,21 +169,21 @@ class _Round:
 
     def _expect_errors(self, who: Mapping[str, Member], since: float, bound_s: float, *kinds: str) -> list[Reaction]:
         """Each raises one of these kinds of errors in time, and nobody but victims is named."""
-        found = {
-            each: member.hear("error", "wrong", "left", within_s=bound_s + OVERDUE_S) for each, member in who.items()
+        results = {
+            name: member.hear("error", "wrong", "left", within_s=bound_s + OVERDUE_S) for name, member in who.items()
         }
-        return [self._judged(each, report, since, bound_s, kinds) for each, report in found.items()]
+        return [self._judged(name, report, since, bound_s, kinds) for name, report in results.items()]
 
     def _expect_end_of_joining(self, since: float) -> list[Reaction]:
         """Ranks that were joining all raise in time, or all work, on a shard that was started again meanwhile."""
         bound_s = JOIN_S + DEATH_S
         begun = {who: member.hear("begins").at for who, member in self._survivors.items()}  # with its data ready
-        found = {who: _two_rounds(member, bound_s + OVERDUE_S) for who, member in self._survivors.items()}
-        if self._plan.hits_shard and all(report.event == "there" for report in found.values()):
+        results = {who: _two_rounds(member, bound_s + OVERDUE_S) for who, member in self._survivors.items()}
+        if self._plan.hits_shard and all(report.event == "there" for report in results.values()):
             self._work_on()
             return []
         kinds = ("AbortedError", "RefusedError", "TransportError")
-        return [self._judged(who, each, max(since, begun[who]), bound_s, kinds) for who, each in found.items()]
+        return [self._judged(who, result, max(since, begun[who]), bound_s, kinds) for who, result in results.items()]
 
     def _judged(self, who: str, found: Report, since: float, bound_s: float, kinds: tuple[str, ...]) -> Reaction:
         seconds = found.at - since

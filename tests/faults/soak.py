@@ -98,8 +98,8 @@ def soak(jobs: int, say: Callable[[str], None]) -> bool:
             for member in members:
                 member.tell(Batch(batch, tuple(daemon.addresses)))
             for member in members:
-                found = member.hear("batch", "wrong", within_s=2 * WAIT_S + len(batch))
-                assert found.event == "batch", f"jobs {batch.start} to {batch.stop - 1}: {found.text}\n{daemon.log}"
+                result = member.hear("batch", "wrong", within_s=2 * WAIT_S + len(batch))
+                assert result.event == "batch", f"jobs {batch.start} to {batch.stop - 1}: {result.text}\n{daemon.log}"
             say(f"{batch.stop} jobs: {watched.look()}")
         assert "internal error" not in daemon.log, daemon.log
     verdicts = watched.verdicts()

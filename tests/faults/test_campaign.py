@@ -51,10 +51,10 @@ def faults(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_a_failure_prints_the_command_that_replays_it() -> None:
     """Nobody is so fast as to raise within a hundredth of a millisecond."""
     seed = next(seed for seed in range(100) if draw_plan(seed).fault == "kill worker" and not draw_plan(seed).joining)
-    done = faults("--rounds", "1", "--seed", str(seed), SLOWNESS="1e-5")
-    assert done.returncode == 1, done.stdout
-    assert "s after the fault, expected" in done.stdout
-    [command] = [line.partition("replay: ")[2] for line in done.stdout.splitlines() if "replay: " in line]
+    result = faults("--rounds", "1", "--seed", str(seed), SLOWNESS="1e-5")
+    assert result.returncode == 1, result.stdout
+    assert "s after the fault, expected" in result.stdout
+    [command] = [line.partition("replay: ")[2] for line in result.stdout.splitlines() if "replay: " in line]
     again = faults(*shlex.split(command)[3:])
     assert again.returncode == 0, again.stdout
     assert "1 rounds, 0 failed" in again.stdout

@@ -93,8 +93,8 @@ def test_a_job_whose_slots_do_not_fit_into_memory() -> None:
         memory_limit(shard, 64 << 20)
         for _ in range(3):
             outcomes = start_job(config, 2, lambda comm: None).outcomes()
-            assert [type(each) for each in outcomes] == [RefusedError] * 2
-            assert all("the aggregator has no memory for this job: " in str(each) for each in outcomes)
+            assert [type(outcome) for outcome in outcomes] == [RefusedError] * 2
+            assert all("the aggregator has no memory for this job: " in str(outcome) for outcome in outcomes)
         assert_serves(daemon)
         assert eventually(lambda: held(shard).files <= files)
         resource.prlimit(shard, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

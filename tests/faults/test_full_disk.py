@@ -45,11 +45,11 @@ def test_a_daemon_that_cannot_log(full: int, form: str) -> None:
 
 def worker(*arguments: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "omnireduce.worker", *arguments]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, stdout=stdout, stderr=stderr, text=True, check=False, timeout=WAIT_S,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    return done.returncode, done.stdout or "", done.stderr or ""
+    return result.returncode, result.stdout or "", result.stderr or ""
 
 
 def bench(daemon: Daemon) -> list[str]:

@@ -37,11 +37,11 @@ T = TypeVar("T")
 @pytest.fixture(scope="module")
 def remote(hosts: list[Host]) -> Iterator[Daemon]:
     """A daemon on the first host; at the end of each test it holds no more descriptors than before."""
-    with Daemon(1, *LIMITS, listen=f"{hosts[0].address}:7400", prefix=hosts[0].prefix) as found:
-        assert_serves(found, hosts[1:3])  # by now it has opened what it keeps
-        [shard] = found.shard_pids
+    with Daemon(1, *LIMITS, listen=f"{hosts[0].address}:7400", prefix=hosts[0].prefix) as result:
+        assert_serves(result, hosts[1:3])  # by now it has opened what it keeps
+        [shard] = result.shard_pids
         assert eventually(lambda: not any("memfd" in name for name in open_files(shard)))
-        yield found
+        yield result
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def on(host: Host, function: Callable[[], T]) -> T:
         enter_network(host.name)
         return function()
 
-    [found] = Ranks(1, run).results()
-    return found
+    [result] = Ranks(1, run).results()
+    return result
 
 
 class Job:
@@ -99,10 +99,10 @@ class Job:
 
     def raises(self, rank: int, since: float, culprit: str) -> str:
         """The rank raises in time and names the culprit; return the error's text."""
-        found = self.members[rank].hear("error", "wrong", "left")
-        assert (found.event, found.kind, found.culprit) == ("error", "AbortedError", culprit)
-        assert found.at - since <= NOTICED_S, found
-        return found.text
+        report = self.members[rank].hear("error", "wrong", "left")
+        assert (report.event, report.kind, report.culprit) == ("error", "AbortedError", culprit)
+        assert report.at - since <= NOTICED_S, report
+        return report.text
 
     def name(self, rank: int) -> str:
         return self.members[rank].name(rank)
@@ -205,10 +205,10 @@ def test_the_aggregators_host_vanishes_from_a_rank_that_joins(daemon: Daemon, ho
         member.tell(Order(unique_job("early"), 0, 2, (address,), LIMITS))
         assert eventually(lambda: held(shard).files == files + 1)
         with cut(hosts[0]) as since:
-            found = member.hear("error")
-            assert found.kind == "TransportError"
-            assert f"aggregator {address}: connection broken" in found.text
-            assert found.at - since <= NOTICED_S
+            report = member.hear("error")
+            assert report.kind == "TransportError"
+            assert f"aggregator {address}: connection broken" in report.text
+            assert report.at - since <= NOTICED_S
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["a delegate", "another rank"])

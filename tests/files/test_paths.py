@@ -203,10 +203,10 @@ def test_paths_in_a_configuration_are_those_of_its_file(home: Path) -> None:
     (home / "c.toml").write_text(
         '[trace]\nfolder = "t"\nprofile = "1"\n[security]\nsecret_file = " ~/s "\ntls_ca = ""\n'
     )
-    found = load_config("~/c.toml", overrides=["security.tls_key=k"], environ={"HOROVOD_TIMELINE": "DYNAMIC"})
-    assert (found.trace.folder, found.security.secret_file) == (str(home / "t"), str(home / "s"))
-    assert (found.security.tls_key, found.security.tls_ca) == (str(Path.cwd() / "k"), "")
-    assert (found.trace.profile, found.trace.timeline) == ("1", "DYNAMIC")
+    config = load_config("~/c.toml", overrides=["security.tls_key=k"], environ={"HOROVOD_TIMELINE": "DYNAMIC"})
+    assert (config.trace.folder, config.security.secret_file) == (str(home / "t"), str(home / "s"))
+    assert (config.security.tls_key, config.security.tls_ca) == (str(Path.cwd() / "k"), "")
+    assert (config.trace.profile, config.trace.timeline) == ("1", "DYNAMIC")
     assert check_config(Config(trace=Trace(folder="t"))).trace.folder == str(Path.cwd() / "t")
     assert load_config(environ={"HOROVOD_TIMELINE": "~/t.json"}).trace.timeline == str(home / "t.json")
 

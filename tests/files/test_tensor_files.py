@@ -36,12 +36,12 @@ def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) ->
 
 
 def check_equal(path: Path, arrays: dict[str, Array]) -> None:
-    found = {tensor.name: tensor for tensor in read_tensors(path)}
-    assert set(found) == set(arrays)
+    results = {tensor.name: tensor for tensor in read_tensors(path)}
+    assert set(results) == set(arrays)
     for name, array in arrays.items():
-        assert found[name].shape == array.shape
-        assert found[name].values.dtype == array.dtype
-        assert np.array_equal(found[name].values, array.reshape(-1))
+        assert results[name].shape == array.shape
+        assert results[name].values.dtype == array.dtype
+        assert np.array_equal(results[name].values, array.reshape(-1))
 
 
 @pytest.mark.parametrize("name", list(ARRAYS))
@@ -61,8 +61,8 @@ def test_npy_in_fortran_order_comes_in_c_order(tmp_path: Path) -> None:
 def test_one_array_by_name(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
     save(path, **ARRAYS)
-    (found,) = read_tensors(path, "small")
-    assert found.values.tolist() == [1, -2, 3]
+    (result,) = read_tensors(path, "small")
+    assert result.values.tolist() == [1, -2, 3]
     assert list(read_tensors(path, "none")) == []
 
 

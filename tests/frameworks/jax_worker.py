@@ -33,12 +33,12 @@ def tree() -> dict[str, Any]:
 def shown(found: Any) -> list[Any]:
     return [
         [
-            str(each.dtype),
-            list(each.shape),
-            np.unique(np.asarray(each, np.float64)).tolist(),
-            isinstance(each, jax.Array),
+            str(tree_leaf.dtype),
+            list(tree_leaf.shape),
+            np.unique(np.asarray(tree_leaf, np.float64)).tolist(),
+            isinstance(tree_leaf, jax.Array),
         ]
-        for each in jax.tree_util.tree_leaves(found)
+        for tree_leaf in jax.tree_util.tree_leaves(found)
     ]
 
 
@@ -58,18 +58,18 @@ def summed() -> None:
 def in_order() -> None:
     """Compiled and direct calls in turns; what is compiled may still be under way when the next one begins."""
     step = jax.jit(lambda x: ddp.allreduce(ddp.allreduce(x, op="max") + 1, op="sum"))
-    found, x = [], jnp.float32(rank)
+    results, x = [], jnp.float32(rank)
     for at in range(20):
         later = step(x + at)
-        found.append(float(ddp.allreduce(jnp.float32(rank), op="min")))
-        found.append(float(later))
-    tell("in order", alike=found == [each for at in range(20) for each in (0.0, SIZE * (SIZE - 1.0 + at + 1))])
+        results.append(float(ddp.allreduce(jnp.float32(rank), op="min")))
+        results.append(float(later))
+    tell("in order", alike=results == [each for at in range(20) for each in (0.0, SIZE * (SIZE - 1.0 + at + 1))])
 
 
 def from_a_root() -> None:
-    found = {"w": jnp.array([rank, jnp.nan, -0.0]), "t": np.array([rank], np.int8)}
+    results = {"w": jnp.array([rank, jnp.nan, -0.0]), "t": np.array([rank], np.int8)}
     compiled = jax.jit(lambda x: ddp.broadcast(x, root=1))(jnp.full(2, rank))
-    of_root = ddp.broadcast(found, root=SIZE - 1)
+    of_root = ddp.broadcast(results, root=SIZE - 1)
     bits = np.asarray(of_root["w"]).tobytes().hex()
     assert ddp.broadcast({"nothing": None}) == {"nothing": None}
     tell("from a root", bits=bits, t=of_root["t"].tolist(), compiled=compiled.tolist())
@@ -96,8 +96,8 @@ def trained(way: str, compiling: Any, *, transformation: bool = False, batch: in
 
     def step(params: Any, x: Any, y: Any) -> Any:
         if transformation:
-            found = jax.grad(loss_of, has_aux=True)(params, x, y)[0]
-            gradients, _ = averages.update(found, averages.init(params), weights=weights and len(x))
+            result = jax.grad(loss_of, has_aux=True)(params, x, y)[0]
+            gradients, _ = averages.update(result, averages.init(params), weights=weights and len(x))
         else:
             (_, own), gradients = ddp.value_and_grad(loss_of, has_aux=True, weights=weights)(params, x, y)
             assert own == len(x)
@@ -120,17 +120,17 @@ def loss_is_averaged() -> None:
 
 def datasets() -> None:
     """Arrays of JAX, and of JAX and NumPy."""
-    found = []
+    results = []
     for dataset in (jnp.arange(6), (jnp.arange(6), np.arange(6)), [{"x": jnp.float32(at)} for at in range(6)]):
         loader, _ = ddp.partition_dataset(dataset, 6, shuffle=False)
         leaves = jax.tree_util.tree_leaves(next(iter(loader)))
-        assert all(isinstance(each, jax.Array) for each in leaves)
-        found.append([each.tolist() for each in leaves])
-    tell("datasets", found=found)
+        assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+        results.append([leaf.tolist() for leaf in leaves])
+    tell("datasets", found=results)
 
 
 def wrong() -> None:
-    found = []
+    results = []
     for call in (
         lambda: ddp.allreduce(jnp.ones(3), op="sum", weights=1),
         lambda: ddp.allreduce(jnp.ones(3), op="mean", weights=-1.5 if rank == 1 else 1.0),
@@ -148,16 +148,16 @@ def wrong() -> None:
         try:
             call()
         except UsageError as error:
-            found.append(str(error))
+            results.append(str(error))
     try:
         jax.block_until_ready(jax.jit(lambda x: ddp.allreduce(x, op="mean"))(jnp.arange(3)))
     except Exception as error:
-        found.append(f"{type(error).__name__}: {'expected a float type' in str(error) or 'mean' in str(error)}")
+        results.append(f"{type(error).__name__}: {'expected a float type' in str(error) or 'mean' in str(error)}")
     try:
         ddp.jit(lambda x: x + y_that_is_not_there)(jnp.zeros(2))  # noqa: F821
     except NameError as error:
-        found.append(str(error))
-    tell("wrong", errors=found)
+        results.append(str(error))
+    tell("wrong", errors=results)
 
 
 def refused() -> None:

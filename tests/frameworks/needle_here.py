@@ -19,8 +19,8 @@ def needle_folder() -> Path:
     checkout = os.environ.get("OMNIREDUCE_NEEDLE")
     if not checkout:
         return STAND_IN
-    done = subprocess.run(
+    result = subprocess.run(
         ["make"], cwd=checkout, capture_output=True, text=True, timeout=20 * WAIT_S, check=False
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return Path(checkout) / "python"

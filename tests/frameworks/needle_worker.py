@@ -21,7 +21,7 @@ tell = partial(telling.tell, rank)
 
 
 def digest(tensors: Any) -> str:
-    return telling.digest([each.numpy() for each in tensors])
+    return telling.digest([tensor.numpy() for tensor in tensors])
 
 
 def network(seed: int) -> Any:
@@ -49,7 +49,7 @@ def train(model: Any, opt: Any, loader: Any, epochs: int = 3) -> None:
 
 
 def keep(way: str, model: Any) -> None:
-    telling.keep(rank, SIZE, way, {f"p{at}": each.numpy() for at, each in enumerate(model.parameters())})
+    telling.keep(rank, SIZE, way, {f"p{at}": parameter.numpy() for at, parameter in enumerate(model.parameters())})
 
 
 def as_in_the_tutorial() -> None:
@@ -84,12 +84,12 @@ def from_another_root() -> None:
     model.norm.running_mean = ndl.Tensor(np.full(4, rank + 1.0), device=device)
     opt = ndl.optim.Adam(model.parameters(), lr=0.125 * (rank + 1))
     if rank == 1:
-        for each in model.parameters():
-            each.grad = ndl.Tensor(np.ones(each.shape), device=device)
+        for parameter in model.parameters():
+            parameter.grad = ndl.Tensor(np.ones(parameter.shape), device=device)
         opt.step()
     ddp.broadcast_parameters(model, root_rank=1, optimizer=opt)
-    state = [opt.m[each] for each in opt.params if each in opt.m] + [
-        opt.v[each] for each in opt.params if each in opt.v
+    state = [opt.m[param] for param in opt.params if param in opt.m] + [
+        opt.v[param] for param in opt.params if param in opt.v
     ]
     tell(
         "from another root",
@@ -130,7 +130,7 @@ def shared_gradients() -> None:
 
 
 def wrong() -> None:
-    found = []
+    results = []
     model = network(seed=0)
     for call in (
         lambda: ddp.init(),
@@ -144,8 +144,8 @@ def wrong() -> None:
         try:
             call()
         except UsageError as error:
-            found.append(str(error))
-    tell("wrong", errors=found)
+            results.append(str(error))
+    tell("wrong", errors=results)
 
 
 for way in (as_in_the_tutorial, with_uneven_batches):

@@ -35,11 +35,11 @@ def run_ranks(daemon: Daemon, size: int, *command: str) -> str:
     """Output of `size` ranks under mpirun; 0: of one process without a launcher."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)} | _environ(daemon)
     start = [str(MPIRUN), "-n", str(size)] if size else []
-    done = subprocess.run(
+    result = subprocess.run(
         [*start, sys.executable, *command], env=environ, capture_output=True, text=True, timeout=4 * WAIT_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
 
 
 @contextmanager
@@ -56,10 +56,10 @@ def two_ranks(daemon: Daemon, launch: str, *command: str) -> Iterator[list[Proce
 def told(text: str) -> Told:
     """Reports of ranks, from lines of JSON, by kind."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    found: Told = {}
+    results: Told = {}
     for each in sorted(lines, key=lambda line: int(line["rank"])):
-        found.setdefault(each["way"], []).append(each)
-    return found
+        results.setdefault(each["way"], []).append(each)
+    return results
 
 
 def assert_trained_alike(ranks: Told, alone: Told, folder: Path, way: str, *, rtol: float, atol: float) -> None:

@@ -20,7 +20,7 @@ def tell(rank: int, way: str, **what: Any) -> None:
 
 def digest(arrays: list[Any]) -> str:
     """Digest of the bits of all arrays."""
-    return hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)).hexdigest()
+    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()
 
 
 def keep(rank: int, size: int, way: str, values: Mapping[str, Any]) -> None:

@@ -60,9 +60,9 @@ def test_the_loss_is_averaged_with_its_gradients(ranks: Told) -> None:
 
 
 def test_a_dataset_may_have_arrays_of_jax(ranks: Told) -> None:
-    for rank, each in enumerate(ranks["datasets"]):
+    for rank, dataset in enumerate(ranks["datasets"]):
         own = [rank, rank + 3]
-        assert each["found"] == [[own], [own, own], [own]]
+        assert dataset["found"] == [[own], [own, own], [own]]
 
 
 def test_errors_of_callbacks_reach_the_caller(ranks: Told) -> None:

@@ -22,12 +22,12 @@ def test_ranks_have_the_same_bits_and_nearly_those_of_one_process(
 
 
 def test_a_broadcast_takes_parameters_buffers_and_state_from_its_root(ranks: Told) -> None:
-    found = ranks["from another root"]
+    results = ranks["from another root"]
     for name in ("digest", "state"):
-        assert len({each[name] for each in found}) == 1
-    assert [each["mean"] for each in found] == [2.0] * SIZE
-    assert [(each["t"], each["lr"]) for each in found] == [(1, 0.25)] * SIZE
-    assert all(each["states"] == 2 * each["parameters"] > 0 for each in found)
+        assert len({each[name] for each in results}) == 1
+    assert [each["mean"] for each in results] == [2.0] * SIZE
+    assert [(each["t"], each["lr"]) for each in results] == [(1, 0.25)] * SIZE
+    assert all(each["states"] == 2 * each["parameters"] > 0 for each in results)
 
 
 def test_of_an_embedding_only_rows_travel(ranks: Told) -> None:
@@ -59,9 +59,9 @@ def test_wrong_input_is_told_on_all_ranks(ranks: Told) -> None:
 def test_the_variables_of_torchrun_say_who_is_who(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
     """Two ranks: the batches of twelve can be divided among them, too."""
     with two_ranks(daemon, tmp_path.name, WORKER, str(folder)) as processes:
-        lines = [each.line() for each in processes]
+        lines = [process.line() for process in processes]
         assert [each["rank"] for each in told("\n".join(lines))["as in the tutorial"]] == [0, 1]
-        assert [each.wait() for each in processes] == [0, 0]
+        assert [process.wait() for process in processes] == [0, 0]
 
 
 def test_the_example_learns(daemon: Daemon) -> None:

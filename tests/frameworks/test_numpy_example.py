@@ -16,6 +16,6 @@ pytestmark = needs_mpirun
 def test_the_example_learns(daemon: Daemon, size: int) -> None:
     text = run_ranks(daemon, size, PROGRAM, "--samples", "500")
     lines = re.findall(r"^(\d) ranks?, epoch (\d+): mean squared error ([\d.]+) on rank 0$", text, re.MULTILINE)
-    assert [each[:2] for each in lines] == [(str(size or 1), "1"), (str(size or 1), "20")]
-    first, last = (float(each[2]) for each in lines)
+    assert [line[:2] for line in lines] == [(str(size or 1), "1"), (str(size or 1), "20")]
+    first, last = (float(line[2]) for line in lines)
     assert last < first / 2

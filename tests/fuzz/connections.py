@@ -127,7 +127,7 @@ def proven(data: bytes) -> str:
         if not proofs[0] and outcome == "AdminAnswer":
             assert b"drain" not in data
         elif not proofs[0]:
-            jobs = [each.job for each in hellos(data)]
+            jobs = [hello.job for hello in hellos(data)]
             assert any(job == TEAM_SECRET.team or job.startswith(f"{TEAM_SECRET.team}.") for job in jobs)
     return outcome
 
@@ -160,7 +160,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
         broken, counted = said.count(b"protocol error: "), server._pages._aborts["violation"]
         assert broken <= counted, f"{broken} jobs ended for broken rules, {counted} are counted as that"
     if b"Pending" in said or b"Welcome" in said:
-        assert any(hello_is_proper(each) for each in hellos(data)), "admitted without a proper hello"
+        assert any(hello_is_proper(hello) for hello in hellos(data)), "admitted without a proper hello"
     return _last_word(said)
 
 

@@ -67,12 +67,12 @@ def control(data: bytes) -> str:
 def descriptor(data: bytes) -> str:
     """The descriptor in a worker's first block message."""
     try:
-        found = decode_descriptor(data)
+        result = decode_descriptor(data)
     except ProtocolError as error:
         return kind_of(error)
-    assert decode_descriptor(found.encoded) == found
-    assert descriptor_is_proper(found), found
-    return found.kind
+    assert decode_descriptor(result.encoded) == result
+    assert descriptor_is_proper(result), result
+    return result.kind
 
 
 def upward(data: bytes) -> str:
@@ -98,7 +98,7 @@ def _upward(data: bytes, order: tuple[int, int]) -> str:
     for effect in effects:
         if isinstance(effect, Send):
             header = read_header(results.array[effect.slot], effect.nbytes)
-            indices = [each % MAX_BLOCKS for each in indices_of(results.array[effect.slot], header)]
+            indices = [index % MAX_BLOCKS for index in indices_of(results.array[effect.slot], header)]
             assert indices == sorted(set(indices))
             assert all(below <= index < header.frontier for index in indices)
             below = header.frontier % TENSOR.layout.blocks
@@ -145,12 +145,12 @@ def _outcome(end: End | None, effects: list[Effect], culprits: set[str]) -> str:
 def plain(data: bytes) -> str:
     """An object of another rank, as plain data."""
     try:
-        found = from_bytes(data, trust=False, sender=RANKS[1])
+        result = from_bytes(data, trust=False, sender=RANKS[1])
     except UsageError as error:
         return kind_of(error)
-    again = from_bytes(to_bytes(found, trust=False), trust=False, sender=RANKS[1])
-    assert type(again) is type(found)
-    return type(found).__name__
+    again = from_bytes(to_bytes(result, trust=False), trust=False, sender=RANKS[1])
+    assert type(again) is type(result)
+    return type(result).__name__
 
 
 def packets(data: bytes) -> str:

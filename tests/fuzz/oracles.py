@@ -54,7 +54,7 @@ def program_is_proper(found: Descriptor) -> bool:
         proper = (
             proper
             and operation < 32
-            and all(each < 8 + program.columns for each in arrays)
+            and all(array < 8 + program.columns for array in arrays)
             and len(set(arrays)) == len(arrays)
             and (scalars == 0 or third + scalars <= len(program.scalars) // 4)
             and (operation not in (27, 28) or third < program.cells)

@@ -67,15 +67,15 @@ def daemon(*, local: bool, secret: str) -> Iterator[Run]:
     environ = {SECRET_VARIABLE: secret} if secret else {}
     with _teams() as folder, _knowing(secret):
         settings = [f"security.teams_folder={folder}"] if secret else []
-        with Daemon(1, *settings, environ=environ) as found:
-            [shard] = found.shard_pids
-            assert_serves(found)
+        with Daemon(1, *settings, environ=environ) as result:
+            [shard] = result.shard_pids
+            assert_serves(result)
             before = resident_bytes(shard)
-            yield partial(_disturb, found.addresses[0], local)
-            assert_serves(found)
-            assert found.shard_pids == [shard]
+            yield partial(_disturb, result.addresses[0], local)
+            assert_serves(result)
+            assert result.shard_pids == [shard]
             assert resident_bytes(shard) - before < GROWTH_BYTES
-            assert "internal error" not in found.log
+            assert "internal error" not in result.log
 
 
 def _disturb(address: str, local: bool, data: bytes) -> str:

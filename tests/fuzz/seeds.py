@@ -151,7 +151,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
         "a-map-of-2-to-the-32": b"\xdf\xff\xff\xff\xff",
         "not-text": b"\x82\xa4type\xa1\xff\xa1x\0",
     },
-    "descriptor": {f"valid-{number}": each.encoded for number, each in enumerate(CALLS)}
+    "descriptor": {f"valid-{number}": call.encoded for number, call in enumerate(CALLS)}
     | {
         "many-dimensions": msgspec.msgpack.encode(["allreduce", "", "int8", [1] * 64 + [2], "sum", 8, 0, 0, 1]),
         "large-dimensions": msgspec.msgpack.encode(["allreduce", "", "int8", [0, 2**63], "sum", 8, 0, 0, 1]),

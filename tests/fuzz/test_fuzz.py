@@ -128,8 +128,8 @@ EXPECTED = {
 def test_what_becomes_of_the_seeds(target: str) -> None:
     """Proper inputs get as far as they should: changes to them would not get there otherwise."""
     with explore.opened(target) as run:
-        found = explore.play_corpus(target, run)
-    assert EXPECTED[target].items() <= found.items(), found
+        result = explore.play_corpus(target, run)
+    assert EXPECTED[target].items() <= result.items(), result
 
 
 def test_the_files_are_those_of_this_version() -> None:

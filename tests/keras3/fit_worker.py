@@ -42,7 +42,7 @@ def model_of(first: float = 0.0) -> keras.Model:
 
 
 def bits(model: keras.Model) -> list[str]:
-    return [np.asarray(keras.ops.convert_to_numpy(each)).tobytes().hex() for each in model.weights]
+    return [np.asarray(keras.ops.convert_to_numpy(weight)).tobytes().hex() for weight in model.weights]
 
 
 def fitted(
@@ -142,7 +142,7 @@ def local() -> dict[str, Any]:
     first, second = (keras.layers.Dense(2, kernel_initializer="ones", use_bias=False) for _ in range(2))
     model = keras.Sequential([keras.Input((4,)), first, second])
     fitted(hvd.PartialDistributedOptimizer(sgd(), local_layers=second), model=model)
-    kernels = [keras.ops.convert_to_numpy(each) for each in model.weights]
+    kernels = [keras.ops.convert_to_numpy(weight) for weight in model.weights]
     mine = hvd.allgather(kernels[1][None])
     return {"bits": kernels[0].tobytes().hex(), "alike": bool((mine[0] != mine[1]).any())}
 
@@ -151,7 +151,7 @@ def broadcast() -> dict[str, Any]:
     """Ranks begin with other weights. After the first batch all have those of rank 1, and its momentum."""
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
     model = fitted(hvd.DistributedOptimizer(sgd()), model=model_of(float(hvd.rank())), callbacks=[callback])
-    moved = [np.asarray(keras.ops.convert_to_numpy(each)).tobytes().hex() for each in model.optimizer.variables]
+    moved = [np.asarray(keras.ops.convert_to_numpy(variable)).tobytes().hex() for variable in model.optimizer.variables]
     return {"bits": [*bits(model), *moved], "alike": callback.broadcast_done}
 
 
@@ -204,7 +204,7 @@ def values() -> dict[str, Any]:
     rank = hvd.rank()
     tensor = keras.ops.convert_to_tensor(np.full((2, 3), rank + 1, np.float32))
     variable = keras.Variable(np.full(2, rank, np.int32), trainable=False)
-    found = {
+    results = {
         "mean": hvd.allreduce(tensor),
         "sum": hvd.allreduce(tensor, average=False),
         "scaled": hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5),
@@ -214,9 +214,9 @@ def values() -> dict[str, Any]:
         "from 1": hvd.broadcast(tensor, 1),
         "scattered": hvd.reducescatter(tensor, op=hvd.Sum),
     }
-    kinds = [keras.ops.is_tensor(found[each]) for each in ("mean", "max", "from 1", "number", "gathered")]
+    kinds = [keras.ops.is_tensor(results[text]) for text in ("mean", "max", "from 1", "number", "gathered")]
     hvd.broadcast_variables([variable], 1)
-    shown = {name: keras.ops.convert_to_numpy(each).tolist() for name, each in found.items()}
+    shown = {name: keras.ops.convert_to_numpy(result).tolist() for name, result in results.items()}
     one = hvd.add_process_set([1])
     if one.included():
         shown["alone"] = hvd.allreduce(tensor, process_set=one).shape == tensor.shape
@@ -312,8 +312,8 @@ def taped() -> dict[str, Any]:
             loss = tf.reduce_sum(tf.matmul(weight.value, mine))
         return tape.gradient(loss, [weight])[0]
 
-    found = [each().numpy().tolist() for each in (gradient, tf.function(gradient))]
-    return {"bits": found, "alike": found == [[[1.5, 1.0], [1.5, 1.0]]] * 2}
+    results = [each().numpy().tolist() for each in (gradient, tf.function(gradient))]
+    return {"bits": results, "alike": results == [[[1.5, 1.0], [1.5, 1.0]]] * 2}
 
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -39,20 +39,20 @@ def said(command: list[str], daemon: Daemon, backend: str, timeout_s: float = 8 
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False,
         preexec_fn=_let_others_go_first,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
 
 
 def ways(text: str) -> dict[str, list[dict[str, Any]]]:
     """By way, the lines of the ranks in their order."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for line in text.splitlines():
         if line.startswith("{"):
             told = json.loads(line)
-            assert told.pop("rank") == len(found.setdefault(told.pop("way"), []))
-            found[line.split('"way": "')[1].split('"')[0]].append(told)
-    return found
+            assert told.pop("rank") == len(results.setdefault(told.pop("way"), []))
+            results[line.split('"way": "')[1].split('"')[0]].append(told)
+    return results

@@ -49,8 +49,8 @@ def fitted(callback: keras.callbacks.Callback, epochs: int = 5, steps: int = STE
 
 
 def logged(callback: keras.callbacks.Callback) -> list[float]:
-    found: list[float] = callback.model.history.history["learning_rate"]
-    return found
+    result: list[float] = callback.model.history.history["learning_rate"]
+    return result
 
 
 def test_eight_ranks_warm_up_as_the_tutorial_shows(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="no sklearn
 
 def read_right(text: str) -> list[float]:
     """Percent of the digits that ranks have read right, for each launch."""
-    return [float(each) for each in re.findall(r"([\d.]+)% of digits read right", text)]
+    return [float(match) for match in re.findall(r"([\d.]+)% of digits read right", text)]
 
 
 def test_more_ranks_learn_as_well_with_a_warm_up(daemon: Daemon) -> None:

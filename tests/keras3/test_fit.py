@@ -92,9 +92,9 @@ def test_what_one_rank_refuses_is_an_error_on_all(trained: dict[str, list[dict[s
 
 
 def test_metrics_are_averaged_and_must_be_the_same(trained: dict[str, list[dict[str, Any]]]) -> None:
-    for each in trained["averaged_metrics"]:
-        assert each["logs"] == {"loss": 1.5, "accuracy": 0.125}
-        assert each["error"] == (
+    for metric in trained["averaged_metrics"]:
+        assert metric["logs"] == {"loss": 1.5, "accuracy": 0.125}
+        assert metric["error"] == (
             'metrics differ: rank 0 has ["loss", "mine 0"], rank 1 has ["loss", "mine 1"]; expected the same'
         )
 

@@ -82,9 +82,9 @@ def test_no_step_is_lost_or_done_twice(daemon: Daemon, backend: str, victim: int
         processes[victim] = ranks.start(victim)
         for each in (survivor, processes[victim]):
             line = until(each, "of 2 is done")
-            found = re.search(r"weight -([0-9]+) after ([0-9]+) epochs of 4 batches", line)
-            assert found is not None, line
-            assert int(found[1]) == 4 * int(found[2]), line
+            match = re.search(r"weight -([0-9]+) after ([0-9]+) epochs of 4 batches", line)
+            assert match is not None, line
+            assert int(match[1]) == 4 * int(match[2]), line
             assert each.wait() == 0, each.log
 
 

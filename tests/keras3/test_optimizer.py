@@ -34,10 +34,10 @@ def test_the_optimizer_stays_the_same_object_with_its_state() -> None:
     optimizer = sgd()
     optimizer.build([keras.Variable(np.ones(3, np.float32))])
     kept = list(optimizer.variables)
-    found = hvd.DistributedOptimizer(optimizer)
-    assert found is optimizer
-    assert isinstance(found, keras.optimizers.SGD)
-    assert all(a is b for a, b in zip(found.variables, kept, strict=True))
+    result = hvd.DistributedOptimizer(optimizer)
+    assert result is optimizer
+    assert isinstance(result, keras.optimizers.SGD)
+    assert all(a is b for a, b in zip(result.variables, kept, strict=True))
 
 
 @pytest.mark.parametrize("make", [sgd, keras.optimizers.Adam, keras.optimizers.RMSprop, Registered])
@@ -64,10 +64,10 @@ def test_a_model_is_loaded_with_an_optimizer_that_combines(tmp_path: Path, kind:
     model.optimizer.build(model.trainable_variables)
     model.save(tmp_path / "model.keras")
     own = [kind] if kind is Unregistered else None
-    found = hvd.load_model(tmp_path / "model.keras", custom_optimizers=own, compression=hvd.Compression.fp16)
-    assert isinstance(found.optimizer, Combines)
-    assert isinstance(found.optimizer, kind)
-    assert found.optimizer._settings.compression is hvd.Compression.fp16
+    result = hvd.load_model(tmp_path / "model.keras", custom_optimizers=own, compression=hvd.Compression.fp16)
+    assert isinstance(result.optimizer, Combines)
+    assert isinstance(result.optimizer, kind)
+    assert result.optimizer._settings.compression is hvd.Compression.fp16
     if kind is not Unregistered:
         assert not isinstance(keras.models.load_model(tmp_path / "model.keras").optimizer, Combines)
 

@@ -46,11 +46,11 @@ def kernel_sources() -> list[Path]:
 
 def run(folder: Path, program: str = "program.py", **options: object) -> list[str]:
     """The lines that the program says, with a cache beside it."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, program], cwd=folder, env=os.environ | {"OMNIREDUCE_CACHE": str(folder / "cache")},
         capture_output=True, text=True, check=True, timeout=COMPILE_S, **options,  # type: ignore[call-overload]
     )  # fmt: skip
-    return done.stdout.splitlines()
+    return result.stdout.splitlines()
 
 
 @compiled
@@ -84,14 +84,14 @@ def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.format("kernel"))
     (tmp_path / "home").mkdir()
     environ = {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, env=os.environ | environ, preexec_fn=limit,
         capture_output=True, text=True, check=True, timeout=COMPILE_S,
     )  # fmt: skip
-    first, trouble = done.stdout.splitlines()
+    first, trouble = result.stdout.splitlines()
     assert first == "10 0"
     assert re.search("every start compiles them again .*File too large.*: set OMNIREDUCE_CACHE to a folder", trouble)
-    assert not [each for each in tmp_path.rglob("*") if each.name.endswith((".kernel", UNFINISHED))]
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".kernel", UNFINISHED))]
 
 
 @compiled
@@ -131,7 +131,7 @@ def test_no_kernel_calls_an_entry() -> None:
     for node, names in marks.items():
         if names & {"kernel", "inlined", "entry"}:
             calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-            assert not entries & {each.id for each in calls if isinstance(each, ast.Name)}, node.name
+            assert not entries & {call.id for call in calls if isinstance(call, ast.Name)}, node.name
 
 
 # places of files, and owners that are trusted
@@ -181,8 +181,8 @@ def test_nobody_else_can_write_to_what_is_made(tmp_path: Path) -> None:
         KernelFiles("tag", [tmp_path / "a"]).save(NAME, CONTENT)
     finally:
         os.umask(before)
-    for each in (tmp_path / "a", *(tmp_path / "a").rglob("*")):
-        assert not each.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), each
+    for path in (tmp_path / "a", *(tmp_path / "a").rglob("*")):
+        assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
     assert place(tmp_path / "a").stat().st_mode & 0o777 == 0o755  # as others need it who share what root has made
 
 
@@ -225,14 +225,14 @@ def test_folders_of_other_versions_and_unfinished_files_go(tmp_path: Path) -> No
         os.utime(folder, (1000 - age, 1000 - age))
     files = KernelFiles("tag", [tmp_path])
     files.save(NAME, CONTENT)
-    left = {each.name for each in (tmp_path / "kernels").iterdir()}
+    left = {path.name for path in (tmp_path / "kernels").iterdir()}
     assert left == {"tag", *(f"0.1-{age:016x}" for age in range(KEPT))}
     for name, age_s in (("a", 0.0), ("b", UNFINISHED_S + 60)):
         file = place(tmp_path) / f"{name}{UNFINISHED}"
         file.write_bytes(b"")
         os.utime(file, (file.stat().st_mtime - age_s,) * 2)
     KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
-    assert [each.name for each in place(tmp_path).glob(f"*{UNFINISHED}")] == [f"a{UNFINISHED}"]
+    assert [path.name for path in place(tmp_path).glob(f"*{UNFINISHED}")] == [f"a{UNFINISHED}"]
 
 
 def test_what_is_no_folder_of_kernels_stays(tmp_path: Path) -> None:
@@ -282,8 +282,8 @@ def test_numbas_own_variable_counts_too(tmp_path: Path) -> None:
         ({"NUMBA_CACHE_DIR": str(tmp_path / "n")}, tmp_path / "n" / "omnireduce"),
         ({"NUMBA_CACHE_DIR": str(tmp_path / "n"), "OMNIREDUCE_CACHE": str(tmp_path / "o")}, tmp_path / "o"),
     ):
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", program], env=os.environ | environ, capture_output=True, text=True, check=True,
             timeout=COMPILE_S,
         )  # fmt: skip
-        assert done.stdout.strip() == str(expected)
+        assert result.stdout.strip() == str(expected)

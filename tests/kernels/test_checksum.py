@@ -74,6 +74,6 @@ def views(x: Array) -> list[Array]:
 
 def test_it_is_that_of_the_elements_wherever_they_lie() -> None:
     x = np.random.default_rng(1).standard_normal((9, 7)).astype(np.float32)
-    assert {checksum(each) for each in views(x)} == {oracle(x.tobytes())}
+    assert {checksum(view) for view in views(x)} == {oracle(x.tobytes())}
     assert checksum(np.float32(1.5).reshape(())) == oracle(np.float32(1.5).tobytes())
     assert checksum(np.zeros((0, 3))) == oracle(b"")

@@ -94,9 +94,9 @@ def test_processes_that_are_stopped_are_waited_for_once(
         ours = named(*NAMES[:3])
         claimed = monkeypatch.setattr(claims.time, "monotonic", lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
         assert claimed is None
-        found = [kernel.name for kernel in claims.share_out(ours)]
-        assert sorted(found) == sorted(NAMES[:3])
-        assert set(found[:1]).isdisjoint(held)
+        names = [kernel.name for kernel in claims.share_out(ours)]
+        assert sorted(names) == sorted(NAMES[:3])
+        assert set(names[:1]).isdisjoint(held)
         assert now[0] < 100.0 + 2 * claims.PATIENCE_S + 10
         one.kill()
         another.kill()

@@ -59,9 +59,9 @@ def test_each_codec_is_what_its_oracle_says(name: str, seed: int, size: int, blo
     values = sparse_tensor(np.random.default_rng(seed), "float32", blocks * size, size, 0.9, awkward=0.5)
     values = values.reshape(blocks, size)
     keys = block_keys(key, np.arange(blocks))
-    found = through(name, values, keys)
+    result = through(name, values, keys)
     for k in range(blocks):
-        assert_same_values(found[k], ORACLES[name](values[k], int(keys[k])))
+        assert_same_values(result[k], ORACLES[name](values[k], int(keys[k])))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,9 +73,9 @@ def test_all_exponents(name: str) -> None:
             ones = np.array([1, 1.0000001, 1.5, 1.984375, 1.99, 1.9999999, -1.25, -1.999]) * np.exp2(float(exponent))
             values = np.stack([ones, ones * np.exp2(-np.arange(8.0) * 20), -ones / 3]).astype(np.float32)
         values = np.clip(values, -LARGEST, LARGEST)
-        found = through(name, values, keys)
+        result = through(name, values, keys)
         for k in range(3):
-            assert_same_values(found[k], ORACLES[name](values[k], int(keys[k])))
+            assert_same_values(result[k], ORACLES[name](values[k], int(keys[k])))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,17 +106,17 @@ def test_signs_with_means_keep_the_sums(seed: int, size: int) -> None:
     """onebit that of the elements, scaled_sign that of their magnitudes; no other number is nearer to them."""
     values = np.random.default_rng(seed).standard_normal((5, size)).astype(np.float32)
     assert np.allclose(through("onebit", values).sum(axis=1), values.sum(axis=1), atol=1e-3)
-    found = through("scaled_sign", values)
-    assert np.allclose(np.abs(found).sum(axis=1), np.abs(values).sum(axis=1), rtol=1e-5)
-    assert (np.signbit(found) == np.signbit(values)).all()
+    result = through("scaled_sign", values)
+    assert np.allclose(np.abs(result).sum(axis=1), np.abs(values).sum(axis=1), rtol=1e-5)
+    assert (np.signbit(result) == np.signbit(values)).all()
 
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_error_of_natural_is_less_than_the_element(seed: int) -> None:
     values = np.random.default_rng(seed).standard_normal((4, 64)).astype(np.float32)
-    found = through("natural", values)
-    assert (np.abs(found - values) < np.abs(values)).all()
-    assert np.isin(np.abs(found), np.exp2(np.arange(-60.0, 10))).all()
+    result = through("natural", values)
+    assert (np.abs(result - values) < np.abs(values)).all()
+    assert np.isin(np.abs(result), np.exp2(np.arange(-60.0, 10))).all()
 
 
 @pytest.mark.parametrize(("name", "deviation"), [("natural", 0.5), ("qsgd", 0.05), ("ternary", 2.0)])

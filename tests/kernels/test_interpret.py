@@ -74,9 +74,9 @@ def run(states: ShardStates, program: BlockProgram, blocks: Array, out: Array) -
 def some_blocks(seed: int) -> Array:
     """Small whole numbers; no sum of a block is zero unless all ranks have zeros there."""
     rng = np.random.default_rng(seed)
-    found = rng.integers(1, 5, (RANKS, BLOCKS, BLOCK)) * (rng.random((RANKS, BLOCKS, 1)) < 0.4)
-    found[:, -1, BLOCK - 3 :] = 0
-    return found.astype(np.float32)
+    result = rng.integers(1, 5, (RANKS, BLOCKS, BLOCK)) * (rng.random((RANKS, BLOCKS, 1)) < 0.4)
+    result[:, -1, BLOCK - 3 :] = 0
+    return result.astype(np.float32)
 
 
 @settings(max_examples=5 * settings.default.max_examples)
@@ -95,9 +95,9 @@ def test_programs_do_what_their_instructions_say(each: list[BlockProgram], seed:
 def tiny_blocks(seed: int) -> Array:
     """Numbers about the smallest normal one, and denormal ones, of one rank: every sum is exact."""
     rng = np.random.default_rng(seed)
-    found = np.ldexp(rng.integers(-(1 << 24), 1 << 24, (BLOCKS, BLOCK)), rng.integers(-152, -146, (BLOCKS, BLOCK)))
+    result = np.ldexp(rng.integers(-(1 << 24), 1 << 24, (BLOCKS, BLOCK)), rng.integers(-152, -146, (BLOCKS, BLOCK)))
     others = np.zeros((RANKS - 1, BLOCKS, BLOCK))
-    return np.concatenate([found[None], others]).astype(np.float32)
+    return np.concatenate([result[None], others]).astype(np.float32)
 
 
 def bits_of(numbers: Array) -> Array:
@@ -182,11 +182,11 @@ def test_a_shard_keeps_only_its_own_blocks() -> None:
     called = Descriptor("allreduce", "", "float32", (BLOCK * BLOCKS,), block_size=BLOCK, program=program)
     states = ShardStates(5 * BLOCK * 4)
     numbers = np.array([2, 3, 6, 7, 10])
-    arena, found = np.arange(5 * BLOCK, dtype=np.float32), np.zeros((5, BLOCK), np.float32)
+    arena, result = np.arange(5 * BLOCK, dtype=np.float32), np.zeros((5, BLOCK), np.float32)
     for step in (1, 2):
         running = states.begin(called, program, Stripes(1, 2, 2))
-        running.run(0, arena, (np.arange(5) * BLOCK).reshape(5, 1), found, divisor=1, numbers=numbers)
-        np.testing.assert_array_equal(found.reshape(-1), arena * step)
+        running.run(0, arena, (np.arange(5) * BLOCK).reshape(5, 1), result, divisor=1, numbers=numbers)
+        np.testing.assert_array_equal(result.reshape(-1), arena * step)
     assert states.nbytes == 5 * BLOCK * 4
     states.drop(0)
     assert states.nbytes == 0

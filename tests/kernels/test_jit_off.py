@@ -21,5 +21,5 @@ def test_kernels_and_hostile_peers_with_the_jit_off() -> None:
         *("tests/kernels", "tests/protocol/test_hostile_peers.py"),
     ]
     environ = os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

@@ -54,14 +54,14 @@ def test_plan_union(lists: list[list[int]], capacity: int, marks: list[int], bas
     for watermark in [mark + base for mark in marks] + [base + 41] * (len(wanted) + 1):
         before = union.written
         union.plan(watermark)
-        found = [int(block) for block in union.out_indices[before : union.written]]
+        results = [int(block) for block in union.out_indices[before : union.written]]
         ready = [block for block in wanted if block < watermark][len(done) :]
-        assert found == ready[: capacity - before]
-        for k, block in enumerate(found, before):
+        assert results == ready[: capacity - before]
+        for k, block in enumerate(results, before):
             for rank, each in enumerate(lists):
                 part = union.start[rank] + each.index(block) * union.block_size if block in each else ABSENT
                 assert union.parts[k, rank] == part
-        done += found
+        done += results
         assert list(union.position) == [sum(block in done for block in each) for each in lists]
         assert (union.out_indices[union.written :] == -9).all()
         if union.written == capacity:  # the caller sends the result and starts an empty one

@@ -128,11 +128,11 @@ def test_encoding_all_16_bit_floats_and_all_roundings_between_them(name: str) ->
         nans = np.array([0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
         values = np.concatenate([values, awkward_values("float32"), nans])
         expected: Any = values.astype(HALVES[name])
-    found = np.zeros(values.size, np.uint16)
-    kernels.encode_half(name == "bfloat16", values, values.view(np.uint32), found)
-    assert_same_values(found.view(HALVES[name]), expected)
+    result = np.zeros(values.size, np.uint16)
+    kernels.encode_half(name == "bfloat16", values, values.view(np.uint32), result)
+    assert_same_values(result.view(HALVES[name]), expected)
     numbers = is_number(expected)
-    assert bits(found[numbers]) == bits(expected[numbers])
+    assert bits(result[numbers]) == bits(expected[numbers])
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -73,5 +73,7 @@ def test_each_storage_has_a_reducer_of_its_own() -> None:
 def test_a_job_in_memory_needs_the_kernels_of_its_own_collectives(arguments: list[str], more: set[str]) -> None:
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}{os.pathsep}{ROOT / 'tests/kernels'}"}
     command = [sys.executable, "-c", JOB, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, set(done.stdout.split())) == (0, {"run", "reduce_float32"} | SMALL | more), done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert (result.returncode, set(result.stdout.split())) == (0, {"run", "reduce_float32"} | SMALL | more), (
+        result.stderr
+    )

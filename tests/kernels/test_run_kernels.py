@@ -27,10 +27,10 @@ def listed(indices: list[int], stripes: Stripes) -> list[int]:
     """The runs of `indices`, none if they are no shorter."""
     own = np.array(indices, np.int64)
     runs = Guarded((len(indices) // 2, 2), np.int64)
-    found = list_runs(own, stripes.shards, stripes.stripe_blocks, runs.array)
+    result = list_runs(own, stripes.shards, stripes.stripe_blocks, runs.array)
     runs.check()
     assert own.tolist() == indices
-    return [int(each) for each in runs.array[:found].reshape(-1)]
+    return [int(each) for each in runs.array[:result].reshape(-1)]
 
 
 def expanded(words: list[int], stripes: Stripes, sizes: list[int]) -> tuple[list[int], int, list[int]]:
@@ -81,8 +81,8 @@ def test_what_is_listed_is_expanded(
     assert len(runs) == (2 * shortest if 2 * shortest < len(indices) else 0)
     if runs:
         assert indices_of_runs(runs, stripes.shards, stripes.stripe_blocks) == indices
-        found, run, _ = expanded(runs, stripes, windows(len(indices), window))
-        assert (found, run) == (indices, shortest)
+        result, run, _ = expanded(runs, stripes, windows(len(indices), window))
+        assert (result, run) == (indices, shortest)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -121,9 +121,9 @@ def honest(words: list[int], stripes: Stripes, most: int) -> tuple[list[int], in
 def test_no_list_does_harm(words: list[tuple[int, int]], stripes: Stripes, size: int, window: int) -> None:
     """A window gets only indices that the list has, and a list with too few of them leaves room."""
     flat = [word for pair in words for word in pair]
-    found, run, lengths = expanded(flat, stripes, windows(size, window))
+    result, run, lengths = expanded(flat, stripes, windows(size, window))
     expected, used_up = honest(flat, stripes, size)
-    assert found == expected[: len(found)]
+    assert result == expected[: len(result)]
     assert (sum(lengths) == size) == (len(expected) == size)
     if len(expected) == size:
         assert run == (used_up if size else 0)

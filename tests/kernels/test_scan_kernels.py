@@ -38,9 +38,9 @@ def test_each_awkward_value_alone_is_data_unless_it_is_zero(dtype: str) -> None:
         for at in range(16):
             tensor = np.zeros(16, element.dtype)
             tensor[at] = value
-            found = np.zeros(1, np.bool_)
-            count = nonzero_blocks(as_words(tensor, 16), element.zero_mask, found)
-            assert count == found[0] == (value != 0), (value, at)
+            result = np.zeros(1, np.bool_)
+            count = nonzero_blocks(as_words(tensor, 16), element.zero_mask, result)
+            assert count == result[0] == (value != 0), (value, at)
 
 
 @pytest.mark.parametrize("name", [name for name, element in ELEMENT_TYPES.items() if element.is_narrow])
@@ -49,16 +49,16 @@ def test_of_all_narrow_floats_only_the_two_zeros_are_zero(name: str) -> None:
     values = 1 << 8 * storage.itemsize
     tensor = np.zeros((values, 8), storage)
     tensor[:, 5] = np.arange(values)
-    found = np.zeros(values, np.bool_)
-    assert nonzero_blocks(tensor.view(np.uint64), ELEMENT_TYPES[name].zero_mask, found) == values - 2
-    assert set(np.flatnonzero(~found)) == {0, values // 2}
+    result = np.zeros(values, np.bool_)
+    assert nonzero_blocks(tensor.view(np.uint64), ELEMENT_TYPES[name].zero_mask, result) == values - 2
+    assert set(np.flatnonzero(~result)) == {0, values // 2}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
 def test_a_block_of_only_the_most_negative_integer_is_data(dtype: str) -> None:
     tensor = np.full(32, np.iinfo(dtype).min, dtype)
-    found = np.zeros(2, np.bool_)
-    assert nonzero_blocks(as_words(tensor, 16), ELEMENT_TYPES[dtype].zero_mask, found) == 2
+    result = np.zeros(2, np.bool_)
+    assert nonzero_blocks(as_words(tensor, 16), ELEMENT_TYPES[dtype].zero_mask, result) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,10 +66,10 @@ def test_a_block_of_only_the_most_negative_integer_is_data(dtype: str) -> None:
 def test_nonzero_blocks(dtype: str, seed: int, blocks: int, octets: int, density: float) -> None:
     size = octets * 8
     tensor = sparse_tensor(np.random.default_rng(seed), dtype, blocks * size, size, density)
-    found = np.ones(blocks, np.bool_)
-    count = nonzero_blocks(as_words(tensor, size), ELEMENT_TYPES[dtype].zero_mask, found)
-    assert count == found.sum()
-    assert (found == is_data(tensor, size)).all()
+    result = np.ones(blocks, np.bool_)
+    count = nonzero_blocks(as_words(tensor, size), ELEMENT_TYPES[dtype].zero_mask, result)
+    assert count == result.sum()
+    assert (result == is_data(tensor, size)).all()
 
 
 def pack_slowly(

@@ -23,9 +23,9 @@ INDICES = st.lists(
 def listed(indices: list[int], most: int) -> bytes | None:
     """`indices` as steps, if these are no more than `most` bytes and no index has a mark."""
     steps = Guarded((most + STEP_BYTES,), np.uint8)
-    found = list_steps(np.array(indices, np.int64), most, steps.array)
+    result = list_steps(np.array(indices, np.int64), most, steps.array)
     steps.check()
-    return steps.array[:found].tobytes() if found else None
+    return steps.array[:result].tobytes() if result else None
 
 
 def expanded(steps: bytes, sizes: list[int]) -> tuple[list[int], int]:
@@ -64,16 +64,16 @@ def test_marks_have_no_place_in_steps() -> None:
 
 def honest(steps: bytes, size: int) -> list[int]:
     """The first `size` indices of a list, up to a step that is too long or goes too far."""
-    found, index, place = list[int](), 0, 0
+    results, index, place = list[int](), 0, 0
     for byte in steps:
         index += byte % 128 << place
         place += 7
-        if byte < 128 and index <= LARGEST and len(found) < size:
-            found.append(index)
+        if byte < 128 and index <= LARGEST and len(results) < size:
+            results.append(index)
             place = 0
         elif byte < 128 or place == 7 * STEP_BYTES:
             break
-    return found
+    return results
 
 
 @given(steps=st.binary(max_size=40), size=st.integers(0, 45), window=st.integers(1, 46))
@@ -82,8 +82,8 @@ def honest(steps: bytes, size: int) -> list[int]:
 @example(steps=b"\x80" * 6 + b"\x00", size=1, window=1)
 @example(steps=b"\x80" * 7 + b"\x00", size=1, window=1)
 def test_no_list_does_harm(steps: bytes, size: int, window: int) -> None:
-    found, at = expanded(steps, [min(window, size - start) for start in range(0, size, window)])
-    assert found == honest(steps, size)
+    result, at = expanded(steps, [min(window, size - start) for start in range(0, size, window)])
+    assert result == honest(steps, size)
     assert at <= len(steps)
 
 

@@ -32,8 +32,8 @@ def test_no_collective_needs_a_kernel_that_was_not_made_ready(daemon: Daemon) ->
     program = str(ROOT / "tests" / "kernels" / "all_collectives.py")
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, program, *daemon.addresses]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
@@ -47,8 +47,8 @@ assert len({kernel.name for kernel in kernels}) == len(kernels) - 4  # both list
 """
     environs = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
     said = {
-        subprocess.run([sys.executable, "-c", program], env=each, capture_output=True, check=True, timeout=60).stdout
-        for each in environs
+        subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=True, timeout=60).stdout
+        for environ in environs
     }
     assert len(said) == 1
 

@@ -74,18 +74,18 @@ class Launched(Process):
 
     def numbers(self, ranks: int) -> dict[int, list[int]]:
         """The numbers that each of so many ranks writes on a line."""
-        found = {}
+        results = {}
         for _ in range(ranks):
             prefix, _, text = self.line(READY_S).partition(">:")
-            found[int(prefix[1 : prefix.index("]")])] = [int(word) for word in text.split()]
-        return found
+            results[int(prefix[1 : prefix.index("]")])] = [int(word) for word in text.split()]
+        return results
 
 
 @contextmanager
 def launched(*words: str, **environ: str) -> Iterator[Launched]:
     """`Launched`, killed at the end if it runs."""
-    with Launched(*words, **environ) as found:
-        yield found
+    with Launched(*words, **environ) as result:
+        yield result
 
 
 def runs(pid: int) -> bool:

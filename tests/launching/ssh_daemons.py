@@ -53,13 +53,13 @@ def ssh_daemons(
     (folder / "known").write_text("".join(f"[{name}]:{port} {public}\n" for name in names))
     if os.getuid() == 0:
         os.makedirs("/run/sshd", exist_ok=True)  # the service's unit would make it
-    found = Sshd(port, folder / "key", folder / "known")
+    sshd = Sshd(port, folder / "key", folder / "known")
     with ExitStack() as stack:
         for at, host in enumerate(hosts):
             prefix = (prefixes or {}).get(host, ())
             stack.enter_context(_sshd(folder / f"sshd{at}", folder, host, port, prefix))
-            _try(found, host, prefix)
-        yield found
+            _try(sshd, host, prefix)
+        yield sshd
 
 
 @contextmanager

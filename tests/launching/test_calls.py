@@ -25,8 +25,8 @@ pytest.importorskip("cloudpickle", reason="no cloudpickle here; the extra `launc
 def call(func: object, *args: object, **options: object) -> tuple[list[object], str, str]:
     """Call `run`; return its result, and the standard output and error of the ranks."""
     out, err = io.StringIO(), io.StringIO()
-    found = omni.run(func, args, stdout=out, stderr=err, **options)  # type: ignore[arg-type]
-    return found, out.getvalue(), err.getvalue()
+    result = omni.run(func, args, stdout=out, stderr=err, **options)  # type: ignore[arg-type]
+    return result, out.getvalue(), err.getvalue()
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -41,8 +41,8 @@ def test_results_come_in_the_order_of_ranks() -> None:
             return comm.rank, float(total[-1])
 
     out = io.StringIO()
-    found = omni.run(work, (1000,), {"plus": 1.0}, np=3, stdout=out)
-    assert found == [(rank, 9.0) for rank in range(3)]
+    result = omni.run(work, (1000,), {"plus": 1.0}, np=3, stdout=out)
+    assert result == [(rank, 9.0) for rank in range(3)]
     assert sorted(out.getvalue().splitlines()) == [f"[{rank}]<stdout>:rank {rank}" for rank in range(3)]
 
 
@@ -96,8 +96,8 @@ def test_an_exception_that_cannot_travel_leaves_its_traceback() -> None:
 
 def test_much_can_be_sent_and_returned() -> None:
     array = np.arange(3_000_000)
-    found, _, _ = call(lambda x: x + int(os.environ["RANK"]), array, np=2)
-    for rank, each in enumerate(found):
+    result, _, _ = call(lambda x: x + int(os.environ["RANK"]), array, np=2)
+    for rank, each in enumerate(result):
         np.testing.assert_array_equal(each, array + rank)
 
 
@@ -113,12 +113,12 @@ def test_what_cannot_be_sent_is_said() -> None:
 def test_options_are_those_of_the_command(tmp_path: Path) -> None:
     """And those of Horovod, of which some ask for nothing."""
     folder = tmp_path / "logs"
-    found, _, _ = call(
+    result, _, _ = call(
         lambda: (os.environ["HOROVOD_CYCLE_TIME"], sys.stdout.write("here\n"))[0],
         num_proc=2, cycle_time_ms=2.5, use_gloo=True,
         use_mpi=False, verbose=None, network_interfaces=["lo"], output_filename=str(folder), start_timeout=60,
     )  # fmt: skip
-    assert found == ["2.5", "2.5"]
+    assert result == ["2.5", "2.5"]
     assert [(folder / f"rank.{rank}" / "stdout").read_text() for rank in range(2)] == ["here\n"] * 2
 
 
@@ -136,8 +136,13 @@ def test_how_many_ranks(options: dict[str, Any], ranks: int, tmp_path: Path, mon
 
 
 def test_keywords_have_values_of_python() -> None:
-    found = read_keywords({"x": {"A": 1}, "ssh": ["ssh", "-F", "my config"], "verbose": 2, "prefix_timestamp": 0})
-    assert (found.environ["A"], found.ssh, found.verbose, found.timestamps) == ("1", "ssh -F 'my config'", True, False)
+    result = read_keywords({"x": {"A": 1}, "ssh": ["ssh", "-F", "my config"], "verbose": 2, "prefix_timestamp": 0})
+    assert (result.environ["A"], result.ssh, result.verbose, result.timestamps) == (
+        "1",
+        "ssh -F 'my config'",
+        True,
+        False,
+    )
     assert read_keywords({"x": "A=b=1"}).environ["A"] == "b=1"
 
 

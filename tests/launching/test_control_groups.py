@@ -100,9 +100,9 @@ def small_group() -> Iterator[Path]:
 
 def test_a_rank_that_needs_more_than_its_group_has_is_told_apart(small_group: Path) -> None:
     launch = [*RUN, "-np", "1", *python("x = b'x' * (1 << 30)")]
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", f'echo $$ >{small_group}/cgroup.procs; exec "$@"', "-", *launch],
         env=environ_of(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S,
     )  # fmt: skip
-    assert done.returncode == 128 + signal.SIGKILL, done.stderr
-    assert "ended by signal 9: the system ended a process because the memory limit of 256 MiB of its" in done.stderr
+    assert result.returncode == 128 + signal.SIGKILL, result.stderr
+    assert "ended by signal 9: the system ended a process because the memory limit of 256 MiB of its" in result.stderr

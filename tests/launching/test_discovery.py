@@ -39,9 +39,9 @@ class Taker:
             with selectors.DefaultSelector() as selector:
                 for each in self.acts:
                     selector.register(each, selectors.EVENT_READ)
-                found = selector.select(WAIT_S)
-                assert found, "the script says nothing, and does not end"
-                for key, _ in found:
+                results = selector.select(WAIT_S)
+                assert results, "the script says nothing, and does not end"
+                for key, _ in results:
                     if key.fd in self.acts:
                         self.acts[key.fd]()
             if until():
@@ -121,6 +121,6 @@ def test_a_job_waits_for_slots(tmp_path: Path) -> None:
     """Also when it starts."""
     path = script(tmp_path, f"echo x >>{tmp_path}/runs; echo localhost:$(wc -l <{tmp_path}/runs)")
     words = ["--min-np", "2", "--max-np", "4", "--host-discovery-script", str(path)]
-    done = run(*words, "sh", "-c", "echo $OMNIRUN_SIZE")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:2", "[1]<stdout>:2"]
+    result = run(*words, "sh", "-c", "echo $OMNIRUN_SIZE")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[0]<stdout>:2", "[1]<stdout>:2"]

@@ -69,10 +69,10 @@ def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
     gate, go = tmp_path / "gate", tmp_path / "go"
     words = ["-np", "3", "--min-np", "2", "--set", SETTLE, *python(TRAINING), str(gate), str(go)]
     with launched(*words) as launcher:
-        found = launcher.numbers(3)
-        assert {size for _, size in found.values()} == {3}
+        result = launcher.numbers(3)
+        assert {size for _, size in result.values()} == {3}
         os.mkfifo(gate)
-        os.kill(found[1][0], signal.SIGKILL)
+        os.kill(result[1][0], signal.SIGKILL)
         assert {rank: size for rank, (_, size) in launcher.numbers(2).items()} == {0: 2, 2: 2}
         gate.write_bytes(b"")
         again = launcher.numbers(3)  # all three, one of them new, have taken steps together
@@ -88,10 +88,12 @@ def test_a_rank_that_comes_back_takes_no_place_of_a_survivor(tmp_path: Path) -> 
     gate = tmp_path / "gate"
     words = ["-np", "3", "--min-np", "2", "--set", SETTLE, *python(PLACES), str(gate)]
     with launched(*words) as launcher:
-        found = launcher.numbers(3)
-        assert {rank: places for rank, (_, *places) in found.items()} == {rank: [3, rank, rank, 3] for rank in range(3)}
+        result = launcher.numbers(3)
+        assert {rank: places for rank, (_, *places) in result.items()} == {
+            rank: [3, rank, rank, 3] for rank in range(3)
+        }
         os.mkfifo(gate)
-        os.kill(found[0][0], signal.SIGKILL)
+        os.kill(result[0][0], signal.SIGKILL)
         assert sorted(places for _, *places in launcher.numbers(2).values()) == [[2, 1, 1, 2], [2, 2, 2, 2]]
         gate.write_bytes(b"")
         again = launcher.numbers(3)
@@ -102,15 +104,15 @@ def test_a_rank_that_comes_back_takes_no_place_of_a_survivor(tmp_path: Path) -> 
 
 
 def test_a_limit_of_restarts() -> None:
-    done = run("--min-np", "1", "-np", "1", "--reset-limit", "0", *python(FAILS))
-    assert done.returncode == 6
-    assert "--reset-limit 0 is reached" in done.stderr
+    result = run("--min-np", "1", "-np", "1", "--reset-limit", "0", *python(FAILS))
+    assert result.returncode == 6
+    assert "--reset-limit 0 is reached" in result.stderr
 
 
 def test_a_job_without_ranks_ends() -> None:
-    done = run("--min-np", "1", "-np", "2", *python(FAILS))
-    assert done.returncode == 6
-    assert "no rank is left" in done.stderr
+    result = run("--min-np", "1", "-np", "2", *python(FAILS))
+    assert result.returncode == 6
+    assert "no rank is left" in result.stderr
 
 
 def test_hosts_come_from_a_script(tmp_path: Path) -> None:
@@ -118,9 +120,9 @@ def test_hosts_come_from_a_script(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o700)
     code = "import os; os.write(1, (os.environ['OMNIREDUCE_ELASTIC_ENABLED'] + os.environ['OMNIRUN_SIZE']).encode())"
-    done = run("--min-np", "1", "--max-np", "5", "--host-discovery-script", str(script), *python(code))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:true2", "[1]<stdout>:true2"]
+    result = run("--min-np", "1", "--max-np", "5", "--host-discovery-script", str(script), *python(code))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[0]<stdout>:true2", "[1]<stdout>:true2"]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +139,10 @@ def test_a_script_that_fails_is_said(tmp_path: Path, text: str, message: str) ->
     script.write_text(f"#!/bin/sh\n{text}\n")
     script.chmod(0o700)
     words = ["--min-np", "2", "--host-discovery-script", str(script), "--elastic-timeout", "1"]
-    done = run(*words, "true")
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.splitlines()[-1] == "Error: --min-np 2: the hosts have 0 slots: give more"
+    result = run(*words, "true")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.splitlines()[-1] == "Error: --min-np 2: the hosts have 0 slots: give more"
 
 
 def test_a_host_that_leaves_loses_its_ranks(tmp_path: Path) -> None:

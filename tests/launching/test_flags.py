@@ -26,9 +26,9 @@ from omnireduce.support.config.horovod import ROWS
 
 def complaint(*words: str) -> str:
     """The one line that these words give."""
-    done = CliRunner().invoke(main, ["run", *words])
-    assert done.exit_code == 2, done.output
-    [line] = done.output.splitlines()
+    result = CliRunner().invoke(main, ["run", *words])
+    assert result.exit_code == 2, result.output
+    [line] = result.output.splitlines()
     return line.removeprefix("Error: ")
 
 
@@ -89,9 +89,9 @@ def test_what_a_started_process_finds_wrong_is_said_in_a_line(words: list[str], 
     ],
 )
 def test_what_is_no_number_is_said(flag: str, value: str, reason: str) -> None:
-    done = CliRunner().invoke(main, ["run", "-np", "1", flag, value, "true"])
-    assert done.exit_code == 2
-    assert reason in done.output
+    result = CliRunner().invoke(main, ["run", "-np", "1", flag, value, "true"])
+    assert result.exit_code == 2
+    assert reason in result.output
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.flags)
@@ -101,12 +101,12 @@ def test_a_flag_without_meaning_says_what_does_its_work(refused: Refused) -> Non
 
 
 def test_flags_of_horovod_set_its_variables() -> None:
-    found = read_words([
+    result = read_words([
         "-np", "2", "--fusion-threshold-mb", "32", "--cycle-time-ms", "2.5", "--timeline-filename", "/t.json",
         "--no-stall-check", "--stall-check-warning-time-seconds", "9", "--stall-check-shutdown-time-seconds", "0",
         "--gloo-timeout-seconds", "45", "--log-level", "WARNING", "true",
     ])  # fmt: skip
-    given = {name: text for name, text in found.environ.items() if name in {each.variable for each in MAPPED}}
+    given = {name: text for name, text in result.environ.items() if name in {each.variable for each in MAPPED}}
     assert given == {
         "HOROVOD_FUSION_THRESHOLD": "33554432",
         "HOROVOD_CYCLE_TIME": "2.5",
@@ -117,15 +117,15 @@ def test_flags_of_horovod_set_its_variables() -> None:
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "45",
         "HOROVOD_LOG_LEVEL": "warning",
     }
-    assert found.config.log.level == "warning"
-    assert found.config.cluster.join_timeout_s == 45
+    assert result.config.log.level == "warning"
+    assert result.config.cluster.join_timeout_s == 45
     assert read_words(["-np", "2", "--timeline", "/t.json", "true"]).environ["HOROVOD_TIMELINE"] == "/t.json"
 
 
 def test_a_timeline_may_be_begun_later() -> None:
     """Horovod's word for that is no file."""
-    found = read_words(["-np", "2", "--timeline-filename", "DYNAMIC", "true"])
-    assert found.environ["HOROVOD_TIMELINE"] == found.config.trace.timeline == "DYNAMIC"
+    result = read_words(["-np", "2", "--timeline-filename", "DYNAMIC", "true"])
+    assert result.environ["HOROVOD_TIMELINE"] == result.config.trace.timeline == "DYNAMIC"
     named = read_words(["-np", "2", "--timeline-filename", "dynamic.json", "true"])
     assert named.environ["HOROVOD_TIMELINE"] == os.path.abspath("dynamic.json")
 
@@ -158,10 +158,10 @@ def test_limits_of_time_may_be_variables(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "77")
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "88")
     monkeypatch.setattr(horovod, "_said", False)
-    found = read_words(["-np", "2", "true"])
-    assert (found.start_timeout_s, found.elastic_timeout_s) == (77, 88)
-    found = read_words(["-np", "2", "--start-timeout", "7", "--elastic-timeout", "8", "true"])
-    assert (found.start_timeout_s, found.elastic_timeout_s) == (7, 8)
+    result = read_words(["-np", "2", "true"])
+    assert (result.start_timeout_s, result.elastic_timeout_s) == (77, 88)
+    result = read_words(["-np", "2", "--start-timeout", "7", "--elastic-timeout", "8", "true"])
+    assert (result.start_timeout_s, result.elastic_timeout_s) == (7, 8)
     assert not caplog.records
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
     with pytest.raises(click.BadParameter, match="'soon' is not"):
@@ -183,15 +183,15 @@ def test_a_yaml_file_names_the_controller(tmp_path: Path) -> None:
 def test_options_are_for_ranks_too(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text("[log]\nlevel = 'error'\n")
-    found = read_words(
+    result = read_words(
         ["-np", "2", "--config", str(path), "--set", "protocol.slots=9", "--tcp", "-x", "A=b=c", "true", "-np"]
     )
-    assert found.words == ("true", "-np")
-    assert found.config.log.level == "error"
-    assert found.environ["OMNIREDUCE_CONFIG"] == str(path)
-    assert found.environ["OMNIREDUCE_PROTOCOL_SLOTS"] == "9"
-    assert found.environ["OMNIREDUCE_TRANSPORT_KIND"] == "tcp"
-    assert found.environ["A"] == "b=c"
+    assert result.words == ("true", "-np")
+    assert result.config.log.level == "error"
+    assert result.environ["OMNIREDUCE_CONFIG"] == str(path)
+    assert result.environ["OMNIREDUCE_PROTOCOL_SLOTS"] == "9"
+    assert result.environ["OMNIREDUCE_TRANSPORT_KIND"] == "tcp"
+    assert result.environ["A"] == "b=c"
 
 
 YAML = """
@@ -208,12 +208,12 @@ logging: {level: ERROR}
 def test_a_yaml_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(YAML)
-    found = read_words(["--config-file", str(path), "--cycle-time-ms", "1", "true"])
-    assert (found.ranks, [host.slots for host in found.hosts], found.verbose) == (4, [4], True)
-    assert found.environ["HOROVOD_FUSION_THRESHOLD"] == str(8 << 20)
-    assert found.environ["HOROVOD_CYCLE_TIME"] == "1"
-    assert found.environ["HOROVOD_STALL_CHECK_DISABLE"] == "1"
-    assert found.environ["HOROVOD_LOG_LEVEL"] == "error"
+    result = read_words(["--config-file", str(path), "--cycle-time-ms", "1", "true"])
+    assert (result.ranks, [host.slots for host in result.hosts], result.verbose) == (4, [4], True)
+    assert result.environ["HOROVOD_FUSION_THRESHOLD"] == str(8 << 20)
+    assert result.environ["HOROVOD_CYCLE_TIME"] == "1"
+    assert result.environ["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    assert result.environ["HOROVOD_LOG_LEVEL"] == "error"
 
 
 @pytest.mark.parametrize(
@@ -266,17 +266,17 @@ def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> No
         *(["--set", "cluster.aggregators=node:7400"] if change.pop("configured", False) else []),
         "true",
     ]
-    found = read_words(words)
-    wanted = LaunchRequest(words=found.words, ranks=1, config=found.config, **change)
+    result = read_words(words)
+    wanted = LaunchRequest(words=result.words, ranks=1, config=result.config, **change)
     assert shards_to_start(wanted, hosts) == shards
 
 
 def test_an_aggregator_of_rank_0_serves_one_host() -> None:
-    found = LaunchRequest(
+    request = LaunchRequest(
         words=["true"], ranks=2, config=read_words(["-np", "2", "true"]).config, aggregators="embedded"
     )
     with pytest.raises(ConfigError, match="--aggregators embedded: the ranks are on 2 hosts"):
-        shards_to_start(found, 2)
+        shards_to_start(request, 2)
 
 
 def test_what_is_available_has_the_form_that_users_know() -> None:
@@ -291,6 +291,6 @@ def test_the_document_has_every_flag() -> None:
     text = (ROOT / "docs" / "launching.md").read_text()
     named = [each.flag for each in MAPPED] + [each.flags for each in REFUSED] + [each.variable for each in MAPPED]
     assert not [flag for flag in named if f"`{flag}`" not in text]
-    options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
-    assert not [each.opts for each in options if not any(re.search(rf"`{name}\b", text) for name in each.opts)]
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    assert not [option.opts for option in options if not any(re.search(rf"`{name}\b", text) for name in option.opts)]
     assert all(row.key in text for row in ROWS)

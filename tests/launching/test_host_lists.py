@@ -172,9 +172,9 @@ def added_up(hosts: list[tuple[str, int | None]]) -> list[Host]:
 def test_whatever_way_hosts_are_written(
     hosts: list[tuple[str, int | None]], write: Callable[[str, int | None], str]
 ) -> None:
-    lines = [write(*each) for each in hosts]
+    lines = [write(*host) for host in hosts]
     assert parse_lines("\r\n".join(lines), "file") == added_up(hosts)
-    assert parse_hosts(",".join(as_mpich(*each) for each in hosts)) == added_up(hosts)
+    assert parse_hosts(",".join(as_mpich(*host) for host in hosts)) == added_up(hosts)
     assert parse_hosts(",".join(map(str, added_up(hosts)))) == added_up(hosts)
 
 
@@ -205,8 +205,8 @@ def test_ranges_are_counted_up(start: str, pieces: list[str | list[tuple[int, in
 def test_any_text_is_a_list_or_wrong(text: str) -> None:
     for parse in (parse_hosts, lambda each: parse_lines(each, "file")):
         try:
-            found = parse(text)
+            results = parse(text)
         except ConfigError:
             continue
-        assert all(1 <= host.slots <= MOST_SLOTS for host in found)
-        assert not found or parse_hosts(",".join(map(str, found))) == found
+        assert all(1 <= host.slots <= MOST_SLOTS for host in results)
+        assert not results or parse_hosts(",".join(map(str, results))) == results

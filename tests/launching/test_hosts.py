@@ -13,10 +13,10 @@ from omnireduce.support.addresses import own_addresses
 
 def test_ranks_fill_hosts_in_order() -> None:
     slots = place([Host("a", 2), Host("b", 3)], 4)
-    assert [(each.rank, each.host, each.local_rank, each.local_size) for each in slots] == [
+    assert [(slot.rank, slot.host, slot.local_rank, slot.local_size) for slot in slots] == [
         (0, "a", 0, 2), (1, "a", 1, 2), (2, "b", 0, 2), (3, "b", 1, 2),
     ]  # fmt: skip
-    assert [(each.cross_rank, each.cross_size) for each in slots] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [(each.cross_rank, each.cross_size) for each in place([Host("a", 2), Host("b", 1)], 3)] == [
         (0, 2), (0, 1), (1, 2),
     ]  # fmt: skip

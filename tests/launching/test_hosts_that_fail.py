@@ -117,9 +117,9 @@ def test_a_host_that_is_lost_while_the_aggregator_starts_ends_the_wait() -> None
 def test_a_host_that_is_lost_before_its_ranks_start_ends_the_launch(tmp_path: Path) -> None:
     (tmp_path / "greets").write_text(f"import sys; sys.stdout.buffer.write({MAGIC + frame(GREETING)!r})")
     ssh = fake_ssh(tmp_path, f"exec {sys.executable} {tmp_path}/greets")
-    done = run("-np", "2", "-H", "localhost:1,127.0.0.2:1", "--aggregators", "1", "--grace-period", "0", *ssh, "true")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "Error: lost host 127.0.0.2 before its ranks were started"
+    result = run("-np", "2", "-H", "localhost:1,127.0.0.2:1", "--aggregators", "1", "--grace-period", "0", *ssh, "true")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "Error: lost host 127.0.0.2 before its ranks were started"
 
 
 @pytest.mark.parametrize("signals", [1, 3])

@@ -45,23 +45,23 @@ while True:
 
 def test_ranks_sum() -> None:
     """Rank 0 starts the aggregator, as under mpirun."""
-    done = run("-np", "3", *python(SUM))
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == [f"[{rank}]<stdout>:{rank}/3 6 {rank}/3" for rank in range(3)]
+    result = run("-np", "3", *python(SUM))
+    assert result.returncode == 0, result.stderr
+    assert lines(result.stdout) == [f"[{rank}]<stdout>:{rank}/3 6 {rank}/3" for rank in range(3)]
 
 
 def test_a_job_may_have_its_own_aggregators() -> None:
     code = SUM + "    assert len(comm.config.cluster.aggregators) == 2 and os.environ['OMNIREDUCE_SECURITY_SECRET']"
-    done = run("-np", "2", "--aggregators", "2", *python(code))
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == [f"[{rank}]<stdout>:{rank}/2 3 {rank}/2" for rank in range(2)]
+    result = run("-np", "2", "--aggregators", "2", *python(code))
+    assert result.returncode == 0, result.stderr
+    assert lines(result.stdout) == [f"[{rank}]<stdout>:{rank}/2 3 {rank}/2" for rank in range(2)]
 
 
 @pytest.mark.parametrize("wanted", ["1", "embedded"])
 def test_the_command_line_overrides_configured_aggregators(wanted: str) -> None:
     nobody = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "127.0.0.1:1", "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": "20"}
-    done = run("-np", "2", "--aggregators", wanted, *python(SUM), **nobody)
-    assert done.returncode == 0, done.stderr
+    result = run("-np", "2", "--aggregators", wanted, *python(SUM), **nobody)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_secret_of_the_user_counts(tmp_path: Path) -> None:
@@ -69,57 +69,59 @@ def test_a_secret_of_the_user_counts(tmp_path: Path) -> None:
     path.write_text("0123456789abcdef0123456789abcdef\n")
     path.chmod(0o600)
     code = SUM + "    assert 'OMNIREDUCE_SECURITY_SECRET' not in os.environ"
-    done = run("-np", "2", "--aggregators", "1", "--set", f"security.secret_file={path}", *python(code))
-    assert done.returncode == 0, done.stderr
+    result = run("-np", "2", "--aggregators", "1", "--set", f"security.secret_file={path}", *python(code))
+    assert result.returncode == 0, result.stderr
 
 
 def test_what_ranks_are_told() -> None:
     import json
 
-    done = run("-np", "2", *python(TOLD))
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line.partition(":")[2]) for line in lines(done.stdout)]
-    jobs = {(each.pop("job"), each.pop("id")) for each in found}
+    result = run("-np", "2", *python(TOLD))
+    assert result.returncode == 0, result.stderr
+    reports = [json.loads(line.partition(":")[2]) for line in lines(result.stdout)]
+    jobs = {(report.pop("job"), report.pop("id")) for report in reports}
     assert len(jobs) == 1
     assert re.fullmatch(r"run-[0-9a-f]{16}", next(iter(jobs))[0])
-    for rank, each in enumerate(found):
+    for rank, report in enumerate(reports):
         names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-        assert {name: each[name] for name in names} == {
+        assert {name: report[name] for name in names} == {
             "rank": rank, "size": 2, "local_rank": rank, "local_size": 2, "cross_rank": 0, "cross_size": 1,
         }  # fmt: skip
-        assert (each["launcher"], each["MASTER_ADDR"]) == ("omnireduce run", "127.0.0.1")
-        assert (each["RANK"], each["WORLD_SIZE"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) == (
+        assert (report["launcher"], report["MASTER_ADDR"]) == ("omnireduce run", "127.0.0.1")
+        assert (report["RANK"], report["WORLD_SIZE"], report["LOCAL_RANK"], report["LOCAL_WORLD_SIZE"]) == (
             str(rank), "2", str(rank), "2",
         )  # fmt: skip
-        horovod = [each[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        horovod = [report[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         assert horovod == [str(rank), "2", str(rank), "2"]
-        assert (each["HOROVOD_CROSS_RANK"], each["HOROVOD_CROSS_SIZE"]) == ("0", "1")
+        assert (report["HOROVOD_CROSS_RANK"], report["HOROVOD_CROSS_SIZE"]) == ("0", "1")
 
 
 def test_another_launcher_around_is_not_believed() -> None:
     """As in a step of Slurm, or where mpirun starts this launcher once."""
-    done = run("-np", "2", *python(SUM), OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1", PMI_RANK="0", PMI_SIZE="1")
-    assert done.returncode == 0, done.stderr
-    assert len(lines(done.stdout)) == 2
+    result = run(
+        "-np", "2", *python(SUM), OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1", PMI_RANK="0", PMI_SIZE="1"
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(lines(result.stdout)) == 2
 
 
 def test_the_first_failure_ends_all() -> None:
-    done = run("-np", "3", *python(ENDS_BADLY))
-    assert done.returncode == 7
-    assert "event=rank_failed" in done.stderr
-    assert "rank 1 on localhost ended with status 7" in done.stderr
+    result = run("-np", "3", *python(ENDS_BADLY))
+    assert result.returncode == 7
+    assert "event=rank_failed" in result.stderr
+    assert "rank 1 on localhost ended with status 7" in result.stderr
 
 
 def test_a_signal_that_ends_a_rank_is_in_the_status() -> None:
-    done = run("-np", "1", *python("import os; os.kill(os.getpid(), 9)"))
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "was ended by signal 9" in done.stderr
+    result = run("-np", "1", *python("import os; os.kill(os.getpid(), 9)"))
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "was ended by signal 9" in result.stderr
 
 
 def test_who_does_not_end_is_killed() -> None:
     code = "import os\nif os.environ['RANK'] == '1': os._exit(5)\n" + WILL_NOT_END
-    done = run("-np", "2", "--grace-period", "0.1", *python(code))
-    assert done.returncode == 5
+    result = run("-np", "2", "--grace-period", "0.1", *python(code))
+    assert result.returncode == 5
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_who_does_not_end_is_killed() -> None:
 )
 def test_signals_go_to_all_ranks_and_their_children(number: signal.Signals) -> None:
     with launched("-np", "2", "--grace-period", "60", *python(FAMILY)) as launcher:
-        pids = [pid for found in launcher.numbers(2).values() for pid in found]
+        pids = [pid for result in launcher.numbers(2).values() for pid in result]
         assert len(pids) == 4
         launcher.signal(number)
         assert launcher.wait() == 128 + number
@@ -164,7 +166,7 @@ def test_nothing_is_left_when_one_of_them_is_killed(who: str) -> None:
     with launched("-np", "2", "--aggregators", "1", "--grace-period", "0.5", *python(FAMILY)) as launcher:
         numbers = launcher.numbers(2)
         [supervisor] = children(launcher.pid)
-        pids = [pid for found in numbers.values() for pid in found]
+        pids = [pid for numbers_of_rank in numbers.values() for pid in numbers_of_rank]
         others = [pid for pid in children(supervisor) if pid not in pids]  # the aggregator
         assert len(others) == 1
         others += children(others[0])
@@ -232,21 +234,21 @@ os.wait()
 
 def test_lines_are_whole_and_bounded() -> None:
     code = f"import os; [os.write(1, bytes([65 + int(os.environ['RANK'])]) * 1000) for _ in range({3 * LINE // 1000})]"
-    done = run("-np", "3", *python(code))
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = {}
-    for line in done.stdout.splitlines():
+    result = run("-np", "3", *python(code))
+    assert result.returncode == 0, result.stderr
+    results: dict[str, str] = {}
+    for line in result.stdout.splitlines():
         prefix, _, text = line.partition("<stdout>:")
         assert len(text) <= LINE
-        found[prefix] = found.get(prefix, "") + text
-    assert found == {f"[{rank}]": "ABC"[rank] * (3 * LINE // 1000 * 1000) for rank in range(3)}
+        results[prefix] = results.get(prefix, "") + text
+    assert results == {f"[{rank}]": "ABC"[rank] * (3 * LINE // 1000 * 1000) for rank in range(3)}
 
 
 def test_output_also_goes_to_files(tmp_path: Path) -> None:
-    done = run("-np", "2", "--output-filename", "outs", "sh", "-c", "echo out; echo err >&2", cwd=tmp_path)
-    assert done.returncode == 0
-    assert lines(done.stdout) == ["[0]<stdout>:out", "[1]<stdout>:out"]
-    assert lines(done.stderr) == ["[0]<stderr>:err", "[1]<stderr>:err"]
+    result = run("-np", "2", "--output-filename", "outs", "sh", "-c", "echo out; echo err >&2", cwd=tmp_path)
+    assert result.returncode == 0
+    assert lines(result.stdout) == ["[0]<stdout>:out", "[1]<stdout>:out"]
+    assert lines(result.stderr) == ["[0]<stderr>:err", "[1]<stderr>:err"]
     for rank in range(2):
         assert (tmp_path / f"outs/rank.{rank}/stdout").read_text() == "out\n"
         assert (tmp_path / f"outs/rank.{rank}/stderr").read_text() == "err\n"
@@ -266,14 +268,14 @@ def test_output_may_go_to_a_device(path: str, number: int) -> None:
     command = [*RUN, "-np", "1", "sh", "-c", f"echo hello >&{number}"]
     with open(path, "wb") as device:
         kept = {1: {"stdout": device, "stderr": subprocess.PIPE}, 2: {"stdout": subprocess.PIPE, "stderr": device}}
-        done = subprocess.run(command, env=environ_of(), cwd=ROOT, check=False, timeout=2 * READY_S, **kept[number])
-    assert done.returncode == 0, done.stderr
-    assert ("event=output_lost" in str(done.stderr)) == (path == "/dev/full" and number == 1)
+        result = subprocess.run(command, env=environ_of(), cwd=ROOT, check=False, timeout=2 * READY_S, **kept[number])
+    assert result.returncode == 0, result.stderr
+    assert ("event=output_lost" in str(result.stderr)) == (path == "/dev/full" and number == 1)
 
 
 def test_ranks_read_nothing() -> None:
-    done = run("-np", "2", *python("import sys; assert sys.stdin.read() == ''"))
-    assert done.returncode == 0, done.stderr
+    result = run("-np", "2", *python("import sys; assert sys.stdin.read() == ''"))
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("kind", ["pipe", "file", "nothing", "closed"])
@@ -282,18 +284,18 @@ def test_input_that_ranks_do_not_get_is_said_once(kind: str, tmp_path: Path) -> 
     path.write_text("data\n" * 3)
     redirected = {"pipe": f"cat {path} |", "file": "", "nothing": "true |", "closed": ""}[kind]
     behind = {"pipe": "", "file": f"<{path}", "nothing": "", "closed": "<&-"}[kind]
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", f'{redirected} "$@" {behind}', "-", *RUN, "-np", "2", "cat"],
         env=environ_of(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=READY_S,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.count("ranks read nothing from standard input") == (kind in ("pipe", "file"))
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr.count("ranks read nothing from standard input") == (kind in ("pipe", "file"))
 
 
 def test_a_variable_of_horovod_reaches_ranks() -> None:
     code = "import omnireduce, os; os.write(1, omnireduce.load_config().log.level.encode())"
-    done = run("-np", "1", *python(code), HOROVOD_LOG_LEVEL="ERROR")
-    assert done.stdout == "[0]<stdout>:error\n"
+    result = run("-np", "1", *python(code), HOROVOD_LOG_LEVEL="ERROR")
+    assert result.stdout == "[0]<stdout>:error\n"
 
 
 def test_ranks_of_torch_meet() -> None:
@@ -306,9 +308,9 @@ dist.all_reduce(total)
 os.write(1, f"{total[0].item():g} {dist.get_world_size()}\\n".encode())
 dist.destroy_process_group()
 """
-    done = run("-np", "2", *python(code))
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == ["[0]<stdout>:3 2", "[1]<stdout>:3 2"]
+    result = run("-np", "2", *python(code))
+    assert result.returncode == 0, result.stderr
+    assert lines(result.stdout) == ["[0]<stdout>:3 2", "[1]<stdout>:3 2"]
 
 
 def test_a_secret_is_on_no_command_line() -> None:
@@ -327,16 +329,16 @@ def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tool"
     path.write_text("#!/no/such/interpreter\n")
     path.chmod(0o700)
-    done = run("-np", "2", str(path))
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("Error: localhost: ")
+    result = run("-np", "2", str(path))
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("Error: localhost: ")
 
 
 def test_python_of_the_user_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "omnireduce.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "signal.py").write_text("raise SystemExit('nor this one')")
-    done = subprocess.run(
+    result = subprocess.run(
         [Path(sys.executable).with_name("omnireduce"), "run", "-np", "1", "true"],
         cwd=tmp_path, env=environ_of(), capture_output=True, text=True, check=False, timeout=WAIT_S,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")

@@ -39,16 +39,16 @@ needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra 
 @needs_mpirun
 @pytest.mark.parametrize("options", [["--launcher", "mpirun"], ["--mpi", "--aggregators", "1"]], ids=" ".join)
 def test_mpirun(options: list[str]) -> None:
-    done = run("-np", "2", *options, *python(CODE), PATH=PATH)
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == ["2 0 2 0 2 1", "2 1 2 1 2 1"]
+    result = run("-np", "2", *options, *python(CODE), PATH=PATH)
+    assert result.returncode == 0, result.stderr
+    assert lines(result.stdout) == ["2 0 2 0 2 1", "2 1 2 1 2 1"]
 
 
 @needs_mpirun
 def test_the_status_of_mpirun_is_that_of_the_launch() -> None:
-    done = run("-np", "2", "--mpi", "sh", "-c", "exit 3", PATH=PATH)
-    assert done.returncode == 3
-    assert "mpirun on localhost ended with status 3" in done.stderr
+    result = run("-np", "2", "--mpi", "sh", "-c", "exit 3", PATH=PATH)
+    assert result.returncode == 3
+    assert "mpirun on localhost ended with status 3" in result.stderr
 
 
 @needs_mpirun
@@ -63,20 +63,20 @@ def test_nothing_of_mpirun_is_left(number: signal.Signals) -> None:
 
 def test_torchrun() -> None:
     pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
-    done = run("-np", "2", "--launcher", "torchrun", *python(CODE), PATH=PATH)
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == ["2 0 2 0 2 1", "2 1 2 1 2 1"]
+    result = run("-np", "2", "--launcher", "torchrun", *python(CODE), PATH=PATH)
+    assert result.returncode == 0, result.stderr
+    assert lines(result.stdout) == ["2 0 2 0 2 1", "2 1 2 1 2 1"]
 
 
 def test_srun() -> None:
     if not shutil.which("srun", path=PATH):
-        done = run("-np", "2", "--launcher", "srun", "true", PATH=PATH)
-        assert (done.returncode, done.stderr) == (2, "Error: srun: command not found: it comes with Slurm\n")
+        result = run("-np", "2", "--launcher", "srun", "true", PATH=PATH)
+        assert (result.returncode, result.stderr) == (2, "Error: srun: command not found: it comes with Slurm\n")
         pytest.skip("no Slurm here")
     if subprocess.run(["srun", "-n", "2", "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
         pytest.skip("no Slurm that starts two tasks here")
-    done = run("-np", "2", "--launcher", "srun", *python(CODE), PATH=PATH)
-    assert done.returncode == 0, done.stderr
+    result = run("-np", "2", "--launcher", "srun", *python(CODE), PATH=PATH)
+    assert result.returncode == 0, result.stderr
 
 
 def fake(folder: Path, name: str, says: str) -> dict[str, str]:
@@ -140,18 +140,22 @@ def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path, idle: Job) -> No
 @pytest.mark.parametrize("more", [{"SLURM_NODEID": "9" * 5000, "SLURM_STEP_NUM_NODES": "2"}, {"PMI_SIZE": "x"}])
 def test_what_a_launcher_says_wrongly_is_named_in_a_line(more: dict[str, str]) -> None:
     environ = {"PMI_RANK": "0", "PMI_SIZE": "2"} | more
-    done = subprocess.run(wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    result = subprocess.run(
+        wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S
+    )
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
     assert line.startswith(("Error: SLURM_NODEID: got", "Error: PMI_SIZE: got"))
     assert len(line) < 200
 
 
 def test_ranks_of_a_launcher_that_nobody_knows_are_not_told_that_each_is_alone() -> None:
     environ = {"PMIX_RANK": "1"}
-    done = subprocess.run(wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S)
-    assert done.returncode == 2
-    assert done.stderr.startswith(
+    result = subprocess.run(
+        wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(
         "Error: PMIx (PMIX_RANK) speaks of 2 processes or more, but does not give this process a rank"
     )
 
@@ -164,9 +168,9 @@ OWN = {
 
 
 def test_this_launcher_is_one_that_the_library_knows() -> None:
-    found = detect_launch(OWN)
-    assert (found.launcher, found.job, found.rank, found.size) == ("omnireduce run", "run-1", 1, 4)
-    assert (found.local_rank, found.local_size, found.cross_rank, found.cross_size) == (1, 2, 0, 2)
+    result = detect_launch(OWN)
+    assert (result.launcher, result.job, result.rank, result.size) == ("omnireduce run", "run-1", 1, 4)
+    assert (result.local_rank, result.local_size, result.cross_rank, result.cross_size) == (1, 2, 0, 2)
     assert launch_id(1, 4, OWN) == "run-1"
     given = detect_launch(OWN, rank=1, size=4)
     assert (given.launcher, given.local_rank, given.cross_size) == ("arguments", 1, 2)

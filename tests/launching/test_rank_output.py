@@ -68,8 +68,8 @@ def test_lines_do_not_depend_on_pieces(text: bytes, data: st.DataObject) -> None
 
 def test_a_line_without_end_is_cut() -> None:
     lines = Lines()
-    found = list(lines.feed(b"x" * (3 * LINE + 5)))
-    assert [len(each) for each in found] == [LINE] * 3
+    results = list(lines.feed(b"x" * (3 * LINE + 5)))
+    assert [len(result) for result in results] == [LINE] * 3
     assert list(lines.feed(b"y\n")) == [b"xxxxxy"]
 
 

@@ -20,14 +20,14 @@ def cluster() -> Iterator[None]:
     """Two nodes with room for two ranks each."""
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    result = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
-        found.add_node(num_cpus=2)
-        ray.init(address=found.address, log_to_driver=False)
+        result.add_node(num_cpus=2)
+        ray.init(address=result.address, log_to_driver=False)
         yield
     finally:
         ray.shutdown()
-        found.shutdown()
+        result.shutdown()
 
 
 def run(func: Any, *args: Any, **options: Any) -> list[Any]:
@@ -57,9 +57,9 @@ def test_ranks_of_two_nodes_sum(cluster: None) -> None:
             numbers = [os.environ[f"OMNIRUN_{name}"] for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
             return comm.rank, total, numbers, ",".join(comm.config.cluster.aggregators)
 
-    found = run(work, num_workers=4)
-    assert [each[:3] for each in found] == [(rank, 10.0, ["2", str(rank // 2), "2"]) for rank in range(4)]
-    [address] = {each[3] for each in found}
+    results = run(work, num_workers=4)
+    assert [each[:3] for each in results] == [(rank, 10.0, ["2", str(rank // 2), "2"]) for rank in range(4)]
+    [address] = {each[3] for each in results}
     assert address.rpartition(":")[0] == ray.util.get_node_ip_address()
 
 

@@ -59,9 +59,9 @@ def sshd(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def told(text: str, ranks: int) -> tuple[str, str]:
     """The hosts at which the ranks found the aggregator, and each other; all have the right sum."""
-    found = {tuple(line.rpartition("stdout>:")[2].split(" ")) for line in lines(text)}
+    results = {tuple(line.rpartition("stdout>:")[2].split(" ")) for line in lines(text)}
     assert len(lines(text)) == ranks
-    [(total, aggregator, master)] = found
+    [(total, aggregator, master)] = results
     assert total == str(ranks * (ranks + 1) // 2)
     return parse_address(aggregator).host, master
 
@@ -80,18 +80,18 @@ def test_ranks_of_one_host(hosts: list[Host], options: list[str]) -> None:
     if "torchrun" in options:
         pytest.importorskip("torch", reason="no torch here; `make torch` installs it")
     code = TORCH + CODE if "torchrun" in options else CODE
-    done = run("-np", "2", *options, *python(code), prefix=hosts[0].prefix, PATH=PATH)
-    assert done.returncode == 0, done.stderr
+    result = run("-np", "2", *options, *python(code), prefix=hosts[0].prefix, PATH=PATH)
+    assert result.returncode == 0, result.stderr
     aggregator = "localhost" if "--aggregators" in options else loopback_of(hosts[0])
-    assert told(done.stdout, 2) == (aggregator, loopback_of(hosts[0]))
+    assert told(result.stdout, 2) == (aggregator, loopback_of(hosts[0]))
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 @pytest.mark.parametrize("hosts", ["ipv6"], indirect=True)
 def test_ranks_of_mpirun(hosts: list[Host]) -> None:
-    done = run("-np", "2", "--mpi", *python(CODE), prefix=hosts[0].prefix, PATH=PATH)
-    assert done.returncode == 0, done.stderr
-    assert told(done.stdout, 2) == (loopback_of(hosts[0]), "")
+    result = run("-np", "2", "--mpi", *python(CODE), prefix=hosts[0].prefix, PATH=PATH)
+    assert result.returncode == 0, result.stderr
+    assert told(result.stdout, 2) == (loopback_of(hosts[0]), "")
 
 
 @needs_sshd
@@ -115,14 +115,14 @@ def test_ranks_of_two_hosts(hosts: list[Host], sshd: Sshd, tmp_path: Path, way: 
     config.write_text(f"Host elsewhere\n HostName {there.address}\n{lines_of_all}")
     first = {
         "names": [here.name, there.name],
-        "addresses": [str(Address(each.address, 1)) for each in hosts],
+        "addresses": [str(Address(host.address, 1)) for host in hosts],
         "this one second": [there.name, here.name],
         "an alias of ssh first": ["elsewhere", "localhost"],
         "an interface": ["localhost", there.name],
     }[way]
     more = ["--network-interfaces", "eth0"] if way == "an interface" else []
     how = ["--ssh", f"ssh -F {config}", "-p", str(sshd.port), "-i", str(sshd.key)]
-    done = run("-H", ",".join(first), *how, *more, *python(CODE), prefix=here.prefix)
-    assert done.returncode == 0, done.stderr
+    result = run("-H", ",".join(first), *how, *more, *python(CODE), prefix=here.prefix)
+    assert result.returncode == 0, result.stderr
     address = there.address if way in ("this one second", "an alias of ssh first") else here.address
-    assert told(done.stdout, 2) == (address, address)
+    assert told(result.stdout, 2) == (address, address)

@@ -40,9 +40,9 @@ def fake_ssh(folder: Path, text: str) -> list[str]:
 
 def test_what_a_shell_says_first_does_not_count(tmp_path: Path) -> None:
     ssh = fake_ssh(tmp_path, f"echo Welcome to this host; echo and beware >&2; {HERE}")
-    done = run("-H", "localhost:1,other:1", *ssh, *python(SUM))
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout) == ["[0]<stdout>:0/2 3 0/1", "[1]<stdout>:1/2 3 0/1"]
+    result = run("-H", "localhost:1,other:1", *ssh, *python(SUM))
+    assert result.returncode == 0, result.stderr
+    assert lines(result.stdout) == ["[0]<stdout>:0/2 3 0/1", "[1]<stdout>:1/2 3 0/1"]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_what_a_shell_says_first_does_not_count(tmp_path: Path) -> None:
 )
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path, text: str, message: str) -> None:
     timeout = "0.5" if "sleep" in text else "30"
-    done = run("-H", "other:1", "--start-timeout", timeout, "--grace-period", "0", *fake_ssh(tmp_path, text), "true")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(message)
+    result = run("-H", "other:1", "--start-timeout", timeout, "--grace-period", "0", *fake_ssh(tmp_path, text), "true")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(message)
 
 
 NOISE = st.binary(max_size=50) | st.integers(0, len(MAGIC) - 1).map(lambda size: MAGIC[:size])  # and a part of it

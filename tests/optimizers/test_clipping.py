@@ -32,29 +32,29 @@ def gradients(rank: int, step: int) -> dict[str, Any]:
     w = rng.integers(-3, 4, SHAPES["w"]).astype(np.float32)
     w[300 * (step % 2) :][:300] = 0
     rows = rng.integers(0, 40, 9), rng.integers(-3, 4, (9, 6)).astype(np.float32)
-    found = {"w": w, "b": rng.integers(-3, 4, 7).astype(np.float32), "t": rows}
-    return found if rank else {"w": w, "t": rows}
+    results = {"w": w, "b": rng.integers(-3, 4, 7).astype(np.float32), "t": rows}
+    return results if rank else {"w": w, "t": rows}
 
 
 def mean_gradients(step: int) -> dict[str, Array]:
     total = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     for rank in range(2):
-        for name, each in gradients(rank, step).items():
+        for name, gradient in gradients(rank, step).items():
             if name == "t":
-                np.add.at(total[name], *each)
+                np.add.at(total[name], *gradient)
             else:
-                total[name] += each
+                total[name] += gradient
     return {name: each / 2 for name, each in total.items()}
 
 
 def clipped(step: int, clip_norm: float | None, clip_value: float | None) -> dict[str, Array]:
     means = mean_gradients(step)
     if clip_value is not None:
-        return {name: np.clip(each, -clip_value, clip_value) for name, each in means.items()}
+        return {name: np.clip(mean, -clip_value, clip_value) for name, mean in means.items()}
     assert clip_norm is not None
-    norm = math.sqrt(sum(float(np.square(each, dtype=np.float64).sum()) for each in means.values()))
+    norm = math.sqrt(sum(float(np.square(mean, dtype=np.float64).sum()) for mean in means.values()))
     factor = min(1.0, clip_norm / (norm + 1e-6))
-    return {name: each * np.float32(factor) for name, each in means.items()}
+    return {name: mean * np.float32(factor) for name, mean in means.items()}
 
 
 def rows_of(dense: Array) -> tuple[Array, Array]:
@@ -108,8 +108,8 @@ def test_the_mean_is_clipped_and_not_what_each_rank_has(daemon: Daemon) -> None:
             assert optimizer.gradient_norm == 5.0
         return own
 
-    for found in run_job(configured(daemon.addresses), 2, run):
-        np.testing.assert_allclose(found, [0, -0.5, -0.6, -0.8], rtol=1e-6)
+    for result in run_job(configured(daemon.addresses), 2, run):
+        np.testing.assert_allclose(result, [0, -0.5, -0.6, -0.8], rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -122,9 +122,9 @@ def test_a_norm_that_is_no_number_spoils_what_torch_spoils(daemon: Daemon, wrong
             optimizer.step([np.array([wrong, 1, 2, 3], np.float32)])
         return own
 
-    for found in run_job(configured(daemon.addresses), 2, run):
-        assert np.isnan(found).tolist() == ([True] * 4 if np.isnan(wrong) else [True, False, False, False])
-        assert np.isnan(wrong) or found[1:].tolist() == [1, 1, 1]
+    for result in run_job(configured(daemon.addresses), 2, run):
+        assert np.isnan(result).tolist() == ([True] * 4 if np.isnan(wrong) else [True, False, False, False])
+        assert np.isnan(wrong) or result[1:].tolist() == [1, 1, 1]
 
 
 def test_ranks_that_clip_differently_are_told(daemon: Daemon) -> None:
@@ -175,7 +175,7 @@ def test_row_adagrad_is_clipped_by_all_its_rows(daemon: Daemon) -> None:
             state = optimizer.state_dict(None)["state"]["t"]["sum"]
         return np.concatenate([table["t"][:, 0], state])
 
-    for found in run_job(configured(daemon.addresses), 2, run):
-        np.testing.assert_allclose(found[[0, 3]], [-1, -1], rtol=1e-6)
-        np.testing.assert_allclose(found[9:][[0, 3]], [0.09, 0.16], rtol=1e-6)
-        assert not found[[1, 2, 4, 5, 6, 7, 8]].any()
+    for result in run_job(configured(daemon.addresses), 2, run):
+        np.testing.assert_allclose(result[[0, 3]], [-1, -1], rtol=1e-6)
+        np.testing.assert_allclose(result[9:][[0, 3]], [0.09, 0.16], rtol=1e-6)
+        assert not result[[1, 2, 4, 5, 6, 7, 8]].any()

@@ -26,8 +26,8 @@ RULES = [Sgd(lr=0.5, momentum=0.5), Adagrad(), Adam(), AdamW(lazy=True), Lamb()]
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
+    with ExitStack() as result:
+        yield result
 
 
 def params() -> dict[str, Array]:
@@ -99,7 +99,7 @@ def test_files_are_read_by_any_number_of_ranks(daemon: Daemon, tmp_path: Path, r
 
     config = configured(daemon.addresses)
     expected = run_job(config, 2, write)[0]
-    assert sorted(each.name for each in (tmp_path / "state").iterdir()) == ["part-0-of-2.npz", "part-1-of-2.npz"]
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["part-0-of-2.npz", "part-1-of-2.npz"]
     for steps, found in run_job(config, readers, read):
         assert steps == 2
         for name, kept in expected["state"].items():
@@ -157,7 +157,7 @@ def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     write_part(tmp_path, Save(7, 3, 0, 1), {key_of("w", "sum"): np.ones(10, np.float32)})
     with pytest.raises(UsageError, match="cannot be written"):
         publish_part(tmp_path, Save(7, 3, 0, 1))
-    assert [each.name for each in tmp_path.iterdir()] == ["part-0-of-1.npz"]
+    assert [path.name for path in tmp_path.iterdir()] == ["part-0-of-1.npz"]
 
 
 def test_a_save_that_fails_on_one_rank_leaves_the_one_before(daemon: Daemon, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_one_before(daemon: Daemon, tmp
         assert found["step"] == before["step"] == 1
         assert all(same(before["state"][name], found["state"][name]) for name in before["state"])
     names = ["part-0-of-2.npz", "part-1-of-2.npz"]
-    assert sorted(each.name for each in tmp_path.iterdir()) == [blocked.name, *names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [blocked.name, *names]
 
 
 def test_all_ranks_hear_what_one_cannot_do(daemon: Daemon, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_all_ranks_hear_what_one_cannot_do(daemon: Daemon, tmp_path: Path) -> No
             optimizer.step([one, one])
             return np.concatenate(large)
 
-    assert all((each == -0.5).all() for each in run_job(configured(daemon.addresses), 3, run))
+    assert all((result == -0.5).all() for result in run_job(configured(daemon.addresses), 3, run))
 
 
 def test_rows_keep_their_number(daemon: Daemon) -> None:
@@ -258,25 +258,25 @@ def test_optimizers_without_names_live_side_by_side(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> list[Array]:
         weights = [np.zeros(1000, np.float32) for _ in range(3)]
-        optimizers = [ShardedOptimizer([each], Sgd(lr=1.0), comm=comm) for each in weights]
+        optimizers = [ShardedOptimizer([weight], Sgd(lr=1.0), comm=comm) for weight in weights]
         for _ in range(2):
-            for at, each in enumerate(optimizers):
-                each.step([np.full(1000, at + 1, np.float32)])
+            for at, optimizer in enumerate(optimizers):
+                optimizer.step([np.full(1000, at + 1, np.float32)])
         optimizers[1].close()
         optimizers[1].step([np.ones(1000, np.float32)])
         comm.reform()
         for at in (2, 0, 1):
             optimizers[at].restore()
-        ends = [each.begin_step([np.ones(1000, np.float32)]) for each in optimizers]
+        ends = [optimizer.begin_step([np.ones(1000, np.float32)]) for optimizer in optimizers]
         for end in reversed(ends):
             end()
-        for each in optimizers:
-            each.close()
+        for optimizer in optimizers:
+            optimizer.close()
         return weights
 
     config = configured(daemon.addresses, "elastic.enabled=true", "elastic.min_ranks=2", "elastic.last_call_s=0.1")
     for weights in run_job(config, 2, run):
-        assert [set(each.tolist()) for each in weights] == [{-3.0}, {-6.0}, {-7.0}]
+        assert [set(weight.tolist()) for weight in weights] == [{-3.0}, {-6.0}, {-7.0}]
 
 
 def test_a_training_outlives_a_shard(stack: ExitStack) -> None:
@@ -348,7 +348,7 @@ def test_weights_that_a_program_has_changed_go_to_the_shards(daemon: Daemon) -> 
             optimizer.step([np.ones(1000, np.float32)])
         return weights
 
-    assert all((each == 6.5).all() for each in run_job(configured(daemon.addresses), 2, run))
+    assert all((result == 6.5).all() for result in run_job(configured(daemon.addresses), 2, run))
 
 
 @pytest.mark.parametrize("size", [1000, 200_000])
@@ -401,7 +401,7 @@ def test_the_learning_rate_may_change(daemon: Daemon) -> None:
                 optimizer.rule = Adam()
         return weights
 
-    assert all((each == -1.25).all() for each in run_job(configured(daemon.addresses), 2, run))
+    assert all((result == -1.25).all() for result in run_job(configured(daemon.addresses), 2, run))
 
 
 def test_shards_without_room_refuse(daemon: Daemon) -> None:

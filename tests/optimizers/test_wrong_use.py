@@ -79,7 +79,7 @@ def test_ranks_that_differ_are_told(daemon: Daemon) -> None:
         optimizer.close()
         return str(caught.value)
 
-    assert all("scalars" in each for each in run_job(configured(daemon.addresses), 2, run))
+    assert all("scalars" in result for result in run_job(configured(daemon.addresses), 2, run))
 
 
 WRONG: list[tuple[Callable[[Communicator], object], str]] = [

@@ -15,30 +15,30 @@ HOSTS = Hosts(4, 8, 1.25e9, 5e-5)
 
 
 def test_a_study_compares_all_plans() -> None:
-    found = study([Tensors(DrawnPatterns(10_000, 0.01, "random", 8), 1024)], HOSTS, 2, [1, 4])
-    assert [each.plan for each in found.candidates] == plans(2, [1, 4])
-    assert len({each.plan for each in found.candidates}) == 8
-    assert found.best in found.candidates
-    assert found.density == pytest.approx(0.02, rel=0.1)  # two ranks of a host together
-    assert found.ring_s == pytest.approx(2 * 3 / 4 * 10_000 * 1024 / 1.25e9)
+    result = study([Tensors(DrawnPatterns(10_000, 0.01, "random", 8), 1024)], HOSTS, 2, [1, 4])
+    assert [candidate.plan for candidate in result.candidates] == plans(2, [1, 4])
+    assert len({candidate.plan for candidate in result.candidates}) == 8
+    assert result.best in result.candidates
+    assert result.density == pytest.approx(0.02, rel=0.1)  # two ranks of a host together
+    assert result.ring_s == pytest.approx(2 * 3 / 4 * 10_000 * 1024 / 1.25e9)
 
 
 def test_tensors_come_one_after_the_other() -> None:
     """Their predictions add up, as often as they come. A shard needs memory for one at a time."""
     small, large = DrawnPatterns(1000, 0.5, "random", 4), DrawnPatterns(20_000, 0.01, "full", 4)
     alone = [study([Tensors(*each)], HOSTS, 1, [1, 4]) for each in ((small, 512), (large, 1024))]
-    found = study([Tensors(small, 512, 3), Tensors(large, 1024)], HOSTS, 1, [1, 4])
-    for both, one, other in zip(found.candidates, alone[0].candidates, alone[1].candidates, strict=True):
+    result = study([Tensors(small, 512, 3), Tensors(large, 1024)], HOSTS, 1, [1, 4])
+    for both, one, other in zip(result.candidates, alone[0].candidates, alone[1].candidates, strict=True):
         three, once, sums = one.prediction, other.prediction, both.prediction
         assert both.plan == one.plan == other.plan
         assert sums.seconds == pytest.approx(3 * three.seconds + once.seconds)
         assert sums.link_bytes == 3 * three.link_bytes + once.link_bytes
         assert sums.processor_s == pytest.approx(3 * three.processor_s + once.processor_s)
         assert sums.shard_bytes == max(three.shard_bytes, once.shard_bytes)
-    assert found.ring_s == pytest.approx(3 * alone[0].ring_s + alone[1].ring_s)
+    assert result.ring_s == pytest.approx(3 * alone[0].ring_s + alone[1].ring_s)
     shares = 3 * 1000 * 512, 20_000 * 1024
-    assert found.density == pytest.approx(np.average([each.density for each in alone], weights=shares))
-    assert found.union_density == pytest.approx(np.average([each.union_density for each in alone], weights=shares))
+    assert result.density == pytest.approx(np.average([each.density for each in alone], weights=shares))
+    assert result.union_density == pytest.approx(np.average([each.union_density for each in alone], weights=shares))
 
 
 def test_of_plans_that_are_as_good_the_one_that_needs_less_is_best() -> None:
@@ -93,7 +93,7 @@ def test_saved_blocks_decide() -> None:
     """Blocks that no rank shares cost more than the same ones."""
     times = []
     for overlap in ("full", "none"):
-        found = study([Tensors(DrawnPatterns(50_000, 0.2, overlap, 4), 1024)], HOSTS, 1, [4])
-        times.append(found.best.prediction.seconds)
+        result = study([Tensors(DrawnPatterns(50_000, 0.2, overlap, 4), 1024)], HOSTS, 1, [4])
+        times.append(result.best.prediction.seconds)
     assert times[1] > 1.5 * times[0]
     assert np.isfinite(times).all()

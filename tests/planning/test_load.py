@@ -54,9 +54,9 @@ def test_patterns_that_are_remembered_are_the_same(room: int, monkeypatch: pytes
     patterns = DrawnPatterns(1001, 0.2, "random", 4)
     remembered = RememberedPatterns(patterns)
     for rank in (0, 3, 0, 1, 3):
-        found = remembered.of(rank)
-        assert found.dtype == np.bool_
-        assert np.array_equal(found, patterns.of(rank))
+        result = remembered.of(rank)
+        assert result.dtype == np.bool_
+        assert np.array_equal(result, patterns.of(rank))
 
 
 def test_a_group_has_what_any_of_it_has() -> None:

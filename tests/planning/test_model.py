@@ -47,10 +47,12 @@ def beside(ranks: int, shards: int, by_host: bool = True) -> Plan:
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_a_dense_tensor_takes_as_long_as_its_bytes(hosts: int, dedicated: bool) -> None:
     """As many shards as hosts: then every link carries as much as in a ring, or each way the whole tensor."""
-    found = predicted(Plan(1, True, hosts, dedicated), Hosts(hosts, 8, GIGABIT, 0.0), 1.0, FREE)
+    result = predicted(Plan(1, True, hosts, dedicated), Hosts(hosts, 8, GIGABIT, 0.0), 1.0, FREE)
     nbytes = BLOCKS * BLOCK_BYTES * (1 if dedicated else 2 * (hosts - 1) / hosts)
-    assert found.link_bytes == pytest.approx(nbytes, rel=0.01)
-    assert found.seconds == pytest.approx(nbytes / GIGABIT, rel=0.06)  # the first window reaches one link after another
+    assert result.link_bytes == pytest.approx(nbytes, rel=0.01)
+    assert result.seconds == pytest.approx(
+        nbytes / GIGABIT, rel=0.06
+    )  # the first window reaches one link after another
 
 
 @pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
@@ -116,9 +118,9 @@ def test_windows_are_what_makes_a_message() -> None:
 def test_an_empty_tensor_takes_messages_only() -> None:
     plan = beside(1, 2)
     load = load_of(DrawnPatterns(0, 0.0, "random", 2), 2, Layout(0, 1, 2, 64), 1)
-    found = predict(load, BLOCK_BYTES, Hosts(2, 8, GIGABIT, 1e-3), plan)
-    assert np.isfinite(found.seconds)
-    assert found.seconds > 2e-3
+    prediction = predict(load, BLOCK_BYTES, Hosts(2, 8, GIGABIT, 1e-3), plan)
+    assert np.isfinite(prediction.seconds)
+    assert prediction.seconds > 2e-3
 
 
 def test_a_shard_that_has_no_block_costs_nothing() -> None:

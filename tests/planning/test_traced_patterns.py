@@ -28,37 +28,37 @@ def union(found: tuple[np.ndarray, np.ndarray], ranks: int) -> float:
 @given(DENSITIES, SHARES, RANKS)
 def test_both_densities_come_out(density: float, share: float, ranks: int) -> None:
     together = density + share * (at_random(density, ranks) - density)
-    likelihoods, shares = found = popularity(density, together, ranks)
+    likelihoods, shares = result = popularity(density, together, ranks)
     assert shares.sum() == pytest.approx(1)
     assert (shares >= 0).all()
     assert (likelihoods >= 0).all()
     assert (likelihoods <= 1).all()
     assert (shares * likelihoods).sum() == pytest.approx(density, rel=1e-6)
-    assert union(found, ranks) == pytest.approx(together, rel=1e-4 if ranks <= 100 else 0.015)
+    assert union(result, ranks) == pytest.approx(together, rel=1e-4 if ranks <= 100 else 0.015)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_few_blocks_are_as_likely_on_average(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     known = popularity(0.3, 0.4, 2)
     monkeypatch.setattr(patterns, "popularity", lambda *_: known)  # once: it takes its time
-    found = [TracedPatterns(blocks, 0.3, 0.4, 2, seed).of(rank).mean() for seed in range(2000) for rank in range(2)]
-    assert np.mean(found) == pytest.approx(0.3, abs=0.03)
+    results = [TracedPatterns(blocks, 0.3, 0.4, 2, seed).of(rank).mean() for seed in range(2000) for rank in range(2)]
+    assert np.mean(results) == pytest.approx(0.3, abs=0.03)
 
 
 @given(DENSITIES, SHARES, st.integers(2, 16), st.integers(1, 128))
 def test_more_ranks_have_more_blocks_but_not_more_than_at_random(
     density: float, share: float, ranks: int, others: int
 ) -> None:
-    found = popularity(density, density + share * (at_random(density, ranks) - density), ranks)
-    together = union(found, others)
+    result = popularity(density, density + share * (at_random(density, ranks) - density), ranks)
+    together = union(result, others)
     assert density * (1 - 1e-6) <= together <= at_random(density, others) * (1 + 1e-6)
-    assert union(found, others + 1) >= together - 1e-12
+    assert union(result, others + 1) >= together - 1e-12
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_less_in_common_than_at_random_is_at_random(ranks: int) -> None:
-    found = popularity(0.1, ranks * 0.1, ranks)
-    assert union(found, ranks) == pytest.approx(at_random(0.1, ranks), rel=1e-4)
+    result = popularity(0.1, ranks * 0.1, ranks)
+    assert union(result, ranks) == pytest.approx(at_random(0.1, ranks), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,6 @@ def test_nothing_and_everything(blocks: int, density: float) -> None:
 def test_popular_blocks_explain_a_training_better_than_common_ones() -> None:
     """Measured: `train` over the standard library, 20 steps, with 2, 4 and 8 ranks. Of the union of 8, two ranks tell
     within a tenth; blocks that are common to all, and others at random, would say 0.189."""
-    found = popularity(0.0341, 0.0579, 2)
-    assert union(found, 4) == pytest.approx(0.0938, rel=0.04)
-    assert union(found, 8) == pytest.approx(0.1456, rel=0.11)
+    result = popularity(0.0341, 0.0579, 2)
+    assert union(result, 4) == pytest.approx(0.0938, rel=0.04)
+    assert union(result, 8) == pytest.approx(0.1456, rel=0.11)

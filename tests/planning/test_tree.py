@@ -32,8 +32,8 @@ def test_a_rack_sends_a_dense_tensor_once_for_each_rank_or_once() -> None:
 def test_shards_beside_ranks_send_across_racks_what_is_for_others() -> None:
     """Two hosts in two racks, a shard on each: half of the tensor up, and half down."""
     hosts = RACKED._replace(number=2)
-    found = predicted(Plan(1, False, 2, False), hosts, 1.0, FREE)
-    assert found.seconds == pytest.approx(BLOCKS * BLOCK_BYTES / GIGABIT, rel=0.06)
+    result = predicted(Plan(1, False, 2, False), hosts, 1.0, FREE)
+    assert result.seconds == pytest.approx(BLOCKS * BLOCK_BYTES / GIGABIT, rel=0.06)
 
 
 @given(
@@ -44,21 +44,21 @@ def test_no_prediction_beats_links_and_processors(
     density: float, racks: int, hosts: int, ranks: int, shards: int, by_host: bool, cores: float
 ) -> None:
     layout = Hosts(racks * hosts, cores, GIGABIT, 1e-5, racks=racks, rack_bytes_per_s=GIGABIT / 4)
-    found = predicted(Plan(ranks, by_host, shards, True, relays=True), layout, density)
+    result = predicted(Plan(ranks, by_host, shards, True, relays=True), layout, density)
     nodes = layout.number + racks + shards
-    assert found.seconds >= found.link_bytes / (layout.bytes_per_s * 1.0001)
-    assert found.seconds >= found.processor_s / (nodes * cores) * 0.9999
+    assert result.seconds >= result.link_bytes / (layout.bytes_per_s * 1.0001)
+    assert result.seconds >= result.processor_s / (nodes * cores) * 0.9999
     patterns = DrawnPatterns(BLOCKS, density, "random", layout.number * ranks)
     union = sum(patterns.of(rank).astype(int) for rank in range(layout.number * ranks)) > 0
-    assert found.seconds >= union.sum() * BLOCK_BYTES / layout.rack_bytes_per_s * 0.9999
+    assert result.seconds >= union.sum() * BLOCK_BYTES / layout.rack_bytes_per_s * 0.9999
 
 
 def test_a_study_of_racks_has_relays_and_their_configuration() -> None:
     patterns = DrawnPatterns(BLOCKS, 1.0, "random", 4)
-    found = study([Tensors(patterns, BLOCK_BYTES)], RACKED, 1, [1, 2])
-    assert [each.plan for each in found.candidates] == plans(1, [1, 2], racks=2)
-    assert found.best.plan.relays
-    assert found.ring_s == pytest.approx(2 * 3 / 4 * BLOCKS * BLOCK_BYTES / GIGABIT)
+    result = study([Tensors(patterns, BLOCK_BYTES)], RACKED, 1, [1, 2])
+    assert [candidate.plan for candidate in result.candidates] == plans(1, [1, 2], racks=2)
+    assert result.best.plan.relays
+    assert result.ring_s == pytest.approx(2 * 3 / 4 * BLOCKS * BLOCK_BYTES / GIGABIT)
 
 
 def test_the_workers_name_the_relay_of_their_rack(tmp_path_factory: pytest.TempPathFactory) -> None:

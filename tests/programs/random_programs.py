@@ -60,8 +60,8 @@ def joined(parts: Sequence[Array], layout: Layout) -> Array | list[Array]:
         return np.concatenate(parts, axis=layout.axis(parts[0].ndim))
     if layout is Local:
         return list(parts)
-    for each in parts[1:]:
-        np.testing.assert_array_equal(each, parts[0])
+    for part in parts[1:]:
+        np.testing.assert_array_equal(part, parts[0])
     return parts[0]
 
 
@@ -72,26 +72,26 @@ def shape_of(each: Input) -> tuple[int, ...]:
 
 def inputs_for(pipeline: Pipeline, seed: int, ranks: int) -> dict[str, Any]:
     """Small integers for all inputs, as `interpret` takes them. They follow from the name, not from the layout."""
-    found: dict[str, Any] = {"T": ROWS, "H": COLUMNS}
+    results: dict[str, Any] = {"T": ROWS, "H": COLUMNS}
     for each in pipeline.inputs:
         rng = np.random.default_rng([seed, *each.name.encode()])
         if isinstance(each, Variable):
-            found[each.name] = int(rng.integers(1, 4))
+            results[each.name] = int(rng.integers(1, 4))
         elif each.type.layout is Local:
-            found[each.name] = [rng.integers(-9, 10, shape_of(each)).astype(each.type.dtype) for _ in range(ranks)]
+            results[each.name] = [rng.integers(-9, 10, shape_of(each)).astype(each.type.dtype) for _ in range(ranks)]
         else:
             array = rng.integers(-9, 10, shape_of(each)).astype(each.type.dtype)
             layout = each.type.layout
-            found[each.name] = cut(array, layout, ranks) if layout.is_sliced else [array.copy() for _ in range(ranks)]
-    known = {size.name for each in pipeline.nodes for size in each.type.shape if isinstance(size, Variable)}
-    return {name: value for name, value in found.items() if name not in ("T", "H") or name in known}
+            results[each.name] = cut(array, layout, ranks) if layout.is_sliced else [array.copy() for _ in range(ranks)]
+    known = {size.name for node in pipeline.nodes for size in node.type.shape if isinstance(size, Variable)}
+    return {name: value for name, value in results.items() if name not in ("T", "H") or name in known}
 
 
 def results_of(pipeline: Pipeline, seed: int, ranks: int) -> dict[str, Array | list[Array]]:
     """The outputs as the interpreter has them, each as one array, whatever its layout."""
-    found = pipeline.interpret(inputs_for(pipeline, seed, ranks), ranks)
+    result = pipeline.interpret(inputs_for(pipeline, seed, ranks), ranks)
     outputs = zip(pipeline.output_names, pipeline.outputs, strict=True)
-    return {name: joined(found[name], each.type.layout) for name, each in outputs}
+    return {name: joined(result[name], each.type.layout) for name, each in outputs}
 
 
 class _Growing:
@@ -116,7 +116,9 @@ class _Growing:
 
     def grow(self) -> None:
         """Add an expression, if the one that is drawn is legal."""
-        op = self._draw(st.sampled_from([each for each in _OPERATIONS if each[0] in ("", self._dtype.name)]))[1]
+        op = self._draw(
+            st.sampled_from([operation for operation in _OPERATIONS if operation[0] in ("", self._dtype.name)])
+        )[1]
         try:
             self.pool.append(op(self, self.some(), self.some()))
         except UsageError:
@@ -180,7 +182,7 @@ def programs(draw: Draw) -> Pipeline:
 
 def inputs_of(outputs: Sequence[Expression]) -> list[Input]:
     """Inputs of the outputs, in the order in which a search finds them."""
-    found: dict[Input, None] = {}
+    results: dict[Input, None] = {}
     waiting = list(outputs)
     seen = set()
     while waiting:
@@ -188,9 +190,9 @@ def inputs_of(outputs: Sequence[Expression]) -> list[Input]:
         if each not in seen:
             seen.add(each)
             if isinstance(each, Input):
-                found[each] = None
+                results[each] = None
             waiting.extend(each.operands)
-    return list(found)
+    return list(results)
 
 
 def _some_names(draw: Draw, pipeline: Pipeline, most: int = 4) -> list[str]:
@@ -225,13 +227,13 @@ def _fused_into(draw: Draw, pipeline: Pipeline) -> Pipeline:
 
 def _behind(pipeline: Pipeline, gather: str) -> list[str]:
     """All stages that need `gather` and are no communication."""
-    found, waiting = [], [pipeline[gather]]
+    results, waiting = [], [pipeline[gather]]
     while waiting:
         for each in pipeline.users[waiting.pop()]:
-            if each not in found and not isinstance(each, AllReduce | ReduceScatter | Broadcast | AllGather):
-                found.append(each)
+            if each not in results and not isinstance(each, AllReduce | ReduceScatter | Broadcast | AllGather):
+                results.append(each)
                 waiting.append(each)
-    return [pipeline.names[each] for each in found if each in pipeline.names]
+    return [pipeline.names[result] for result in results if result in pipeline.names]
 
 
 def _reordered(draw: Draw, pipeline: Pipeline) -> Pipeline:

@@ -55,16 +55,16 @@ def plain(choice: Choice) -> tuple[Any, ...]:
 
 
 def test_every_way_is_tried_and_all_ranks_choose_alike(daemon: Daemon, cache: Path) -> None:
-    found = tuned(daemon, "adam", sizes=[1000, {"N": 70}], cache=False)
-    for each in found[0].choices:
-        assert set(each.ms) == {"ar-c", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"}
-        best = min(each.ms, key=each.ms.__getitem__)
-        assert best == each.schedule + ", on shards" * each.on_shards
-        assert str(each.pipeline) == str(schedules("adam")[each.schedule])
-        assert all(ms > 0 for ms in each.ms.values())
-    assert [each.sizes for each in found[0].choices] == [{"N": 1000}, {"N": 70}]
-    for other in found[1:]:
-        assert [plain(each) for each in other.choices] == [plain(each) for each in found[0].choices]
+    result = tuned(daemon, "adam", sizes=[1000, {"N": 70}], cache=False)
+    for choice in result[0].choices:
+        assert set(choice.ms) == {"ar-c", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"}
+        best = min(choice.ms, key=choice.ms.__getitem__)
+        assert best == choice.schedule + ", on shards" * choice.on_shards
+        assert str(choice.pipeline) == str(schedules("adam")[choice.schedule])
+        assert all(ms > 0 for ms in choice.ms.values())
+    assert [choice.sizes for choice in result[0].choices] == [{"N": 1000}, {"N": 70}]
+    for other in result[1:]:
+        assert [plain(choice) for choice in other.choices] == [plain(choice) for choice in result[0].choices]
     assert not cache.exists()
 
 
@@ -82,7 +82,7 @@ def test_what_was_found_is_remembered(daemon: Daemon, cache: Path) -> None:
     [file] = cache.iterdir()
     again = tuned(daemon, "sgd")
     assert all(each.is_recalled for each in again)
-    assert [plain(each) for each in again[1].choices] == [plain(each) for each in first[0].choices]
+    assert [plain(choice) for choice in again[1].choices] == [plain(choice) for choice in first[0].choices]
     assert not tuned(daemon, "sgd", ranks=3)[0].is_recalled
     assert not tuned(daemon, "sgd", sizes=[999])[0].is_recalled
     assert not tuned(daemon, "sgd", on_shards=False)[0].is_recalled
@@ -153,17 +153,17 @@ def momentum() -> Pipeline:
 def test_schedules_follow_from_a_pipeline(daemon: Daemon) -> None:
     """With their results: those of the pipeline as it was written."""
     pipeline = momentum()
-    found = derived(pipeline)
-    assert list(found) == ["as-written", "rs-c-ag", "fuse-rs-c-ag"]
-    [m] = [each for each in found["fuse-rs-c-ag"].inputs if each.name == "m"]
+    result = derived(pipeline)
+    assert list(result) == ["as-written", "rs-c-ag", "fuse-rs-c-ag"]
+    [m] = [each for each in result["fuse-rs-c-ag"].inputs if each.name == "m"]
     assert m.type.layout is Sliced
-    labels = [each.label for each in candidates(pipeline)]
+    labels = [candidate.label for candidate in candidates(pipeline)]
     assert labels == ["as-written", "rs-c-ag", "fuse-rs-c-ag", "fuse-rs-c-ag, on shards"]
     values: dict[str, Any] = {"g": [np.full(5, rank, np.float32) for rank in range(2)], "w": np.ones(5, np.float32)}
     whole, rate = np.ones(5, np.float32), {"rate": 0.5}
     expected = pipeline.interpret({**values, "m": whole, **rate}, 2)["w1"]
     for name in ("rs-c-ag", "fuse-rs-c-ag"):
-        cut = found[name].interpret({**values, "m": [whole[:3], whole[3:]], **rate}, 2)["w1"]
+        cut = result[name].interpret({**values, "m": [whole[:3], whole[3:]], **rate}, 2)["w1"]
         np.testing.assert_array_equal(cut, expected)
     assert set(tuned(daemon, pipeline)[0].choices[0].ms) == set(labels)
 
@@ -172,8 +172,8 @@ def test_a_product_is_overlapped_where_that_is_legal() -> None:
     x, y = Tensor(Float32, (N, 4), Sliced_2, "x"), Tensor(Float32, (4, N), Sliced, "y")
     product = MatMul(x, y)
     total = AllReduce(Summation, product)
-    found = derived(Pipeline("product", [x, y], [total]))
-    assert list(found) == ["as-written", "ol"]
+    result = derived(Pipeline("product", [x, y], [total]))
+    assert list(result) == ["as-written", "ol"]
 
 
 def test_values_of_ones_own(daemon: Daemon) -> None:

@@ -67,12 +67,12 @@ def interpreted(pipeline: Pipeline, given: list[dict[str, Array]], ranks: int) -
     }
     sizes = {"T": 32, "K": 32, "H": 32} if "residual" in names else {"N": 1001}
     known = {size for each in pipeline.inputs for size in map(str, _size_names(each))}
-    found: dict[str, list[Array]] = {}
+    results: dict[str, list[Array]] = {}
     for step in range(1, STEPS + 1):
         numbers = {name: value for name, value in (("lr", 0.01), ("t", step)) if name in names}
-        found = pipeline.interpret({**kept, **numbers, **{name: sizes[name] for name in known}}, ranks)
-        kept |= {name[:-1]: arrays for name, arrays in found.items() if name[:-1] in kept}
-    return found
+        results = pipeline.interpret({**kept, **numbers, **{name: sizes[name] for name in known}}, ranks)
+        kept |= {name[:-1]: arrays for name, arrays in results.items() if name[:-1] in kept}
+    return results
 
 
 def _size_names(each: Any) -> list[str]:
@@ -83,8 +83,8 @@ def formatted(folder: Path) -> None:
     """Nothing is to be done for a formatter, at the width of this project nor at its own."""
     for width in ("120", "88"):
         command = [sys.executable, "-m", "ruff", "format", "--isolated", "--diff", "--line-length", width, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_files_are_formatted_and_have_nothing_unused(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_files_are_formatted_and_have_nothing_unused(tmp_path: Path) -> None:
             assert not (target == "mpi4py" and re.search(r"import.* (numba|njit|omnireduce)", text))
     formatted(tmp_path)
     lint = ["check", "--isolated", "--select", "E,F,W,B,UP,C90,PIE,SIM,RUF", "--line-length", "120", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "ruff", *lint], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    result = subprocess.run([sys.executable, "-m", "ruff", *lint], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
 
 
 @needs_mpirun
@@ -110,13 +110,13 @@ def test_a_file_runs_by_itself(program: str, schedule: str, target: str, tmp_pat
     pipeline, file = schedules(program)[schedule], tmp_path / "written.py"
     pipeline.codegen(file, target=target, schedule=schedule)
     world = 4 if schedule in ("rs-p2p-c-ag", "rs-c-ag") else 2
-    done = started(file, world, "2", "--first", "10", "--last", "11", "--save", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    lines = [LINE.fullmatch(each) for each in done.stdout.splitlines()]
-    assert all(lines), done.stdout
+    result = started(file, world, "2", "--first", "10", "--last", "11", "--save", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    lines = [LINE.fullmatch(line) for line in result.stdout.splitlines()]
+    assert all(lines), result.stdout
     elements = ["1024", "2025" if program.endswith("parallel") else "2048"]  # 45 * 45
-    assert [each[1] for each in lines if each] == elements
-    assert all(each[2] == "2" for each in lines if each)
+    assert [line[1] for line in lines if line] == elements
+    assert all(line[2] == "2" for line in lines if line)
     saved = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(world)]
     ranks = world // pipeline.groups
     given = [{name[6:]: x for name, x in each.items() if name.startswith("given_")} for each in saved]
@@ -124,11 +124,11 @@ def test_a_file_runs_by_itself(program: str, schedule: str, target: str, tmp_pat
     for name, output in zip(pipeline.output_names, pipeline.outputs, strict=True):
         first = (output.type.group or 0) * ranks
         for rank, wanted in enumerate(expected[name]):
-            found = saved[first + rank][f"got_{name}"]
+            outcome = saved[first + rank][f"got_{name}"]
             if program == "lamb":
-                np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
+                np.testing.assert_allclose(outcome, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
             else:
-                np.testing.assert_array_equal(found, wanted)
+                np.testing.assert_array_equal(outcome, wanted)
 
 
 @needs_mpirun
@@ -138,10 +138,10 @@ def test_a_file_finds_that_it_is_wrong(tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count("w - lr * g1") == 2  # once in the code, once in its comment
     file.write_text(text.replace("w - lr * g1", "w + lr * g1", 1))
-    done = started(file, 2, "--check")
-    assert done.returncode == 1
-    assert "rank 0 has ['w1'] wrong" in done.stderr
-    assert done.stdout == ""
+    result = started(file, 2, "--check")
+    assert result.returncode == 1
+    assert "rank 0 has ['w1'] wrong" in result.stderr
+    assert result.stdout == ""
 
 
 @needs_mpirun
@@ -158,9 +158,9 @@ def test_a_file_finds_that_it_is_wrong(tmp_path: Path) -> None:
 def test_words_that_a_file_does_not_take(words: list[str], message: str, tmp_path: Path) -> None:
     file = tmp_path / "layer.py"
     schedules("model-parallel")["mm-ar-c"].codegen(file, target="mpi4py")
-    done = started(file, 1, *words)
-    assert done.returncode != 0
-    assert message in done.stderr
+    result = started(file, 1, *words)
+    assert result.returncode != 0
+    assert message in result.stderr
 
 
 @needs_mpirun
@@ -168,10 +168,10 @@ def test_sizes_can_be_given(tmp_path: Path) -> None:
     """Output of a program to which all sizes are given has one line."""
     file = tmp_path / "layer.py"
     schedules("model-parallel")["mm-rs-c-ag"].codegen(file, target="mpi4py")
-    words = [word for each in ("T=6", "K=5", "H=3") for word in ("--size", each)]
-    done = started(file, 2, "1", *words)
-    assert done.returncode == 0, done.stderr
-    [line] = done.stdout.splitlines()
+    words = [word for text in ("T=6", "K=5", "H=3") for word in ("--size", text)]
+    result = started(file, 2, "1", *words)
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.splitlines()
     assert line.startswith("{SZ: 18, Epochs: 1, MatMul: ")
 
 
@@ -179,9 +179,9 @@ def test_sizes_can_be_given(tmp_path: Path) -> None:
 def test_a_job_that_cannot_be_divided(tmp_path: Path) -> None:
     file = tmp_path / "layer.py"
     schedules("pipeline-parallel")["ar-p2p-c"].codegen(file, target="mpi4py")
-    done = started(file, 3, "--check")
-    assert done.returncode == 1
-    assert "3 ranks: expected 2 groups of at least 1" in done.stderr
+    result = started(file, 3, "--check")
+    assert result.returncode == 1
+    assert "3 ranks: expected 2 groups of at least 1" in result.stderr
 
 
 def loaded(file: Path) -> ModuleType:
@@ -211,12 +211,12 @@ def test_random_programs_do_what_the_interpreter_says(
 
     for pipeline, module in modules:
         ranks = 4 // pipeline.groups
-        found = run_job(configured(daemon.addresses), 4, functools.partial(run_on_rank, pipeline, module))
+        results = run_job(configured(daemon.addresses), 4, functools.partial(run_on_rank, pipeline, module))
         expected = pipeline.interpret(values_for(pipeline, ranks), ranks)
         for name, output in zip(pipeline.output_names, pipeline.outputs, strict=True):
             first = (output.type.group or 0) * ranks
             for rank, wanted in enumerate(expected[name]):
-                np.testing.assert_array_equal(found[first + rank][name], wanted, err_msg=f"{name}\n{pipeline}")
+                np.testing.assert_array_equal(results[first + rank][name], wanted, err_msg=f"{name}\n{pipeline}")
 
 
 def values_for(pipeline: Pipeline, ranks: int) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def run_on_rank(pipeline: Pipeline, module: ModuleType, comm: Communicator) -> d
     own = own_parts(values_for(pipeline, ranks), rank)
     tensors = {name: own[name] if kind.group == group else None for name, kind in module.TENSORS.items()}
     job = module.Job(comm)
-    found: dict[str, Array] = module.run_steps(job, sizes, tensors, 1)
+    result: dict[str, Array] = module.run_steps(job, sizes, tensors, 1)
     if pipeline.groups > 1:
         job.close()
     meant = {name: x for name, x in values_for(pipeline, ranks).items() if name in module.TENSORS}
@@ -240,10 +240,10 @@ def run_on_rank(pipeline: Pipeline, module: ModuleType, comm: Communicator) -> d
             axis = {"Sliced": 0, "Sliced_2": len(kind.shape) - 1}.get(kind.layout)
             meant[name] = parts[0].copy() if axis is None else np.concatenate(parts, axis)
     wanted = module.expected(ranks, **meant, **module.numbers(1), **sizes)
-    for name, x in found.items():
+    for name, x in result.items():
         part = module.own_part(job, module.OUTPUTS[name], wanted[name])
         np.testing.assert_array_equal(x, part)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("target", ["omnireduce", "mpi4py"])

@@ -45,8 +45,8 @@ DTypes = np.dtype[Any]
 
 def result(expression: Expression, ranks: int = 1, **values: Any) -> list[Array]:
     """Value of an expression on each rank."""
-    [found] = Pipeline("p", inputs_of([expression]), [expression]).interpret(values, ranks).values()
-    return found
+    [outcome] = Pipeline("p", inputs_of([expression]), [expression]).interpret(values, ranks).values()
+    return outcome
 
 
 @pytest.mark.parametrize("dtype", [Float16, Float32, BFloat16])
@@ -56,15 +56,15 @@ def test_arithmetic_is_that_of_numpy(dtype: DTypes) -> None:
     a, b = (rng.random(50).astype(dtype) for _ in range(2))
     two = dtype.type(2)
     expected = np.where(a > b, (a + two * b) / np.sqrt(b) - a, two - b)
-    [found] = result(Ite(x > y, (x + 2 * y) / Sqrt(y) - x, 2 - y), x=a, y=b)
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found, expected)
+    [outcome] = result(Ite(x > y, (x + 2 * y) / Sqrt(y) - x, 2 - y), x=a, y=b)
+    assert outcome.dtype == dtype
+    np.testing.assert_array_equal(outcome, expected)
 
 
 def test_division_by_zero_is_no_error() -> None:
     x = Tensor(Float32, N, Replicated, "x")
-    [found] = result(x / (x - x), x=np.array([1, 0, -1], np.float32))
-    np.testing.assert_array_equal(found, [np.inf, np.nan, -np.inf])
+    [outcome] = result(x / (x - x), x=np.array([1, 0, -1], np.float32))
+    np.testing.assert_array_equal(outcome, [np.inf, np.nan, -np.inf])
 
 
 @pytest.mark.parametrize("dtype", [Int8, Float16, Float32, BFloat16])
@@ -72,9 +72,9 @@ def test_products_of_all_types(dtype: DTypes) -> None:
     x, y = Tensor(dtype, (2, 3, 4), Replicated, "x"), Tensor(dtype, (4, 5), Replicated, "y")
     rng = np.random.default_rng(1)
     a, b = rng.integers(-3, 4, (2, 3, 4)), rng.integers(-3, 4, (4, 5))
-    [found] = result(MatMul(x, y), x=a.astype(dtype), y=b.astype(dtype))
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found.astype(int), a @ b)
+    [outcome] = result(MatMul(x, y), x=a.astype(dtype), y=b.astype(dtype))
+    assert outcome.dtype == dtype
+    np.testing.assert_array_equal(outcome.astype(int), a @ b)
 
 
 @pytest.mark.parametrize("dtype", [Int32, Float32])
@@ -104,8 +104,8 @@ def test_sums_of_16_bits_are_rounded_once(daemon: Daemon) -> None:
     xs = [np.random.default_rng(rank).standard_normal(1000).astype(np.float16) for rank in range(3)]
     expected = pipeline.interpret({"x": xs}, 3)["total"][0]
     np.testing.assert_array_equal(expected, np.sum(xs, axis=0, dtype=np.float32).astype(np.float16))
-    for found in run_job(configured(daemon.addresses), 3, lambda comm: pipeline.run(comm, {"x": xs[comm.rank]})):
-        np.testing.assert_array_equal(found["total"], expected)
+    for outcome in run_job(configured(daemon.addresses), 3, lambda comm: pipeline.run(comm, {"x": xs[comm.rank]})):
+        np.testing.assert_array_equal(outcome["total"], expected)
 
 
 def test_a_product_overlaps_whatever_its_type_and_rows(daemon: Daemon) -> None:
@@ -116,15 +116,15 @@ def test_a_product_overlaps_whatever_its_type_and_rows(daemon: Daemon) -> None:
     pipeline = Pipeline("p", [x, y], [total]).overlap([product, total], chunks=7)
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-2, 3, shape).astype(BFloat16) for shape in ((3, 4), (4, 5)))
-    for found in run_job(configured(daemon.addresses), 2, lambda comm: pipeline.run(comm, {"x": a, "y": b})):
-        np.testing.assert_array_equal(found["total"].astype(float), 2 * (a.astype(float) @ b.astype(float)))
+    for outcome in run_job(configured(daemon.addresses), 2, lambda comm: pipeline.run(comm, {"x": a, "y": b})):
+        np.testing.assert_array_equal(outcome["total"].astype(float), 2 * (a.astype(float) @ b.astype(float)))
 
 
 def test_what_is_given_stays_as_it_is() -> None:
     w = Tensor(Float32, N, Replicated, "w")
     given = np.ones(3, np.float32)
-    [found] = result(Update(w, w + 1), w=given)
-    np.testing.assert_array_equal(found, [2] * 3)
+    [outcome] = result(Update(w, w + 1), w=given)
+    np.testing.assert_array_equal(outcome, [2] * 3)
     np.testing.assert_array_equal(given, [1] * 3)
 
 

@@ -71,8 +71,8 @@ def test_sgd_is_five_lines() -> None:
     pipeline.print(text)
     assert text.getvalue() == SGD
     gradients = [np.array([1, 2, 3], np.float32), np.array([1, 0, 1], np.float32)]
-    found = pipeline.interpret({"g": gradients, "w": np.ones(3, np.float32), "lr": 0.5}, 2)
-    np.testing.assert_array_equal(found["w1"], [[0, 0, -1]] * 2)
+    result = pipeline.interpret({"g": gradients, "w": np.ones(3, np.float32), "lr": 0.5}, 2)
+    np.testing.assert_array_equal(result["w1"], [[0, 0, -1]] * 2)
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
@@ -166,14 +166,14 @@ def test_a_program_wants_what_it_uses() -> None:
 def test_a_tensor_stands_for_its_value_at_the_start() -> None:
     w1 = Update(w, w + 1)
     later = w * 2 + w1
-    found = Pipeline("p", [w], [w1, later]).interpret({"w": np.ones(2, np.float32)}, 1)
-    np.testing.assert_array_equal(found["later"], [[4, 4]])
+    result = Pipeline("p", [w], [w1, later]).interpret({"w": np.ones(2, np.float32)}, 1)
+    np.testing.assert_array_equal(result["later"], [[4, 4]])
 
 
 def test_a_size_may_be_a_number_too() -> None:
     mean = ReduceTensor(Summation, w) / Cast(Float32, N)
-    found = Pipeline("p", [w, N], [mean]).interpret({"w": np.array([1, 2, 6], np.float32)}, 2)
-    np.testing.assert_array_equal(found["mean"], [3, 3])
+    result = Pipeline("p", [w, N], [mean]).interpret({"w": np.array([1, 2, 6], np.float32)}, 2)
+    np.testing.assert_array_equal(result["mean"], [3, 3])
 
 
 def text_of(expression: Expression) -> str:

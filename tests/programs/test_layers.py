@@ -39,8 +39,8 @@ def dropped(x: Array, p: float, seed: int, step: int) -> Array:
     """Apply Dropout to a whole array, by one expression on one rank."""
     t = Tensor(Float32, x.shape, Replicated, "t")
     out = Dropout(t, p, seed=seed, step=step)
-    [found] = Pipeline("p", [t], [out]).interpret({"t": x}, 1)["out"]
-    return found
+    [result] = Pipeline("p", [t], [out]).interpret({"t": x}, 1)["out"]
+    return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -66,8 +66,8 @@ def test_a_border_is_the_same_in_every_schedule(ranks: int) -> None:
 
 
 def test_parts_are_sent_where_parts_are_reduced() -> None:
-    found = schedules("pipeline-parallel")
-    assert [each["sent"].type.layout for each in found.values()] == [Replicated, Sliced]
+    result = schedules("pipeline-parallel")
+    assert [each["sent"].type.layout for each in result.values()] == [Replicated, Sliced]
 
 
 def test_other_programs_are_refused() -> None:

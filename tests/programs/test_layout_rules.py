@@ -94,13 +94,13 @@ def cells(table: str) -> Iterator[tuple[str, str, str]]:
     """The row, the column and what stands there."""
     header, *rows = table.strip().splitlines()
     for row in rows:
-        name, *found = row.split()
-        for column, each in zip(header.split(), found, strict=True):
+        name, *result = row.split()
+        for column, each in zip(header.split(), result, strict=True):
             yield name, column, each
 
 
 def pairs() -> list[tuple[str, str, str, str]]:
-    return [(op, *each) for op, (table, _) in TWO_OPERANDS.items() for each in cells(table)]
+    return [(op, *cell) for op, (table, _) in TWO_OPERANDS.items() for cell in cells(table)]
 
 
 def test_the_tables_have_every_combination() -> None:
@@ -139,7 +139,7 @@ def test_two_operands(op: str, one: str, other: str, expected: str) -> None:
     z = make(x, y)
     assert z.type.layout.value == expected
     values = {"x": given(x, 1), "y": given(y, 2)}
-    [found] = Pipeline("p", [x, y], [z]).interpret(values, RANKS).values()
+    [result] = Pipeline("p", [x, y], [z]).interpret(values, RANKS).values()
     xs, ys = wholes(values["x"], x.type.layout), wholes(values["y"], y.type.layout)
     obvious: dict[str, Callable[[Array, Array], Array]] = {
         "+": np.add,
@@ -150,9 +150,9 @@ def test_two_operands(op: str, one: str, other: str, expected: str) -> None:
         "Update": lambda a, b: b,
     }
     if (op, one, other) == ("MatMul", "Sliced_2", "Sliced"):
-        np.testing.assert_array_equal(np.sum(found, axis=0), xs[0] @ ys[0])  # partial sums
+        np.testing.assert_array_equal(np.sum(result, axis=0), xs[0] @ ys[0])  # partial sums
         return
-    for rank, each in enumerate(wholes(found, z.type.layout)):
+    for rank, each in enumerate(wholes(result, z.type.layout)):
         np.testing.assert_array_equal(each, obvious[op](xs[rank], ys[rank]))
 
 
@@ -169,10 +169,10 @@ def test_one_operand(op: str, layout: str, expected: str) -> None:
         return
     values = given(x, 1)
     if op == "Norm":
-        values = [each.astype(np.float64) for each in values]
-    [found] = Pipeline("p", [x], [z]).interpret({"x": values}, RANKS).values()
+        values = [value.astype(np.float64) for value in values]
+    [result] = Pipeline("p", [x], [z]).interpret({"x": values}, RANKS).values()
     xs = wholes(values, x.type.layout)
-    for rank, each in enumerate(wholes(found, z.type.layout) if z.type.shape else found):
+    for rank, each in enumerate(wholes(result, z.type.layout) if z.type.shape else result):
         obvious = {
             "AllReduce": sum(xs),
             "ReduceScatter": sum(xs),

@@ -57,8 +57,8 @@ def interpreted(name: str) -> dict[str, Array]:
     for step in range(STEPS):
         each = {"g": [gradient(rank, step) for rank in range(SIZE)]}
         values = {**each, **{key: [x] * SIZE for key, x in kept.items()}, **numbers(name, step)}
-        found = pipeline.interpret(values, SIZE)
-        kept = {key: found[f"{key}1"][0] for key in kept}
+        result = pipeline.interpret(values, SIZE)
+        kept = {key: result[f"{key}1"][0] for key in kept}
     return kept
 
 
@@ -73,18 +73,18 @@ def test_optimizers_run_on_shards(daemon: Daemon, name: str) -> None:
         state = {each: np.zeros(stop - start, np.float32) for each in KEPT[name]}
         with pipeline.on_shards(comm, {"w": w, **state, "N": N}) as running:
             for step in range(STEPS):
-                found = running.run({"g": gradient(comm.rank, step), **numbers(name, step)})
-                assert found["w1"] is w
+                result = running.run({"g": gradient(comm.rank, step), **numbers(name, step)})
+                assert result["w1"] is w
             return {"w": w, **{each: running.tensor(each) for each in KEPT[name]}}
 
     expected = interpreted(name)
-    for rank, found in enumerate(run_job(configured(daemon.addresses), SIZE, run)):
+    for rank, result in enumerate(run_job(configured(daemon.addresses), SIZE, run)):
         for key, wanted in expected.items():
             part = wanted if key == "w" else wanted[slice(*bounds(N, rank, SIZE))]
             if name == "lamb":
-                np.testing.assert_allclose(found[key], part, rtol=1e-6, atol=1e-7)
+                np.testing.assert_allclose(result[key], part, rtol=1e-6, atol=1e-7)
             else:
-                np.testing.assert_array_equal(found[key], part)
+                np.testing.assert_array_equal(result[key], part)
 
 
 def written(formula: Any) -> Pipeline:
@@ -134,8 +134,8 @@ def test_formulas_give_the_same_bits(daemon: Daemon, name: str) -> None:
         parts = [m[slice(*bounds(N, rank, SIZE))] for rank in range(SIZE)]
         given = {"g": [gradient(rank, step) for rank in range(SIZE)], "w": [w] * SIZE, "m": parts, "N": N}
         given |= {"a": 0.75} if uses_a else {}
-        found = pipeline.interpret(given, SIZE)
-        w, m = found["w1"][0], np.concatenate(found["m1"])
+        result = pipeline.interpret(given, SIZE)
+        w, m = result["w1"][0], np.concatenate(result["m1"])
     for rank, (weights, kept) in enumerate(run_job(configured(daemon.addresses), SIZE, run)):
         np.testing.assert_array_equal(weights, w)
         np.testing.assert_array_equal(kept, m[slice(*bounds(N, rank, SIZE))])
@@ -155,8 +155,8 @@ def test_numbers_of_whole_tensors_come_back(daemon: Daemon) -> None:
     def run(comm: Communicator) -> tuple[Array, float, float]:
         w = np.zeros(N, np.float32)
         with pipeline.on_shards(comm, {"w": w}) as running:
-            found = running.run({"g": gradient(comm.rank, 0)})
-            return w, float(found["length"]), float(found["total"])
+            result = running.run({"g": gradient(comm.rank, 0)})
+            return w, float(result["length"]), float(result["total"])
 
     whole = np.sum([gradient(rank, 0) for rank in range(SIZE)], axis=0, dtype=np.float64)
     for w_found, length_found, total_found in run_job(configured(daemon.addresses), SIZE, run):
@@ -283,9 +283,9 @@ def test_a_number_may_come_as_an_array_and_a_result_go_to_two_tensors(daemon: Da
     def run(comm: Communicator) -> tuple[Array, Array]:
         w, u = np.ones(1000, np.float32), np.zeros(1000, np.float32)
         with pipeline.on_shards(comm, {"w": w, "u": u}) as running:
-            found = running.run({"g": np.full(1000, comm.rank, np.float32), "rate": np.array(0.5, np.float32)})
-            assert found["w1"] is w
-            assert found["u1"] is u
+            result = running.run({"g": np.full(1000, comm.rank, np.float32), "rate": np.array(0.5, np.float32)})
+            assert result["w1"] is w
+            assert result["u1"] is u
             np.testing.assert_array_equal(running.tensor("u"), w)
         return w, u
 

@@ -37,9 +37,9 @@ def trained(pipeline: Pipeline) -> Array:
         values[name] = np.array_split(zeros, RANKS) if cut_state(pipeline) else zeros
     for step in range(1, STEPS + 1):
         given = values | {"g": gradients(step)} | ({"t": step} if "t" in names else {})
-        found = pipeline.interpret(given, RANKS)
+        outcome = pipeline.interpret(given, RANKS)
         for name in names & {"w", "m", "v"}:
-            values[name] = found[f"{name}1"]
+            values[name] = outcome[f"{name}1"]
     for each in values["w"][1:]:
         np.testing.assert_array_equal(each, values["w"][0])
     result: Array = values["w"][0]
@@ -54,8 +54,8 @@ def trained_by_torch(name: str, **options: Any) -> Array:
         first, second, third = gradients(step)
         weights.grad = torch.from_numpy(first + second + third)
         optimizer.step()
-    found: Array = weights.detach().numpy()
-    return found
+    result: Array = weights.detach().numpy()
+    return result
 
 
 def test_sgd_is_exact() -> None:
@@ -101,27 +101,27 @@ def test_lamb_takes_a_plain_step_where_a_norm_is_zero(zero: str) -> None:
     w, g = np.ones(4, np.float32), [np.ones(4, np.float32)]
     values = {"m": np.zeros(4, np.float32), "v": np.zeros(4, np.float32), "lr": 0.5, "t": 1}
     if zero == "weights":
-        [found] = lamb().interpret({"w": w * 0, "g": g, **values}, 1)["w1"]
-        np.testing.assert_allclose(found, [-0.5] * 4, rtol=1e-5)
+        [result] = lamb().interpret({"w": w * 0, "g": g, **values}, 1)["w1"]
+        np.testing.assert_allclose(result, [-0.5] * 4, rtol=1e-5)
     else:
-        [found] = lamb(weight_decay=0).interpret({"w": w, "g": [g[0] * 0], **values}, 1)["w1"]
-        np.testing.assert_array_equal(found, w)
+        [result] = lamb(weight_decay=0).interpret({"w": w, "g": [g[0] * 0], **values}, 1)["w1"]
+        np.testing.assert_array_equal(result, w)
 
 
 @pytest.mark.parametrize("make", [sgd, adam, lamb])
 def test_all_schedules_give_the_same_weights(make: Any) -> None:
-    found = [trained(each) for each in schedules(make()).values()]
-    assert len(found) == 3
-    for each in found[1:]:
+    results = [trained(schedule) for schedule in schedules(make()).values()]
+    assert len(results) == 3
+    for result in results[1:]:
         if make is lamb:  # the norm of parts is added up in another order, in float64
-            np.testing.assert_allclose(each, found[0], rtol=1e-6)
+            np.testing.assert_allclose(result, results[0], rtol=1e-6)
         else:
-            np.testing.assert_array_equal(each, found[0])
+            np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_state_is_cut_where_parts_are_updated(name: str) -> None:
-    assert [cut_state(each) for each in schedules(name).values()] == [False, True, True]
+    assert [cut_state(schedule) for schedule in schedules(name).values()] == [False, True, True]
 
 
 @pytest.mark.parametrize(

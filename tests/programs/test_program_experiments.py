@@ -39,10 +39,10 @@ def test_data_parallel(tmp_path: Path) -> None:
     """With the words of CoCoNet's tutorial, which are Open MPI's."""
     results = tmp_path / "results"
     words = ["--epochs", "1", "--rounds", "1", "--first", "4", "--last", "5"]
-    done = experiment(
+    result = experiment(
         "data-parallel", str(results), *words, NPROC="2", MPI_ARGS="-x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=10000"
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     made(results, "Figure10a", "Figure10b")
     rows = list(csv.DictReader((results / "data-parallel.csv").read_text().splitlines()))
     totals = [(row["program"], row["schedule"], row["elements"]) for row in rows if row["stage"] == "Total"]
@@ -63,9 +63,9 @@ def test_data_parallel(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "figure"), [("model-parallel", "Figure11"), ("pipeline-parallel", "Figure12")])
 def test_layers(name: str, figure: str, tmp_path: Path) -> None:
     words = ["--epochs", "1", "--rounds", "1", "--sequence", "1", "--hidden", "3"]
-    done = experiment(name, str(tmp_path), *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    result = experiment(name, str(tmp_path), *words)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
         str(tmp_path / each) for each in (f"{name}.csv", f"{figure}.pdf", f"{figure}.svg")
     ]
     made(tmp_path, figure)
@@ -109,20 +109,20 @@ def test_layers(name: str, figure: str, tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line(
     words: tuple[str, ...], environ: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    done = experiment(*[str(tmp_path) if each == "RESULTS" else each for each in words], **environ)
-    assert done.returncode in (1, 2)
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert message in done.stderr
+    result = experiment(*[str(tmp_path) if word == "RESULTS" else word for word in words], **environ)
+    assert result.returncode in (1, 2)
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
 
 
 @needs_mpirun
 def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
     """Here mpirun starts nothing, because it does not know a word."""
-    done = experiment("model-parallel", str(tmp_path), MPI_ARGS="--no-such-word")
-    assert done.returncode == 1
-    assert "model-parallel, mm-ar-c ended with status " in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    result = experiment("model-parallel", str(tmp_path), MPI_ARGS="--no-such-word")
+    assert result.returncode == 1
+    assert "model-parallel, mm-ar-c ended with status " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -120,8 +120,8 @@ def test_a_run_that_compares_nothing_believes_its_ranks(daemon: Daemon) -> None:
     def run(comm: Communicator) -> tuple[float, int]:
         comm.barrier()
         before = comm.statistics().collectives
-        found = sgd().run(comm, given(lr=comm.rank), compare=False)["w1"]
-        return float(found[0]), comm.statistics().collectives - before
+        result = sgd().run(comm, given(lr=comm.rank), compare=False)["w1"]
+        return float(result[0]), comm.statistics().collectives - before
 
     assert run_job(configured(daemon.addresses), 2, run) == [(0.0, 1), (-2.0, 1)]
 

@@ -66,8 +66,8 @@ def train(pipeline: Pipeline, comm: Communicator) -> Array:
     kept = values["w"]
     for step in range(1, STEPS + 1):
         values |= {"g": gradient(comm.rank, step)} | ({"t": step} if "t" in names else {})
-        found = pipeline.run(comm, values)
-        assert found["w1"] is kept
+        result = pipeline.run(comm, values)
+        assert result["w1"] is kept
     return kept
 
 
@@ -77,8 +77,8 @@ def interpreted(pipeline: Pipeline) -> Array:
     values |= {name: np.zeros(SIZE, np.float32) for name in names & {"m", "v"}}
     for step in range(1, STEPS + 1):
         values |= {"g": [gradient(rank, step) for rank in range(RANKS)]} | ({"t": step} if "t" in names else {})
-        found = pipeline.interpret(values, RANKS)
-        values |= {name: found[f"{name}1"][0] for name in names & {"w", "m", "v"}}
+        outcome = pipeline.interpret(values, RANKS)
+        values |= {name: outcome[f"{name}1"][0] for name in names & {"w", "m", "v"}}
     result: Array = values["w"]
     return result
 
@@ -87,10 +87,12 @@ def interpreted(pipeline: Pipeline) -> Array:
 def test_optimizers_do_on_ranks_what_they_mean(daemon: Daemon, name: str) -> None:
     """With 1000 elements for three ranks: parts differ in size. SGD and Adam to the last bit."""
     expected = interpreted(schedules(name)["ar-c"])
-    found = run_job(
-        configured(daemon.addresses), RANKS, lambda comm: [train(each, comm) for each in schedules(name).values()]
+    results = run_job(
+        configured(daemon.addresses),
+        RANKS,
+        lambda comm: [train(schedule, comm) for schedule in schedules(name).values()],
     )
-    for weights in (each for of_rank in found for each in of_rank):
+    for weights in (each for of_rank in results for each in of_rank):
         if name == "lamb":  # its norms are added up in another order
             np.testing.assert_allclose(weights, expected, rtol=1e-6, atol=1e-7)
         else:
@@ -107,14 +109,14 @@ def test_a_layer_does_on_ranks_what_it_means(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> list[Array]:
         results = []
-        for each in schedules("model-parallel").values():
-            values = {name: own(each, name, comm, array) for name, array in whole.items()}
-            results.append(each.run(comm, {**values, "K": 40, "t": 1})["out"])
+        for schedule in schedules("model-parallel").values():
+            values = {name: own(schedule, name, comm, array) for name, array in whole.items()}
+            results.append(schedule.run(comm, {**values, "K": 40, "t": 1})["out"])
         return results
 
-    for found in run_job(configured(daemon.addresses), RANKS, run):
-        assert len(found) == 3
-        for each in found:
+    for result in run_job(configured(daemon.addresses), RANKS, run):
+        assert len(result) == 3
+        for each in result:
             np.testing.assert_array_equal(each, expected)
 
 
@@ -129,22 +131,22 @@ def test_groups_of_ranks_send_to_one_another(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> tuple[list[dict[str, Array]], list[int]]:
         results, sent = [], [0]
-        for each in schedules("pipeline-parallel").values():
+        for schedule in schedules("pipeline-parallel").values():
             if comm.rank < 2:
                 values: dict[str, Any] = {"partial": partial[comm.rank]}
             else:
                 values = {"bias": bias, "residual": residual}
-            results.append(each.run(comm, {**values, "t": 1}))
+            results.append(schedule.run(comm, {**values, "t": 1}))
             sent.append(meeting_of(comm).pair(comm, 2, 0, 1).statistics().sent_bytes)
         return results, np.diff(sent).tolist()
 
     # messages, not memory that ranks share: only those are counted as they are
     outcomes = run_job(configured(daemon.addresses, "transport.host_exchange=off"), 4, run)
     for rank, (results, (whole, part)) in enumerate(outcomes):
-        assert [sorted(each) for each in results] == [["out"] * (rank >= 2)] * 2
-        for each in results:
+        assert [sorted(result) for result in results] == [["out"] * (rank >= 2)] * 2
+        for result in results:
             if rank >= 2:
-                np.testing.assert_array_equal(each["out"], expected)
+                np.testing.assert_array_equal(result["out"], expected)
         if rank < 2:
             assert partial[0].nbytes < whole < 1.2 * partial[0].nbytes
             assert 0.4 < part / whole < 0.6
@@ -194,9 +196,9 @@ def test_what_is_sent_once_may_be_received_twice(daemon: Daemon) -> None:
         array = np.full(5, comm.rank + 1, np.float32)
         return pipeline.run(comm, {"far" if comm.rank else "near": array})
 
-    _, found = run_job(configured(daemon.addresses), 2, run)
-    np.testing.assert_array_equal(found["first"], [3] * 5)
-    np.testing.assert_array_equal(found["second"], [-1] * 5)
+    _, result = run_job(configured(daemon.addresses), 2, run)
+    np.testing.assert_array_equal(result["first"], [3] * 5)
+    np.testing.assert_array_equal(result["second"], [-1] * 5)
 
 
 def test_a_later_run_leaves_the_results_of_an_earlier_one_alone(daemon: Daemon) -> None:
@@ -237,13 +239,13 @@ def test_values_of_all_kinds_travel(daemon: Daemon) -> None:
     xs = [np.random.default_rng(rank).integers(-3, 4, (5, 7)).astype(np.float16) for rank in range(RANKS)]
     cs = cut(np.arange(28).reshape(4, 7), Sliced_2, RANKS)
     expected = pipeline.interpret({"x": xs, "c": cs}, RANKS)
-    found = run_job(
+    results = run_job(
         configured(daemon.addresses), RANKS, lambda comm: pipeline.run(comm, {"x": xs[comm.rank], "c": cs[comm.rank]})
     )
     for rank in range(RANKS):
         for name, arrays in expected.items():
-            np.testing.assert_array_equal(found[rank][name], arrays[rank], err_msg=name)
-            assert (found[rank][name].dtype, found[rank][name].shape) == (arrays[rank].dtype, arrays[rank].shape)
+            np.testing.assert_array_equal(results[rank][name], arrays[rank], err_msg=name)
+            assert (results[rank][name].dtype, results[rank][name].shape) == (arrays[rank].dtype, arrays[rank].shape)
 
 
 def test_a_pass_takes_many_pieces(daemon: Daemon) -> None:
@@ -252,7 +254,7 @@ def test_a_pass_takes_many_pieces(daemon: Daemon) -> None:
     rng = np.random.default_rng(1)
     arrays = {name: rng.random(size, np.float32) for name in ("g", "w", "m", "v")}
     expected = pipeline.interpret({**arrays, "g": [arrays["g"]], "lr": 0.1, "t": 2}, 1)
-    given = {name: each.copy() for name, each in arrays.items()}
+    given = {name: array.copy() for name, array in arrays.items()}
     run_job(configured(daemon.addresses), 1, lambda comm: pipeline.run(comm, {**given, "lr": 0.1, "t": 2}))
     for name in ("w", "m", "v"):
         np.testing.assert_array_equal(given[name], expected[f"{name}1"][0])
@@ -368,8 +370,8 @@ def test_a_timeline_shows_that_a_product_and_its_reduction_overlap(daemon: Daemo
             comm.start_timeline(picture)
             if comm.rank:
                 assert eventually(lambda picture=picture, chunks=chunks: computed(picture) == chunks)
-            found = pipeline.run(comm, values)["total"]
-            np.testing.assert_array_equal(found, xs @ weights)
+            result = pipeline.run(comm, values)["total"]
+            np.testing.assert_array_equal(result, xs @ weights)
             comm.stop_timeline()
             comm.barrier(name=name)
 
@@ -380,7 +382,7 @@ def test_a_timeline_shows_that_a_product_and_its_reduction_overlap(daemon: Daemo
 
 def computed(picture: Path) -> int:
     """Number of chunks that rank 0 has computed so far, from its part of the timeline."""
-    events = "".join(each.read_text() for each in picture.parent.glob(f"{picture.name}.parts/*-rank0.events"))
+    events = "".join(path.read_text() for path in picture.parent.glob(f"{picture.name}.parts/*-rank0.events"))
     return len(re.findall(r'^\["E".*"MATMUL"', events, re.MULTILINE))
 
 

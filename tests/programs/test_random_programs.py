@@ -30,16 +30,16 @@ def test_rewrites_change_no_result() -> None:
         before = results_of(pipeline, seed, ranks)
         after, done = rewritten(data.draw, pipeline)
         legal.update(done)
-        found = results_of(after, seed, ranks)
-        assert found.keys() == before.keys()
+        results = results_of(after, seed, ranks)
+        assert results.keys() == before.keys()
         for name in before:
             np.testing.assert_array_equal(
-                found[name], before[name], err_msg=f"{name} after {done}\n{pipeline}\n{after}"
+                results[name], before[name], err_msg=f"{name} after {done}\n{pipeline}\n{after}"
             )
 
     for _ in range(10):
         check()
-        if all(legal[each] >= 10 for each in REWRITES):
+        if all(legal[rewrite] >= 10 for rewrite in REWRITES):
             return
     raise AssertionError(f"rewrites that were legal: {legal}")
 
@@ -57,7 +57,7 @@ def small_pieces() -> Iterator[None]:
 def test_ranks_do_what_the_interpreter_says(daemon: Daemon, data: st.DataObject, pipelines: list[Pipeline]) -> None:
     """With compound stages, which the interpreter does not know, over an aggregator: four ranks, or two groups of two
     that send to each other. Twice with other values: the second run uses arrays of the first one."""
-    afters = [rewritten(data.draw, each)[0] for each in pipelines]
+    afters = [rewritten(data.draw, pipeline)[0] for pipeline in pipelines]
 
     def run(comm: Communicator) -> list[dict[str, Array]]:
         found = []
@@ -74,7 +74,7 @@ def test_ranks_do_what_the_interpreter_says(daemon: Daemon, data: st.DataObject,
         expected = results_of(before, seed, ranks)
         for name, output in zip(after.output_names, after.outputs, strict=True):
             first = (output.type.group or 0) * ranks
-            found = joined([each[at][name] for each in outcomes[first : first + ranks]], output.type.layout)
-            assert np.shape(found) == np.shape(expected[name])
-            np.testing.assert_array_equal(found, expected[name], err_msg=f"{name}\n{before}\n{after}")
-            assert sum(name in each[at] for each in outcomes) == (4 if output.type.group is None else ranks)
+            result = joined([outcome[at][name] for outcome in outcomes[first : first + ranks]], output.type.layout)
+            assert np.shape(result) == np.shape(expected[name])
+            np.testing.assert_array_equal(result, expected[name], err_msg=f"{name}\n{before}\n{after}")
+            assert sum(name in outcome[at] for outcome in outcomes) == (4 if output.type.group is None else ranks)

@@ -70,9 +70,9 @@ def test_an_optimizer_in_one_all_reduce() -> None:
     assert isinstance(pipeline["g1"], AllGather)
     assert isinstance(pipeline["g1_rs"], ReduceScatter)
     pipeline = pipeline.reorder(["w1", "m1"], "g1")
-    assert [isinstance(each, AllGather) for each in pipeline.nodes].count(True) == 2
+    assert [isinstance(node, AllGather) for node in pipeline.nodes].count(True) == 2
     pipeline = pipeline.as_slice(["m"])
-    assert [isinstance(each, AllGather) for each in pipeline.nodes].count(True) == 1
+    assert [isinstance(node, AllGather) for node in pipeline.nodes].count(True) == 1
     pipeline = pipeline.fuse_into(["g1_rs", "m1", "w1"], AllReduce)
     assert str(pipeline) == REORDERED
     [fused] = pipeline.stages
@@ -80,7 +80,7 @@ def test_an_optimizer_in_one_all_reduce() -> None:
     assert fused.input is g
     assert [each.name for each in fused.state] == ["m"]
     assert [each.text(()) for each in fused.others] == ["lr", "w"]
-    assert [pipeline.names[each] for each in fused.updates] == ["w1", "m1"]
+    assert [pipeline.names[update] for update in fused.updates] == ["w1", "m1"]
     assert [pipeline.names[each] for each in fused.gathers] == ["w1_ag"]
     assert len(fused.computations) == 5
 
@@ -108,7 +108,7 @@ def test_what_others_need_whole_is_gathered_once() -> None:
     step = lr * g1
     w1, m1 = Update(w, w - step), Update(m, step)
     pipeline = Pipeline("p", [g, w, m, lr], [w1, m1, step]).split(g1).reorder([step], g1)
-    gathers = [each for each in pipeline.nodes if isinstance(each, AllGather)]
+    gathers = [node for node in pipeline.nodes if isinstance(node, AllGather)]
     assert [pipeline.names[each] for each in gathers] == ["step_ag"]
 
 
@@ -123,7 +123,7 @@ def test_a_norm_of_parts_is_that_of_the_whole() -> None:
 
 def test_fused_stages_are_one() -> None:
     pipeline = momentum().fuse(["m1", "w1"])
-    assert [type(each) for each in pipeline.stages] == [AllReduce, Fused]
+    assert [type(stage) for stage in pipeline.stages] == [AllReduce, Fused]
 
 
 def test_an_overlapped_stage_may_be_a_fused_all_reduce() -> None:

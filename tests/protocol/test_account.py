@@ -120,9 +120,9 @@ def test_only_reductions_count_for_the_density(kind: Any) -> None:
         target = np.ones(0 if kind == "barrier" else 100, np.float64)
         cluster.move_bytes(rank, kind, target if rank == 0 else None, target)
     cluster.run()
-    [found] = [each.account.traffic for each in cluster.aggregators]
-    assert found.collectives == 1
-    assert found.density is found.union_density is None
+    [result] = [each.account.traffic for each in cluster.aggregators]
+    assert result.collectives == 1
+    assert result.density is result.union_density is None
 
 
 def test_who_has_reported_later_is_not_late() -> None:
@@ -146,12 +146,12 @@ def test_reports_of_different_moments_make_no_density_above_one(collectives: lis
         first = sum(min(part, all_of_it) for all_of_it, part in collectives[:count])
         union = blocks - first if rank else first
         account.report(rank, Report(collectives=count, blocks=blocks, own_blocks=blocks, union_blocks=union), 0.0)
-    found = account.total()
-    assert found.collectives == max(done)
-    assert found.density in (1.0, None)
-    assert found.union_density is None or found.union_density <= 1.0
+    result = account.total()
+    assert result.collectives == max(done)
+    assert result.density in (1.0, None)
+    assert result.union_density is None or result.union_density <= 1.0
     if done[0] == done[1] == len(collectives):
-        assert (found.blocks, found.rank_blocks, found.union_density) == (blocks, 2 * blocks, 1.0)
+        assert (result.blocks, result.rank_blocks, result.union_density) == (blocks, 2 * blocks, 1.0)
 
 
 @pytest.mark.parametrize("name", ["own_blocks", "union_blocks"])

@@ -63,14 +63,14 @@ def test_a_job_is_of_one_team(team: str, survivor: bool) -> None:
         "job the same security.team"
     )
     assert refusal(list(membership.hello(2, stranger, 0.0))) == expected
-    assert [each.note for each in membership._pending_jobs.values()] == [""]
+    assert [pending_job.note for pending_job in membership._pending_jobs.values()] == [""]
     admitted = list(membership.hello(3, hello(1, team="one", **membership_of), 0.0))
     assert isinstance(admitted[0], Admit)
     assert refusal(list(membership.hello(4, stranger, 0.0))) == expected
-    assert [(each.name, each.team) for each in membership.pending_jobs(0.0)] == []
+    assert [(pending_job.name, pending_job.team) for pending_job in membership.pending_jobs(0.0)] == []
 
 
 def test_a_status_says_of_which_team_a_job_is() -> None:
     membership = Membership(LIMITS)
     list(membership.hello(1, hello(0, team="one"), 0.0))
-    assert [(each.name, each.team) for each in membership.pending_jobs(0.0)] == [("job", "one")]
+    assert [(pending_job.name, pending_job.team) for pending_job in membership.pending_jobs(0.0)] == [("job", "one")]

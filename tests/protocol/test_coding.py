@@ -31,7 +31,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 def sum_of_coded(codec: str, tensors: list[Array], block_size: int, op: str, seed: int, number: int) -> Array:
     """Each block of each rank there and back, their sum, which is divided once, and this there and back."""
     ranks, elements = len(tensors), tensors[0].size
-    padded = [np.pad(each, (0, -elements % block_size)).reshape(-1, block_size) for each in tensors]
+    padded = [np.pad(tensor, (0, -elements % block_size)).reshape(-1, block_size) for tensor in tensors]
     result = np.zeros_like(padded[0])
     for block in range(len(result)):
         total, anybody = np.zeros(block_size, np.float32), False
@@ -106,8 +106,8 @@ class Odd(Codec):
         self._does = does
 
     def block_bytes(self, block_size: int) -> int:
-        found: int = self._does.get("block_bytes", 4 * block_size)
-        return found
+        result: int = self._does.get("block_bytes", 4 * block_size)
+        return result
 
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
         if "encode" in self._does:

@@ -165,9 +165,9 @@ def shrunk(membership: Membership, max_ranks: int) -> tuple[Admit, list[Any]]:
         effects += come(membership, rank, survivor=True, max_ranks=max_ranks)
     membership.finished(old.generation, 0.0)
     effects += membership.expire(SETTLE_S)
-    (admit,) = (each for each in effects if isinstance(each, Admit))
+    (admit,) = (effect for effect in effects if isinstance(effect, Admit))
     assert places(admit) == [(rank, rank, max_ranks) for rank in range(max_ranks)]
-    return admit, [each for each in effects if each is not admit]
+    return admit, [effect for effect in effects if effect is not admit]
 
 
 def test_survivors_who_find_no_place_are_newcomers_to_the_others() -> None:
@@ -185,7 +185,9 @@ def test_survivors_who_find_no_place_are_newcomers_to_the_others() -> None:
 def test_survivors_who_find_no_place_to_wait_may_come_again() -> None:
     membership = Membership(LIMITS)
     _, effects = shrunk(membership, 3)
-    refused = {each.key: each.message for each in effects if isinstance(getattr(each, "message", None), Refused)}
+    refused = {
+        effect.key: effect.message for effect in effects if isinstance(getattr(effect, "message", None), Refused)
+    }
     assert refused.keys() == {6, 7}
     assert "6 workers wait to join job 'job' already" in refused[7].reason
     assert all(each.temporary for each in refused.values())
@@ -223,7 +225,7 @@ def test_an_elastic_job_has_no_more_room_than_others() -> None:
     answers = [next(membership.hello(number, hello(0, formation=number, **there), 0.0)) for number in range(1, 9)]
     assert isinstance(answers[0], Admit)
     assert answers[1] == Answer(2, Pending([], 0))  # it waits for the memory of the first
-    assert all(isinstance(each.message, Refused) and each.message.temporary for each in answers[2:])
+    assert all(isinstance(answer.message, Refused) and answer.message.temporary for answer in answers[2:])
     membership.finished(1, 1.0)
     assert not any(isinstance(each, Admit) for each in membership.expire(1.0))
     membership.released(1)
@@ -277,7 +279,7 @@ def test_a_formation_starts_as_soon_as_there_is_room(max_jobs: int, events: list
             membership.released(over.pop(number % len(over)))
         if membership.deadline == 0.0:
             running += admitted(membership.expire(0.0), waiting)
-        assert not any(membership._may_start(each, 0.0) for each in membership._pending_jobs.values())
+        assert not any(membership._may_start(pending_job, 0.0) for pending_job in membership._pending_jobs.values())
 
 
 @settings(max_examples=200)
@@ -327,5 +329,7 @@ def test_a_random_life(data: st.DataObject) -> None:
                 announced = effect.workers
             elif isinstance(effect.message, Refused):
                 del waiting[effect.key]  # type: ignore[arg-type]
-        known = {key for each in membership._pending_jobs.values() for key, *_ in each.waiting_ranks.values()}
+        known = {
+            key for pending_job in membership._pending_jobs.values() for key, *_ in pending_job.waiting_ranks.values()
+        }
         assert known == waiting.keys()

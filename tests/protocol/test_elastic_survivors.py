@@ -96,7 +96,7 @@ def test_claims_and_tickets_do_not_pass_the_size_of_a_job() -> None:
         come(membership, 5)  # while they are still expected
         membership.finished(1, 0.0)
         answers = [list(membership.hello(rank, hello(rank, survived=1, **claims), 0.0))[-1] for rank in range(10, 20)]
-        assert sum(isinstance(each.message, Pending) for each in answers) == most
+        assert sum(isinstance(answer.message, Pending) for answer in answers) == most
         assert len(membership._pending_jobs) == 1
 
 
@@ -105,7 +105,7 @@ def test_a_survivor_that_cannot_join_puts_nobody_out(wrong: dict[str, Any]) -> N
     membership = Membership(LIMITS)
     come(membership, 0, 1)
     answers = list(membership.hello("unfit", replace(hello(1, survived=1), **wrong), 0.0))
-    assert [each.key for each in answers] == ["unfit"]
+    assert [answer.key for answer in answers] == ["unfit"]
     assert len(membership._pending_jobs) == 1
 
 

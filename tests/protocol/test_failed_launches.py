@@ -22,8 +22,8 @@ def gathered(*ranks: int, world_size: int = 4, **changes: Any) -> Membership:
 
 
 def refusals(effects: list[Any]) -> dict[Any, Refused]:
-    found = {each.key: each.message for each in effects if isinstance(each, Answer)}
-    return {key: message for key, message in found.items() if isinstance(message, Refused)}
+    results = {effect.key: effect.message for effect in effects if isinstance(effect, Answer)}
+    return {key: message for key, message in results.items() if isinstance(message, Refused)}
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_worker_that_lags_by_thousands_of_collectives() -> None:
             cluster.allreduce(rank, inputs[rank][number])
         cluster.settle()
     cluster.run()
-    for found in inputs:
-        assert all((found[number] == 2 * (1 + number)).all() for number in range(2000))
+    for result in inputs:
+        assert all((result[number] == 2 * (1 + number)).all() for number in range(2000))
 
 
 @pytest.mark.parametrize("elements", [17, 300])
@@ -251,7 +251,7 @@ def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
     cluster.now = 4.5
     stopped.advance()
     cluster.settle(paused=[stopped])
-    assert any("stood still for 3.5 s during collective 0" in each for each in cluster.warnings)
+    assert any("stood still for 3.5 s during collective 0" in warning for warning in cluster.warnings)
     assert "waiting for aggregator 127.0.0.1:7401, which stood still for 3.5 s" in cluster.warnings[-2]
     assert "waiting for rank 1 (host h1, pid 101) since 1.0 s" in cluster.warnings[-1]
     for now in (5.0, 5.25):
@@ -281,7 +281,7 @@ def test_a_shard_that_stood_still_for_a_moment_still_names_the_rank_that_is_late
     for now in (0.0, 2.1, 3.0, 3.15):
         cluster.now = now
         cluster.settle()
-    assert any("the aggregator" not in each and "stood still for 1.1 s" in each for each in cluster.warnings)
+    assert any("the aggregator" not in warning and "stood still for 1.1 s" in warning for warning in cluster.warnings)
     assert cluster.culprits() == {"rank 1 (host h1, pid 101)"}
 
 

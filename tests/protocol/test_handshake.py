@@ -220,7 +220,7 @@ def test_the_secret_of_all_is_no_teams_and_the_other_way_round() -> None:
 
 def test_a_proof_is_of_one_team_even_if_another_has_the_same_secret() -> None:
     twins = [Secret(b"the same for both", team) for team in ("", "one", "two")]
-    assert len({each.proof("worker", W, A) for each in twins}) == 3
+    assert len({twin.proof("worker", W, A) for twin in twins}) == 3
 
 
 MESSAGES: list[ControlMessage] = [

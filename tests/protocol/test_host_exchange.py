@@ -214,12 +214,12 @@ def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monke
     waited_for = HostExchange.waited_for
 
     def late_look(self: HostExchange) -> list[int]:
-        found = waited_for(self)
+        result = waited_for(self)
         if self is first and second.is_busy:
             monkeypatch.undo()
             cluster.settle(paused=[cluster.worker_drivers[0]])
             cluster.worker_drivers[1].perform(cluster.workers[1].leave())
-        return found
+        return result
 
     cluster.worker_drivers[0].advance()
     monkeypatch.setattr(HostExchange, "waited_for", late_look)
@@ -239,7 +239,7 @@ def test_nothing_follows_the_end_of_a_job_whose_aggregator_stopped() -> None:
         cluster.worker_drivers[1].advance()
         effects += first.advance(cluster.now)
     assert isinstance(effects[-1], End)
-    assert any(isinstance(each, Finish) for each in effects)
+    assert any(isinstance(effect, Finish) for effect in effects)
 
 
 @pytest.mark.parametrize("has_heard", [False, True])

@@ -62,18 +62,18 @@ def test_numbers_that_do_not_fit_one_slot(seed: int, ranks: int, slots: int) -> 
 def test_a_union_that_is_not_listed_in_one_step() -> None:
     numbers = [np.arange(0, 2 * AT_ONCE, 2), np.arange(AT_ONCE, 3 * AT_ONCE // 2, 3), np.arange(7)]
     cluster = InprocCluster(3, slot_bytes=1 << 16, seed=1, hosts=[range(3)])
-    check_bytes(cluster, [(each, (each % 50).astype(np.uint8).reshape(-1, 1)) for each in numbers])
+    check_bytes(cluster, [(number, (number % 50).astype(np.uint8).reshape(-1, 1)) for number in numbers])
 
 
 def check_bytes(cluster: InprocCluster, inputs: Sequence[Rows]) -> None:
     """Rows of one byte, of which many fit a slot."""
     n_rows = 2 * AT_ONCE
-    found = [cluster.rows(rank, *brought, n_rows) for rank, brought in enumerate(inputs)]
+    results = [cluster.rows(rank, *brought, n_rows) for rank, brought in enumerate(inputs)]
     cluster.run()
     union, sums = expected_rows([range(len(inputs))], inputs, n_rows, "sum")
-    for each in found:
-        assert each.result[0].tolist() == union.tolist()
-        assert bits(each.result[1]) == bits(sums)
+    for result in results:
+        assert result.result[0].tolist() == union.tolist()
+        assert bits(result.result[1]) == bits(sums)
 
 
 @settings(max_examples=60)
@@ -81,10 +81,10 @@ def check_bytes(cluster: InprocCluster, inputs: Sequence[Rows]) -> None:
 def test_parts_of_any_size(seed: int, ranks: int, most: int) -> None:
     cluster, rng = one_host(ranks, 1024, 3, seed), np.random.default_rng(seed)
     parts = [rng.integers(0, 99, int(rng.integers(most * 1024 // 8))) for _ in range(ranks)]
-    found = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
+    results = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
     cluster.run()
-    for each in found:
-        assert [part.tolist() for part in each.parts] == [part.tolist() for part in parts]
+    for result in results:
+        assert [part.tolist() for part in result.parts] == [part.tolist() for part in parts]
 
 
 def test_what_was_exchanged_is_counted_as_by_the_aggregators() -> None:
@@ -98,11 +98,11 @@ def test_what_was_exchanged_is_counted_as_by_the_aggregators() -> None:
     for worker in cluster.workers:
         list(worker.leave())  # leaving reports the error
     cluster.settle()
-    found, expected = (each.aggregators[0].account.total() for each in (cluster, apart))
+    result, expected = (each.aggregators[0].account.total() for each in (cluster, apart))
     names = "collectives", "blocks", "rank_blocks", "own_blocks", "union_blocks"
-    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
-    assert found.received_bytes == 14 * 32
-    assert found.sent_bytes == (4 + 10 + 14) * 32
+    assert [getattr(result, name) for name in names] == [getattr(expected, name) for name in names]
+    assert result.received_bytes == 14 * 32
+    assert result.sent_bytes == (4 + 10 + 14) * 32
 
 
 def test_packets_count_once() -> None:

@@ -95,11 +95,11 @@ def test_mutated_control_messages_decode_or_are_refused(seed: int, message: Cont
 def test_mutated_descriptors_decode_or_are_refused(seed: int) -> None:
     data = Descriptor("allreduce_rows", "name", "float32", (2**40, 128)).encoded
     try:
-        found = decode_descriptor(mutated(random.Random(seed), data))
+        descriptor = decode_descriptor(mutated(random.Random(seed), data))
     except ProtocolError:
         return
-    assert 0 <= found.layout.blocks < 2**62
-    assert found.block_bytes > 0
+    assert 0 <= descriptor.layout.blocks < 2**62
+    assert descriptor.block_bytes > 0
 
 
 def descriptor_bytes(**changes: object) -> bytes:

@@ -62,7 +62,7 @@ def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0
 
 def after_leaves(effects: Iterable[object]) -> Any:
     """Effects except the Leave messages to aggregators."""
-    return [each for each in effects if not (isinstance(each, SendControl) and isinstance(each.message, Leave))]
+    return [effect for effect in effects if not (isinstance(effect, SendControl) and isinstance(effect.message, Leave))]
 
 
 def failure(effects: Iterable[object]) -> OmniReduceError:
@@ -104,7 +104,7 @@ def test_who_does_not_prove_itself_gets_no_hello() -> None:
         joining = begun(secret=SECRET, shards=1)
         list(joining.connected(0, NONCE, 0.0))
         effects = told(joining, 0, *answers)
-        assert not any(isinstance(each, SendControl) and isinstance(each.message, Hello) for each in effects)
+        assert not any(isinstance(effect, SendControl) and isinstance(effect.message, Hello) for effect in effects)
         assert isinstance(failure(effects[-2:]), TransportError)
 
 
@@ -155,7 +155,7 @@ def test_the_connections_before_a_lost_one_stay() -> None:
     told(joining, 0, Welcome(3))
     told(joining, 1, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)), now=1.2)
     (joined,) = told(joining, 1, Welcome(4), now=1.3)
-    assert [each.generation for each in joined.welcomes] == [3, 4]
+    assert [welcome.generation for welcome in joined.welcomes] == [3, 4]
 
 
 def test_what_cannot_get_better_is_final_before_the_hello_too() -> None:
@@ -434,7 +434,7 @@ def test_a_reason_for_which_attempts_fail_is_said_again() -> None:
     while now < 10:
         list(joining.connected(0, NONCE, now))
         effects = told(joining, 0, Refused("full", temporary=True), now=now)
-        said += [each.text for each in effects if isinstance(each, Notice)]
+        said += [effect.text for effect in effects if isinstance(effect, Notice)]
         assert joining.deadline is not None
         now = joining.deadline
         list(joining.timer(now))

@@ -395,7 +395,7 @@ class Life(RuleBasedStateMachine):
         assert [each.rank for each in admit.hellos] == list(range(admit.hellos[0].world_size))
         agreed = {(each.job, each.team, each.world_size, each.shards, each.shard, each.slots) for each in admit.hellos}
         assert len(agreed) == 1
-        there = {(each.job, each.rank) for ranks in self.running.values() for each in ranks.values()}
+        there = {(rank.job, rank.rank) for ranks in self.running.values() for rank in ranks.values()}
         assert not any((admit.job, rank) in there for rank in range(len(admit.keys)))
         self.held[admit.generation] = admit.hellos[0]
         self.running[admit.generation] = {each.rank: each for each in admit.hellos}
@@ -426,10 +426,10 @@ class Life(RuleBasedStateMachine):
         of_others = any(held[each].job == job and held[each].team != team for each in self.running)
         jobs = len({each.job for each in before.values()}) + len(self.running)
         loads = [*{each.job: each for each in before.values()}.values(), *self.held.values(), message]
-        ranks = sum(each.world_size for each in loads)
-        memory = sum((each.world_size + 1) * each.slots * each.slot_bytes for each in loads)
+        ranks = sum(load.world_size for load in loads)
+        memory = sum((load.world_size + 1) * load.slots * load.slot_bytes for load in loads)
         room = bool(others) or (jobs < TIGHT.max_jobs and ranks <= TIGHT.max_ranks and memory <= TIGHT.max_bytes)
-        own = sum(each.world_size for each in loads if each.team == team)
+        own = sum(load.world_size for load in loads if load.team == team)
         own_jobs = {each.job for each in before.values() if each.team == team}
         own_running = sum(held[each].team == team for each in self.running)
         fits = bool(others) or (own <= terms.max_ranks and len(own_jobs) + own_running < terms.max_jobs)
@@ -468,7 +468,10 @@ class Life(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 15.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        due = any(self.now - each.since >= LIMITS.join_timeout_s for each in self.membership._pending_jobs.values())
+        due = any(
+            self.now - pending_job.since >= LIMITS.join_timeout_s
+            for pending_job in self.membership._pending_jobs.values()
+        )
         before = len(self.waiting)
         self.read(self.membership.expire(self.now))
         assert (len(self.waiting) < before) == due
@@ -584,7 +587,7 @@ def test_of_several_connections_of_a_rank_that_compiles_the_last_one_counts() ->
 
 
 def refused(effects: Iterable[MembershipEffect]) -> list[Hashable]:
-    return [each.key for each in effects if isinstance(each, Answer) and isinstance(each.message, Refused)]
+    return [effect.key for effect in effects if isinstance(effect, Answer) and isinstance(effect.message, Refused)]
 
 
 @pytest.mark.parametrize("changes", [{"team": "other"}, {"job": "other"}, {"launch": "other"}])

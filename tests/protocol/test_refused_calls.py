@@ -42,15 +42,15 @@ def of_shape(shape: str, shards: int) -> InprocCluster:
 )
 def test_what_all_refuse_is_over(shape: str, shards: int, refused: list[bool], dtypes: list[str]) -> None:
     """Each with a reason of its own, between calls that all make, of which several are under way."""
-    cluster, found = of_shape(shape, shards), list[Array]()
+    cluster, results = of_shape(shape, shards), list[Array]()
     for at, is_refused in enumerate(refused):
         for rank in range(RANKS):
             if is_refused:
                 refuse(cluster, rank, "because " * (1 + rank % 3))
             else:
-                found.append(cluster.allreduce(rank, np.full(ELEMENTS, 1 + rank, dtypes[at])))
+                results.append(cluster.allreduce(rank, np.full(ELEMENTS, 1 + rank, dtypes[at])))
     cluster.run()
-    assert all(x.tolist() == [10] * ELEMENTS for x in found)
+    assert all(x.tolist() == [10] * ELEMENTS for x in results)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -102,18 +102,18 @@ def unpacked(rows: Array) -> Packets:
     called = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=most)
     own = packed(np.arange(9, dtype=np.uint8))
     layout = cluster.sharding.layout(called)
-    found = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), most=most)
+    packets = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), most=most)
     numbers = np.concatenate((np.arange(len(own)), most + np.arange(len(rows))))
-    found.put(np.concatenate((own, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
-    found.finish()
-    return found
+    packets.put(np.concatenate((own, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
+    packets.finish()
+    return packets
 
 
 @given(why=st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=150).filter(str.isprintable))
 def test_a_part_may_say_why_it_is_missing(why: str) -> None:
-    found = unpacked(packed_refusal(why))
-    assert found.refused == {1: why}
-    assert [part.tolist() for part in found.parts] == [list(range(9)), []]
+    result = unpacked(packed_refusal(why))
+    assert result.refused == {1: why}
+    assert [part.tolist() for part in result.parts] == [list(range(9)), []]
 
 
 @pytest.mark.parametrize("content", [b"", b"a\nb", b"\xff\xfe", b"x" * 601, b"x" * 1500])

@@ -127,7 +127,9 @@ class Attempts:
     def __init__(self, attempts: list[Attempt], *, knows_size: bool) -> None:
         self.membership, self._attempts, self._knows_size = running(), attempts, knows_size
         self._keys, self._waiting = count(), dict[Any, int]()
-        self._left = {rank: [at for at, each in enumerate(attempts) if rank in each.ranks] for rank in range(RANKS)}
+        self._left = {
+            rank: [at for at, attempt in enumerate(attempts) if rank in attempt.ranks] for rank in range(RANKS)
+        }
         self.heard = dict[tuple[int, int], str]()
 
     @property

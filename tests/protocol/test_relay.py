@@ -49,7 +49,7 @@ def bench() -> Bench:
 def test_a_sum_goes_up_when_all_who_send_have_sent(bench: Bench) -> None:
     assert not [each for each in bench.bring(0, 8) if isinstance(each, Send)]
     effects = bench.bring(1, 8)
-    assert [each.peers for each in effects if isinstance(each, Send)] == [(UP,)]
+    assert [effect.peers for effect in effects if isinstance(effect, Send)] == [(UP,)]
     assert not bench.machine.idle  # its results are to come
     (send,) = bench.result(8)
     assert isinstance(send, Send)
@@ -72,16 +72,20 @@ def test_a_result_that_cannot_be_ends_the_job(bench: Bench, frontier: int, numbe
     bench.bring(0, 8)
     bench.bring(1, 8)
     effects = bench.result(frontier, number=number, peer=peer)
-    (end,) = [each for each in effects if isinstance(each, End)]
+    (end,) = [effect for effect in effects if isinstance(effect, End)]
     assert end.kind == "violation"
     assert end.cause is not None
     assert end.cause.culprit == "aggregator top:1"
-    assert {each.peer for each in effects if isinstance(each, SendControl) and isinstance(each.message, Aborted)} == {
+    assert {
+        effect.peer for effect in effects if isinstance(effect, SendControl) and isinstance(effect.message, Aborted)
+    } == {
         0,
         1,
         2,
     }
-    assert {each.peer for each in effects if isinstance(each, SendControl) and isinstance(each.message, Leave)} == {
+    assert {
+        effect.peer for effect in effects if isinstance(effect, SendControl) and isinstance(effect.message, Leave)
+    } == {
         3,
         4,
         5,
@@ -96,7 +100,7 @@ def test_results_before_anything_was_sent_are_refused(bench: Bench) -> None:
 def test_who_is_late_is_told_above_and_below(bench: Bench) -> None:
     bench.bring(0, 8)
     effects = list(bench.machine.timer(1.5))
-    told = [(each.peer, each.message) for each in effects if isinstance(each, SendControl)]
+    told = [(effect.peer, effect.message) for effect in effects if isinstance(effect, SendControl)]
     assert [(peer, each.behind) for peer, each in told if isinstance(each, Report)] == [(UP, [5])]
     waits = [(peer, each.who) for peer, each in told if isinstance(each, Waiting)]
     assert waits == [(rank, NAMES[1]) for rank in range(3)]
@@ -145,10 +149,10 @@ def test_a_float16_tensor_goes_up_rank_by_rank() -> None:
         row = bench.arena[member * SLOTS]
         nbytes = seal(row, 0, 8, NOTHING, half.block_bytes, half.encoded)
         effects = [*bench.machine.received(member, 0, nbytes, 0.0), *bench.machine.advance(0.0)]
-        sends = [each for each in effects if isinstance(each, Send)]
+        sends = [effect for effect in effects if isinstance(effect, Send)]
         if member == 2:  # a member that sends no sums begins nothing
             assert [each.peers for each in sends] == [(expected,)]
-        returned = [each for each in effects if isinstance(each, ReturnCredit)]
+        returned = [effect for effect in effects if isinstance(effect, ReturnCredit)]
         assert returned == ([ReturnCredit(0, 0)] if member == 0 else [])
     assert list(bench.machine.credited(UP + 1, 0, 0.0)) == [ReturnCredit(1, 0)]
     assert bench.machine.passing[1] == set()
@@ -159,14 +163,14 @@ def test_who_leaves_although_results_are_to_come_ends_the_job(bench: Bench) -> N
     bench.bring(0, 8)
     bench.bring(1, 8)
     effects = list(bench.machine.told(1, Leave(), 0.0))
-    (end,) = [each for each in effects if isinstance(each, End)]
+    (end,) = [effect for effect in effects if isinstance(effect, End)]
     assert end.kind == "left"
     assert end.cause is not None
     assert end.cause.culprit == NAMES[1]
     causes = {
-        each.peer: each.message.cause
-        for each in effects
-        if isinstance(each, SendControl) and isinstance(each.message, Leave)
+        effect.peer: effect.message.cause
+        for effect in effects
+        if isinstance(effect, SendControl) and isinstance(effect.message, Leave)
     }
     assert causes == {UP: end.cause, UP + 2: end.cause}
 
@@ -201,7 +205,7 @@ def test_a_relay_below_says_who_has_not_read(bench: Bench) -> None:
 
 def test_reports_without_end_are_a_violation(bench: Bench) -> None:
     ends = [each for number in range(101) for each in bench.machine.told(0, Report(), 0.0) if isinstance(each, End)]
-    assert [each.kind for each in ends] == ["violation"]
+    assert [end.kind for end in ends] == ["violation"]
 
 
 def test_reports_of_ranks_that_share_all_in_memory_go_up() -> None:

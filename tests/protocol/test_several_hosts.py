@@ -139,10 +139,10 @@ def test_allreduce_rows(
 def test_parts_of_any_size(seed: int, sizes: list[int], most: int, shards: int) -> None:
     cluster, rng = several_hosts(spread(sizes, seed), 1024, 3, seed, shards), np.random.default_rng(seed)
     parts = [rng.integers(0, 99, int(rng.integers(most * 1024 // 8))) for _ in range(sum(sizes))]
-    found = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
+    results = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
     cluster.run()
-    for each in found:
-        assert [part.tolist() for part in each.parts] == [part.tolist() for part in parts]
+    for result in results:
+        assert [part.tolist() for part in result.parts] == [part.tolist() for part in parts]
 
 
 def test_a_host_sends_and_gets_each_row_once() -> None:
@@ -157,7 +157,7 @@ def test_a_host_sends_and_gets_each_row_once() -> None:
     assert {rank: [each % 2**48 for each in found] for (rank, is_down), found in sent.items() if is_down} == {
         0: down, 3: down,
     }  # fmt: skip
-    took = [each.received_bytes for each in cluster.hosts if each is not None]
+    took = [host.received_bytes for host in cluster.hosts if host is not None]
     assert took == [3 * 32, 4 * 32, 4 * 32], "rank 0 adds up, the others take its rows"
 
 
@@ -177,9 +177,9 @@ def test_rows_and_dense_tensors_mix(seed: int, sizes: list[int], shards: int) ->
     cluster.run()
     assert_results(dense[0], expected[0])
     assert_results(dense[1], expected[1])
-    for each in rows:
-        assert np.array_equal(each.result[0], numbers)
-        assert np.array_equal(each.result[1], np.full((10, 8), ranks, np.float32))
+    for row in rows:
+        assert np.array_equal(row.result[0], numbers)
+        assert np.array_equal(row.result[1], np.full((10, 8), ranks, np.float32))
 
 
 @pytest.mark.parametrize("late", range(3))
@@ -188,11 +188,11 @@ def test_a_host_shows_only_what_its_shard_has_answered(late: int) -> None:
     hosts = [[0, 1], [2]]
     cluster = several_hosts(hosts, 32, 1, late, 3)
     inputs = [np.arange(1, 161, dtype=np.float32) * 10**rank for rank in range(3)]
-    found = [cluster.allreduce(rank, x.copy(), block_size=8) for rank, x in enumerate(inputs)]
+    totals = [cluster.allreduce(rank, x.copy(), block_size=8) for rank, x in enumerate(inputs)]
     cluster.settle(paused=[cluster.aggregator_drivers[late]])
     assert cluster.finished == [[], [], []]
     cluster.run()
-    assert_results(found, reduce_by_host(hosts, inputs, "sum"))
+    assert_results(totals, reduce_by_host(hosts, inputs, "sum"))
 
 
 @pytest.mark.parametrize("late", range(3))
@@ -201,15 +201,15 @@ def test_a_host_shares_rows_when_all_its_shards_have_answered(late: int) -> None
     hosts = [[0, 1], [2]]
     cluster, rng = several_hosts(hosts, 32, 1, late, 3), np.random.default_rng(late)
     inputs = [some_rows(rng, "float32", 600, 8) for _ in range(3)]
-    found = [cluster.rows(rank, *brought, 600) for rank, brought in enumerate(inputs)]
+    results = [cluster.rows(rank, *brought, 600) for rank, brought in enumerate(inputs)]
     cluster.settle(paused=[cluster.aggregator_drivers[late]])
     assert cluster.finished == [[], [], []]
-    assert [each.host.waited_for() for each in cluster.workers if each.host is not None] == [[], []]
+    assert [worker.host.waited_for() for worker in cluster.workers if worker.host is not None] == [[], []]
     cluster.run()
     union, sums = expected_rows(hosts, inputs, 600, "sum")
-    for each in found:
-        assert each.result[0].tolist() == union.tolist()
-        assert_same_values(each.result[1], sums, "rows")
+    for result in results:
+        assert result.result[0].tolist() == union.tolist()
+        assert_same_values(result.result[1], sums, "rows")
 
 
 def test_nobody_passes_a_barrier_before_all_hosts_are_there() -> None:
@@ -247,9 +247,9 @@ def test_rows_beside_a_tensor_end_the_job_on_all_ranks(others: set[int], dtype: 
         else:
             cluster.allreduce(rank, np.ones(20, np.float32))
     cluster.settle()
-    found = cluster.culprits()
-    assert len(found) in (1, 2)
-    for culprit in found:
+    results = cluster.culprits()
+    assert len(results) in (1, 2)
+    for culprit in results:
         named = set(map(int, re.findall(r"\d+", culprit)))
         assert (len(named), len(named & others)) == (2, 1), culprit
 
@@ -261,7 +261,7 @@ def test_a_host_sends_no_sum_that_float16_cannot_hold() -> None:
     signs = [1, 1, -1, -1]
     sums = [cluster.allreduce(rank, np.full(20, 40_000 * signs[rank], np.float16), block_size=16) for rank in range(4)]
     cluster.run()
-    assert all((each == 40_000).all() for each in means)
+    assert all((mean == 40_000).all() for mean in means)
     assert all((each == 0).all() for each in sums)
 
 
@@ -284,7 +284,7 @@ def test_a_delegate_that_left_before_it_has_shown_is_not_waited_for(has_rows: bo
 
 def wait(cluster: InprocCluster, seconds: float, paused: int | None = None) -> None:
     """Let time pass, in halves of a second, until a rank ends its job; one rank may be stopped."""
-    drivers = [each for rank, each in enumerate(cluster.worker_drivers) if rank != paused]
+    drivers = [worker_driver for rank, worker_driver in enumerate(cluster.worker_drivers) if rank != paused]
     until = cluster.now + seconds
     while cluster.now < until and not any(cluster.worker_ends):
         cluster.now += 0.5
@@ -461,13 +461,13 @@ def test_a_rank_alone_on_its_host_lets_the_others_judge_who_is_late() -> None:
 def host_sum(blocks: int, ready: int, non_zero: Sequence[int] = ()) -> HostSum:
     """The sum of a host whose blocks of 8 bytes are known below `ready`."""
     layout = Layout(blocks, 1, 1, 1)
-    found = HostSum(DenseTensor(None, np.zeros(blocks), layout, np.uint64(2**63 - 1)))
-    found.notes[:ready] = PRESENT
-    found.notes[list(non_zero)] |= NON_ZERO
+    result = HostSum(DenseTensor(None, np.zeros(blocks), layout, np.uint64(2**63 - 1)))
+    result.notes[:ready] = PRESENT
+    result.notes[list(non_zero)] |= NON_ZERO
     for block in range(-1, ready + 1, 7):  # it becomes ready step by step
-        found.ready = block
-    found.ready = ready
-    return found
+        result.ready = block
+    result.ready = ready
+    return result
 
 
 @pytest.mark.parametrize(

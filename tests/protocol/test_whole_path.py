@@ -35,15 +35,15 @@ def clusters(draw: st.DrawFn, block_bytes: int, **fixed: Any) -> InprocCluster:
 
 def tensors(rng: np.random.Generator, dtype: str, ranks: int, elements: int, block_size: int) -> list[Array]:
     """One tensor a rank; the ranks' non-zero blocks are the same, have none in common, or whatever comes."""
-    found = [sparse_tensor(rng, dtype, elements, block_size, rng.random()) for _ in range(ranks)]
+    results = [sparse_tensor(rng, dtype, elements, block_size, rng.random()) for _ in range(ranks)]
     overlap = rng.choice(["random", "full", "none"])
     for start in range(0, elements, block_size):
         part = slice(start, start + block_size)
         owner = rng.integers(ranks)
-        for rank, tensor in enumerate(found):
+        for rank, tensor in enumerate(results):
             if (overlap == "full" and owner < ranks / 2) or (overlap == "none" and rank != owner):
                 tensor[part] = np.zeros((), tensor.dtype)
-    return found
+    return results
 
 
 class Submission:
@@ -108,8 +108,8 @@ def test_ranks_submit_at_different_times(data: st.DataObject, seed: int, element
             cluster.allreduce(rank, each[rank])
         cluster.settle()
     cluster.run()
-    for found, value in zip(rounds, expected, strict=True):
-        assert_results(found, value)
+    for result, value in zip(rounds, expected, strict=True):
+        assert_results(result, value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,8 +143,8 @@ def test_rows_of_a_matrix_with_more_than_2_to_the_31_elements() -> None:
     ]
     cluster.run()
     for operand in operands:
-        found, values = operand.result
-        assert found.tolist() == [0, 2**31 - 1, 2**31, 2**32 + 5, 2**35, n_rows - 1]
+        result, values = operand.result
+        assert result.tolist() == [0, 2**31 - 1, 2**31, 2**32 + 5, 2**35, n_rows - 1]
         assert (values == np.array([[1], [1], [3], [1], [2], [3]])).all()
 
 

@@ -26,16 +26,16 @@ def fed(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = Fa
     Rank 0 lists its blocks as `runs`, if there are any, or else as steps.
     """
     arena, results = (np.zeros((RANKS, SLOT_BYTES), np.uint8) for _ in range(2))
-    found = Reduction(RANKS, RANKS, arena, results, MessageSizing(SLOT_BYTES, SLOT_BYTES), Budget(window=window))
+    reduction = Reduction(RANKS, RANKS, arena, results, MessageSizing(SLOT_BYTES, SLOT_BYTES), Budget(window=window))
     descriptor = Descriptor("allreduce", "", "int64", (BLOCKS * BLOCK,), block_size=BLOCK)
-    found.begin(descriptor, ALL)
+    reduction.begin(descriptor, ALL)
     for rank, (own, listed) in enumerate([(indices, runs), (list(range(BLOCKS)), ())]):
         arena[rank, 64 : 64 + 8 * BLOCK * len(own)].view(np.int64)[:] = 1
         as_runs = np.array(listed, np.int64).reshape(-1, 2)
         steps = np.frombuffer(steps_of(own) if in_steps and rank == 0 else b"", np.uint8)
         nbytes = seal(arena[rank], 0, BLOCKS, np.array(own), descriptor.block_bytes, runs=as_runs, steps=steps)
-        found.union.open(rank, rank, read_header(arena[rank], nbytes))
-    return found
+        reduction.union.open(rank, rank, read_header(arena[rank], nbytes))
+    return reduction
 
 
 def merging(indices: list[int], window: int, runs: Runs = (), *, in_steps: bool = False) -> Iterator[Reduction]:

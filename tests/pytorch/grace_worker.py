@@ -75,7 +75,7 @@ def say(**event: Any) -> None:
 
 def report(way: str, make: Callable[[dict[str, Any]], tuple[nn.Module, list[float]]], params: dict[str, Any]) -> None:
     net, losses = make(params)
-    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.parameters()))
+    digest = hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters()))
     say(way=way, losses=losses, digest=digest.hexdigest())
 
 

@@ -20,16 +20,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU her
 
 def method(group: Any, name: str, old_name: str) -> Callable[..., Any]:
     """A method that torch 2.13 calls `name`, and earlier ones `old_name`."""
-    found: Callable[..., Any] = getattr(group, name if hasattr(dist.ProcessGroup, name) else old_name)
-    return found
+    result: Callable[..., Any] = getattr(group, name if hasattr(dist.ProcessGroup, name) else old_name)
+    return result
 
 
 def options(kind: str, **values: Any) -> Any:
     """Options that torch hands to a method with a collective: `kind` is "Allreduce", "Broadcast", ..."""
-    found = getattr(dist, f"{kind}Options")()
+    result = getattr(dist, f"{kind}Options")()
     for name, value in values.items():
-        setattr(found, name, value)
-    return found
+        setattr(result, name, value)
+    return result
 
 
 def start_group(size: int, function: Callable[[ProcessGroup, int], T], timeout_s: float = WAIT_S) -> Ranks:

@@ -23,8 +23,8 @@ RANKS = 3
 def gradient_of(call: Callable[[Tensor], Any], length: int = 2) -> list[float]:
     """That of the sum of the first result, multiplied by the rank + 1, for a tensor of ones."""
     x = torch.ones(length, requires_grad=True)
-    found = call(x)
-    y = found[0] if isinstance(found, tuple | list) else found
+    result = call(x)
+    y = result[0] if isinstance(result, tuple | list) else result
     (y * (hvd.rank() + 1)).sum().backward()
     assert x.grad is not None
     return x.grad.tolist()  # type: ignore[no-any-return]
@@ -47,8 +47,8 @@ def gradients_of_collectives() -> None:
     rows = [1, 1, 2, 2, 3][:5]
     for op, times in ((hvd.Average, 1), (hvd.Sum, RANKS)):
         scaled = lambda x, op=op: hvd.reducescatter(x, op=op, prescale_factor=0.5, postscale_factor=4.0)  # noqa: E731
-        assert gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), 5) == [times * each for each in rows]
-        assert gradient_of(scaled, 5) == [2 * times * each for each in rows]
+        assert gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), 5) == [times * row for row in rows]
+        assert gradient_of(scaled, 5) == [2 * times * row for row in rows]
     with pytest.raises(UsageError, match="no gradients go through reducescatter of op 'max'"):
         gradient_of(lambda x: hvd.reducescatter(x, op=hvd.Max), 3)
 
@@ -74,9 +74,9 @@ def gradients_of_groups() -> None:
 def gradients_of_gradients() -> None:
     """Second derivatives of the cube of a sum, which is 6 on each of three ranks."""
     x = torch.full((2,), 2.0, requires_grad=True)
-    [found] = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum).pow(3).sum(), x, create_graph=True)
-    assert found.tolist() == [3 * 6**2 * RANKS] * 2
-    found.sum().backward()
+    [result] = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum).pow(3).sum(), x, create_graph=True)
+    assert result.tolist() == [3 * 6**2 * RANKS] * 2
+    result.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [3 * 2 * 6 * RANKS**2] * 2
 
@@ -103,8 +103,8 @@ def forms_of_groups() -> None:
 def roundings() -> None:
     """Means of integers are rounded towards zero, also where a rank has joined; of halves the product is rounded."""
     half = torch.tensor([118.5], dtype=torch.float16)
-    found = hvd.allreduce(half, op=hvd.Sum, prescale_factor=0.19151945, postscale_factor=2.0)
-    assert found.item() == 6 * (half.float() * 0.19151945).half().item()
+    total = hvd.allreduce(half, op=hvd.Sum, prescale_factor=0.19151945, postscale_factor=2.0)
+    assert total.item() == 6 * (half.float() * 0.19151945).half().item()
     x = torch.tensor([-7, 7, -3], dtype=torch.int32)
     assert hvd.allreduce(x * (hvd.rank() == 0)).tolist() == [-2, 2, -1]
     assert hvd.reducescatter(x * (hvd.rank() == 0)).tolist() == [[-2], [2], [-1]][hvd.rank()]
@@ -160,9 +160,9 @@ def a_gradient_that_is_changed_while_it_is_combined() -> None:
 def tensors_in_objects() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     nn.init.constant_(net[0].weight, hvd.rank())
-    found = hvd.broadcast_object(net.state_dict(), root_rank=1)
-    assert type(found) is OrderedDict
-    net.load_state_dict(found)
+    result = hvd.broadcast_object(net.state_dict(), root_rank=1)
+    assert type(result) is OrderedDict
+    net.load_state_dict(result)
     assert net[0].weight.tolist() == [[1, 1], [1, 1]]
     everyones = hvd.allgather_object({"loss": torch.tensor(float(hvd.rank())), "step": 3})
     assert [each["loss"].item() for each in everyones] == [0, 1, 2]
@@ -189,7 +189,7 @@ def process_sets_at_the_start() -> None:
 def parameters_without_names() -> None:
     tensors = [torch.full((2,), float(hvd.rank())), torch.full((3,), 10.0 * hvd.rank())]
     hvd.broadcast_parameters(tensors, root_rank=2)
-    assert [each.tolist() for each in tensors] == [[2, 2], [20, 20, 20]]
+    assert [tensor.tolist() for tensor in tensors] == [[2, 2], [20, 20, 20]]
 
 
 def timelines_one_after_another() -> None:

@@ -51,9 +51,9 @@ def reductions() -> None:
     assert hvd.synchronize(handle) is mine
     assert hvd.poll(handle)
     group = [own(rank, 2), own(rank, 4, dtype=torch.float64)]
-    found = hvd.grouped_allreduce(group, op=hvd.Sum)
-    assert torch.equal(found[0], everyone(2).sum(0))
-    assert torch.equal(found[1], everyone(4).sum(0).double())
+    result = hvd.grouped_allreduce(group, op=hvd.Sum)
+    assert torch.equal(result[0], everyone(2).sum(0))
+    assert torch.equal(result[1], everyone(4).sum(0).double())
     hvd.grouped_allreduce_(group, op=hvd.Sum, name="g")
     assert torch.equal(group[0], everyone(2).sum(0))
     ints = torch.tensor([rank, -rank])
@@ -69,8 +69,8 @@ def reductions() -> None:
 
 def moves() -> None:
     rank = hvd.rank()
-    found = hvd.allgather(own(rank, 1 + rank, 2))
-    assert torch.equal(found, torch.cat([own(each, 1 + each, 2) for each in range(3)]))
+    result = hvd.allgather(own(rank, 1 + rank, 2))
+    assert torch.equal(result, torch.cat([own(number, 1 + number, 2) for number in range(3)]))
     assert torch.equal(hvd.broadcast(own(rank, 4), 2), own(2, 4))
     x = own(rank, 4)
     assert hvd.broadcast_(x, 1) is x
@@ -78,7 +78,7 @@ def moves() -> None:
     splits = torch.tensor([[1, 0, 2], [0, 3, 0], [1, 1, 1]], dtype=torch.int32)
     rows, counts = hvd.alltoall(own(rank, 3, 2), splits=splits[rank])
     assert counts.tolist() == splits[:, rank].tolist()
-    sent = [own(each, 3, 2).split(splits[each].tolist())[rank] for each in range(3)]
+    sent = [own(number, 3, 2).split(splits[number].tolist())[rank] for number in range(3)]
     assert torch.equal(rows, torch.cat(sent))
     assert hvd.alltoall(torch.arange(3) + 10 * rank).tolist() == [rank, rank + 10, rank + 20]
     assert hvd.broadcast_object({"epoch": rank}, root_rank=1) == {"epoch": 1}
@@ -135,8 +135,8 @@ def optimizers() -> None:
             refuses(optimizer.zero_grad, "while gradients are combined")
             if "backward_passes_per_step" in way:
                 optimizer.synchronize()
-                for each in net.parameters():
-                    each.grad /= 2
+                for parameter in net.parameters():
+                    parameter.grad /= 2
                 with optimizer.skip_synchronize():
                     optimizer.step()
             else:
@@ -144,7 +144,7 @@ def optimizers() -> None:
         exact = 1e-3 if "compression" in way else 1e-6
         for one, other in zip(net.parameters(), alone.parameters(), strict=True):
             assert torch.allclose(one, other, atol=exact), way
-        digests = hvd.allgather_object([each.tolist() for each in net.parameters()])
+        digests = hvd.allgather_object([parameter.tolist() for parameter in net.parameters()])
         assert digests[0] == digests[1] == digests[2], way
 
 
@@ -159,8 +159,8 @@ def parameters_without_a_gradient() -> None:
 def a_parameter_that_thaws() -> None:
     """Also where the program synchronises itself."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    for each in net.parameters():
-        nn.init.ones_(each)
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
     first = net[0].weight.requires_grad_(False)
     named = [(f"thaws.{name}", each) for name, each in net.named_parameters()]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.25), named)
@@ -171,8 +171,8 @@ def a_parameter_that_thaws() -> None:
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
-    found = hvd.allgather_object([each.item() for each in net.parameters()])
-    assert found[0] == found[1] == found[2]
+    result = hvd.allgather_object([parameter.item() for parameter in net.parameters()])
+    assert result[0] == result[1] == result[2]
 
 
 def parameters_in_groups() -> None:
@@ -223,9 +223,9 @@ def states_of_optimizers() -> None:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert optimizer.param_groups[0]["lr"] == 0.5
         kept = [each[key].tolist() for each in optimizer.state.values()]
-        found = hvd.allgather_object(kept, name=f"kept {number}")
-        assert found[0] == found[1] == found[2]
-        assert len(found[0]) == 4
+        result = hvd.allgather_object(kept, name=f"kept {number}")
+        assert result[0] == result[1] == result[2]
+        assert len(result[0]) == 4
 
 
 def a_sparse_gradient_of_one_rank() -> None:
@@ -284,11 +284,11 @@ def batch_norm() -> None:
     data = torch.randn(3, 4, 2, 5, generator=torch.Generator().manual_seed(1))
     whole, split = nn.BatchNorm1d(2), hvd.SyncBatchNorm(2)
     x, own_x = data.reshape(12, 2, 5).requires_grad_(), data[hvd.rank()].clone().requires_grad_()
-    expected, found = whole(x), split(own_x)
-    found_of_whole = found.detach()
-    assert torch.allclose(expected.view(3, 4, 2, 5)[hvd.rank()], found, atol=1e-5)
+    expected, result = whole(x), split(own_x)
+    found_of_whole = result.detach()
+    assert torch.allclose(expected.view(3, 4, 2, 5)[hvd.rank()], result, atol=1e-5)
     (expected * x.detach().square()).sum().backward()
-    (found * own_x.detach().square()).sum().backward()
+    (result * own_x.detach().square()).sum().backward()
     assert x.grad is not None
     assert own_x.grad is not None
     assert torch.allclose(x.grad.view(3, 4, 2, 5)[hvd.rank()], own_x.grad, atol=1e-4)
@@ -299,9 +299,9 @@ def batch_norm() -> None:
     split.eval()
     split(own_x)
     half = hvd.SyncBatchNorm(2).half()
-    found = half(torch.full((400, 2, 200), float(hvd.rank()), dtype=torch.float16))
-    assert found.dtype == torch.float16
-    assert torch.allclose(found, torch.full_like(found, (hvd.rank() - 1) * 1.5**0.5), atol=1e-2)
+    result = half(torch.full((400, 2, 200), float(hvd.rank()), dtype=torch.float16))
+    assert result.dtype == torch.float16
+    assert torch.allclose(result, torch.full_like(result, (hvd.rank() - 1) * 1.5**0.5), atol=1e-2)
     assert torch.allclose(hvd.SyncBatchNorm(2, bias=False)(own_x), found_of_whole, atol=1e-5)
     lone = hvd.SyncBatchNorm(2)
     assert lone(torch.full((1, 2), float(hvd.rank()))).isfinite().all()

@@ -122,9 +122,9 @@ def main() -> None:
     rank, size, job, *scenarios = sys.argv[1:]
     torch.set_num_threads(1)
     hvd.init(rank=int(rank), size=int(size), job=job)
-    for each in scenarios:
-        sys.stderr.write(f"{each}\n")
-        globals()[each]()
+    for scenario in scenarios:
+        sys.stderr.write(f"{scenario}\n")
+        globals()[scenario]()
         hvd.barrier()
     hvd.shutdown()
 

@@ -46,7 +46,7 @@ def backward(model: Model, step: int) -> None:
 
 def all_alike(model: Model) -> bool:
     """The weights of all ranks, bit for bit."""
-    flat = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     lowest, highest = (hvd.allreduce(flat.view(torch.int32), op=op) for op in (hvd.Min, hvd.Max))
     return bool(torch.equal(lowest, highest))
 
@@ -145,12 +145,12 @@ def two_without_names() -> None:
     optimizers = [hvd.ShardedOptimizer([each], Sgd(lr=1.0)) for each in own]
     for _ in range(2):
         (own[0].sum() + 2 * own[1].sum()).backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     assert [each.tolist() for each in own] == [[-2] * 3, [-4] * 3]
-    for each in optimizers:
-        each.close()
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 def a_schedule_and_a_closure() -> None:
@@ -176,23 +176,23 @@ def states_like_those_of_torch() -> None:
     optimizer = hvd.ShardedOptimizer([*model.hidden.parameters()], Adam(lr=0.1))
     plain = torch.optim.Adam([*other.hidden.parameters()], lr=0.1)
     assert optimizer.state_dict()["state"] == {}
-    gradients = [torch.full_like(each, 0.5) for each in model.hidden.parameters()]
+    gradients = [torch.full_like(parameter, 0.5) for parameter in model.hidden.parameters()]
 
     def steps(model: Model, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(2):
-            for each, gradient in zip(model.hidden.parameters(), gradients, strict=True):
-                each.grad = gradient
+            for parameter, gradient in zip(model.hidden.parameters(), gradients, strict=True):
+                parameter.grad = gradient
             optimizer.step()
 
     steps(model, optimizer)
-    found = optimizer.state_dict()
-    assert sorted(found["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
+    result = optimizer.state_dict()
+    assert sorted(result["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
     other.load_state_dict(model.state_dict())
     kept = io.BytesIO()
-    torch.save(found, kept)
+    torch.save(result, kept)
     kept.seek(0)
-    found = torch.load(kept)  # it loads plain data only
-    plain.load_state_dict({"state": found["state"], "param_groups": plain.state_dict()["param_groups"]})
+    result = torch.load(kept)  # it loads plain data only
+    plain.load_state_dict({"state": result["state"], "param_groups": plain.state_dict()["param_groups"]})
     steps(model, optimizer)
     steps(other, plain)
     again = hvd.ShardedOptimizer([*model.hidden.parameters()], Adam(lr=0.1), name="again")

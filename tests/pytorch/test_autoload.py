@@ -54,15 +54,15 @@ dist.destroy_process_group()
 
 
 def test_torch_finds_the_name_by_itself() -> None:
-    [found] = [each for each in entry_points(group="torch.backends") if each.name == BACKEND]
-    assert found.load() is register
+    [result] = [entry_point for entry_point in entry_points(group="torch.backends") if entry_point.name == BACKEND]
+    assert result.load() is register
 
 
 def test_the_name_costs_an_import_of_torch_little() -> None:
     """Only the module that registers it is loaded, and nothing that torch has not."""
     code = "import sys, torch; print(*[name for name in sys.modules if name.startswith('omnireduce')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
-    assert set(done.stdout.split()) == {
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert set(result.stdout.split()) == {
         "omnireduce",
         "omnireduce.torch_backend",
         "omnireduce.support",
@@ -98,8 +98,8 @@ dist.init_process_group("gloo", init_method="file://{tmp_path}/init", rank=0, wo
 dist.monitored_barrier()
 print(dist.get_backend())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
-    first, last = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    first, last = result.stdout.splitlines()
     assert first.startswith("Default process group has not been initialized")
     assert last == "gloo"
 

@@ -44,10 +44,10 @@ def packed(group: Group, x: Tensor) -> Tensor:
 def values(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (7, 13)) -> Tensor:
     """Small numbers, most of them zero, of which sums, means of two and four, and products are exact."""
     chance = torch.Generator().manual_seed(rank)
-    found = torch.randint(0, 3, shape, generator=chance) * (torch.rand(shape, generator=chance) < 0.3)
+    result = torch.randint(0, 3, shape, generator=chance) * (torch.rand(shape, generator=chance) < 0.3)
     if dtype.is_complex:
-        return torch.complex(found.double(), -found.double()).to(dtype)
-    return found.to(dtype)
+        return torch.complex(result.double(), -result.double()).to(dtype)
+    return result.to(dtype)
 
 
 def same(ours: Any, theirs: Any) -> None:
@@ -116,7 +116,7 @@ def test_from_and_to_one_rank(root: int) -> None:
             [parts] if rank == root else [], [values(rank, torch.float32)], options("Gather", rootRank=root)
         ).wait()
         mine = torch.empty(7, 13)
-        sent = [[values(10 + each, torch.float32) for each in range(3)]] if rank == root else []
+        sent = [[values(10 + number, torch.float32) for number in range(3)]] if rank == root else []
         group.scatter([mine], sent, options("Scatter", rootRank=root)).wait()
         return [*results, mine, *([kept, *parts] if rank == root else [])]
 

@@ -26,8 +26,8 @@ def compare(size: int, function: Any) -> None:
 
     def run(group: Group, rank: int) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):
-            found = function(group, rank)
-            return [each.cpu() for each in found]
+            results = function(group, rank)
+            return [each.cpu() for each in results]
 
     same(run_group(size, run), run_gloo(size, function))
 
@@ -71,12 +71,12 @@ def test_a_collective_waits_for_what_the_stream_computes() -> None:
 
 def test_futures_hold_tensors_on_a_gpu() -> None:
     def run(group: ProcessGroup, rank: int) -> list[list[float]]:
-        found = []
+        results = []
         for is_async in (True, False):
             x = torch.ones(5, device="cuda")
             future = group.allreduce([x], options("Allreduce", asyncOp=is_async)).get_future()
-            found.append(future.then(lambda done: done.value()[0] * 2).wait().tolist())
-        return found
+            results.append(future.then(lambda done: done.value()[0] * 2).wait().tolist())
+        return results
 
     assert run_group(2, run) == [[[4.0] * 5] * 2] * 2
 

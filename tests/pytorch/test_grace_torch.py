@@ -40,10 +40,10 @@ def test_ranks_learn_and_stay_the_same(daemon: Daemon, tmp_path: Path) -> None:
             for rank in range(SIZE)
         ]
         for _ in range(11):
-            found = [json.loads(each.line(2 * WAIT_S)) for each in ranks]
-            before, after = found[0]["losses"]
-            assert after < 0.5 * before, found
-            assert found[0]["digest"] == found[1]["digest"], found
+            reports = [json.loads(rank.line(2 * WAIT_S)) for rank in ranks]
+            before, after = reports[0]["losses"]
+            assert after < 0.5 * before, reports
+            assert reports[0]["digest"] == reports[1]["digest"], reports
         for each in ranks:
             assert json.loads(each.line()) == {"way": "mean", "losses": [0.5] * 3, "digest": "tensor([2, 2])"}
             assert each.wait() == 0, each.log
@@ -73,7 +73,7 @@ def test_gradients_are_combined_by_name() -> None:
     grc: Any = grace_from_params({"compressor": "topk", "compress_ratio": 0.5, "memory": "residual"})
     step_of(net, named_parameters=net.named_parameters(), grace=grc)
     assert (net.weight.tolist(), net.bias.tolist()) == ([[0, 4]], [0])
-    assert {name: each.tolist() for name, each in grc.memory.state_dict()["residuals"].items()} == {
+    assert {name: residual.tolist() for name, residual in grc.memory.state_dict()["residuals"].items()} == {
         "weight": [3, 0],
         "bias": [0],
     }
@@ -148,10 +148,10 @@ class Gathering(Grace):
     """A communicator of a user, in two halves, with functions for tensors."""
 
     def async_send(self, tensors: Any, name: str) -> Any:
-        return [hvd.allgather_async(each.reshape(1, -1), name=f"{name} {i}") for i, each in enumerate(tensors)]
+        return [hvd.allgather_async(tensor.reshape(1, -1), name=f"{name} {i}") for i, tensor in enumerate(tensors)]
 
     def wait_receive(self, handles: Any, ctx: Any) -> Any:
-        everyone = zip(*(hvd.synchronize(each) for each in handles), strict=True)
+        everyone = zip(*(hvd.synchronize(handle) for handle in handles), strict=True)
         return self.combined([self.compressor.decompress(each, ctx) for each in everyone])
 
 
@@ -188,12 +188,12 @@ def test_optimizers_that_share_a_memory_have_nothing_of_each_other(is_named: boo
     for net in nets:
         names = net.named_parameters() if is_named else None
         optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), names, grace=grc))
-    found = []
+    results = []
     for number, gradient in ((0, [[3.0, -4.0]]), (1, [[0.0, 0.0]]), (0, [[0.0, 0.0]])):
         nets[number].weight.grad = torch.tensor(gradient)
         optimizers[number].step()
-        found.append(nets[number].weight.grad.tolist())
-    assert found == [[[0, -4]], [[0, 0]], [[3, 0]]]
+        results.append(nets[number].weight.grad.tolist())
+    assert results == [[[0, -4]], [[0, 0]], [[3, 0]]]
 
 
 @pytest.mark.usefixtures("alone")
@@ -256,11 +256,11 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
     """The same gradient in each step, of whole numbers. From the second step on nothing is lost."""
     net, steps = Turned(), 4
     with torch.no_grad():
-        for i, each in enumerate(net.parameters()):
-            each.copy_(torch.arange(16.0).view(4, 4) + i)
+        for i, parameter in enumerate(net.parameters()):
+            parameter.copy_(torch.arange(16.0).view(4, 4) + i)
     x = torch.tensor([[1.0, 2, -3, 4]])
     net(x).sum().backward()
-    own = [each.grad.flatten().clone() for each in net.parameters()]
+    own = [parameter.grad.flatten().clone() for parameter in net.parameters()]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(net)
@@ -270,8 +270,8 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
         for step in range(steps):
             model.zero_grad()
             model(x).sum().backward()
-            for total, each in zip(received, net.parameters(), strict=True):
-                total += each.grad.flatten() * (step > 0)
+            for total, parameter in zip(received, net.parameters(), strict=True):
+                total += parameter.grad.flatten() * (step > 0)
     finally:
         dist.destroy_process_group()
     kept = grc.memory.state_dict()["residuals"]
@@ -285,7 +285,7 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
 @pytest.mark.parametrize("compressor", ["topk", "signum", "powersgd"])
 def test_models_one_after_another_have_nothing_of_each_other(compressor: str) -> None:
     """Models of one shape share a communicator: memory of freed models is used again for the next ones."""
-    x, found = torch.tensor([[1.0, 2, -3, 4]]), []
+    x, results = torch.tensor([[1.0, 2, -3, 4]]), []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     grc: Any = grace_from_params({"compressor": compressor, "memory": "residual"})
     try:
@@ -294,12 +294,12 @@ def test_models_one_after_another_have_nothing_of_each_other(compressor: str) ->
             model = DistributedDataParallel(net)
             model.register_comm_hook(grc.state, grc.hook)
             (sign * model(x)).sum().backward()
-            found.append((sign * net.weight.grad).tolist())
+            results.append((sign * net.weight.grad).tolist())
             del net, model
             gc.collect()
     finally:
         dist.destroy_process_group()
-    assert found == found[:1] * 5
+    assert results == results[:1] * 5
     kept = grc.memory.state_dict()["residuals"]
     assert [each.partition(",")[0] for each in kept] in ([], ["bucket 4"])
 

@@ -60,8 +60,8 @@ def test_ranks_of_two_hosts_reach_each_other(hosts: list[Host]) -> None:
             names = {"SLURM_STEP_NODELIST": f"{here.name},{there.name}", "SLURM_LOCALID": str(rank % 2)}
             environ = {**slurm, **names, "OMNIREDUCE_CLUSTER_AGGREGATORS": str(address)}
             processes.append(stack.enter_context(Process(*host.prefix, sys.executable, "-c", CODE, environ=environ)))
-        assert [each.line(READY_S) for each in processes] == ["[0, 1, 2] 3"] * 3
-        assert [each.wait() for each in processes] == [0] * 3
+        assert [process.line(READY_S) for process in processes] == ["[0, 1, 2] 3"] * 3
+        assert [process.wait() for process in processes] == [0] * 3
 
 
 def test_ranks_of_one_host_use_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

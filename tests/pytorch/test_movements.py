@@ -74,7 +74,7 @@ def gather(group: ProcessGroup, x: Tensor, change: Callable[[Tensor], Tensor]) -
 
 def scatter(group: ProcessGroup, x: Tensor, change: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     rank, out = group.getRank(), blank(x, change)
-    parts = [[change(values(each, x.dtype)) for each in range(SIZE)]] if rank == 2 else []
+    parts = [[change(values(number, x.dtype)) for number in range(SIZE)]] if rank == 2 else []
     group.scatter([out], parts, options("Scatter", rootRank=2)).wait()
     return [out], [values(rank, x.dtype)]
 
@@ -123,9 +123,9 @@ def test_every_type_and_layout(move: Move) -> None:
         wrong = []
         for dtype in TYPES:
             for name, change in LAYOUTS.items():
-                found, expected = move(group, change(values(rank, dtype)), change)
-                same = [mine.tolist() == theirs.tolist() for mine, theirs in zip(found, expected, strict=True)]
-                wrong += [] if all(same) else [f"{dtype}, {name}: {found}"]
+                result, expected = move(group, change(values(rank, dtype)), change)
+                same = [mine.tolist() == theirs.tolist() for mine, theirs in zip(result, expected, strict=True)]
+                wrong += [] if all(same) else [f"{dtype}, {name}: {result}"]
         return wrong
 
     assert run_group(SIZE, run) == [[]] * SIZE
@@ -144,11 +144,11 @@ def test_tensors_without_elements_and_without_dimensions() -> None:
 
 def test_a_rank_may_gather_into_what_it_sends() -> None:
     def run(group: ProcessGroup, rank: int) -> list[float]:
-        found = torch.full((4,), -1.0)
-        own = found[2 * rank : 2 * rank + 2]
+        result = torch.full((4,), -1.0)
+        own = result[2 * rank : 2 * rank + 2]
         own[:] = rank
-        method(group, "all_gather_single", "_allgather_base")(found, own).wait()
-        return found.tolist()  # type: ignore[no-any-return]
+        method(group, "all_gather_single", "_allgather_base")(result, own).wait()
+        return result.tolist()  # type: ignore[no-any-return]
 
     assert run_group(2, run) == [[0, 0, 1, 1]] * 2
 
@@ -165,7 +165,7 @@ def test_forms_of_calls() -> None:
         part, sum_of_parts = torch.zeros(2), torch.zeros(2)
         group.scatter(part, [x + 5, x + 6] if rank == 0 else [], root=0).wait()
         group.reduce_scatter(sum_of_parts, [x, x + 1], timeout=limit).wait()
-        return [each.tolist() for each in (*outs, *at_root, part, sum_of_parts)]
+        return [out.tolist() for out in (*outs, *at_root, part, sum_of_parts)]
 
     gathered = [[0.0, 0.0], [1.0, 1.0]]
     assert run_group(2, run) == [[*gathered, [5.0, 5.0], [1.0, 1.0]], [*gathered * 2, [6.0, 6.0], [3.0, 3.0]]]
@@ -192,12 +192,12 @@ REFUSED: list[tuple[Callable[[ProcessGroup, Tensor], Any], str]] = [
 
 def test_what_cannot_be_moved_is_told() -> None:
     def run(group: ProcessGroup, rank: int) -> list[str]:
-        found = []
+        results = []
         for call, _ in REFUSED:
             with pytest.raises(RuntimeError) as caught:
                 call(group, torch.ones(4)).wait()
-            found.append(str(caught.value))
-        return found
+            results.append(str(caught.value))
+        return results
 
     for (_, words), said in zip(REFUSED, run_group(1, run)[0], strict=True):
         assert words in said

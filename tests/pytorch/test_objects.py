@@ -33,11 +33,11 @@ def back(x: object) -> Any:
 
 @pytest.mark.parametrize("x", TENSORS, ids=lambda x: f"{x.dtype}{list(x.shape)}")
 def test_tensors_read_back(x: Tensor) -> None:
-    [found] = back([x])
-    assert type(found) is type(x)
-    assert (found.dtype, found.requires_grad) == (x.dtype, x.requires_grad)
-    assert torch.equal(found, x.detach())
-    assert found.signbit().tolist() == x.signbit().tolist() if not x.is_complex() else True
+    [result] = back([x])
+    assert type(result) is type(x)
+    assert (result.dtype, result.requires_grad) == (x.dtype, x.requires_grad)
+    assert torch.equal(result, x.detach())
+    assert result.signbit().tolist() == x.signbit().tolist() if not x.is_complex() else True
 
 
 def test_the_state_of_a_training_reads_back() -> None:
@@ -82,6 +82,6 @@ def test_what_a_liar_says_is_refused(name: object, said: object) -> None:
 
 def test_a_bool_of_a_peer_is_one() -> None:
     said = encode(["torch.Tensor", encode(["bool", [3], b"\x00\x01\x07", False])])
-    found = from_bytes(encode(Ext([*FORMS].index(FrontObject), said)), trust=False, sender="rank 1")
-    assert isinstance(found, Tensor)
-    assert found.view(torch.uint8).tolist() == [0, 1, 1]
+    result = from_bytes(encode(Ext([*FORMS].index(FrontObject), said)), trust=False, sender="rank 1")
+    assert isinstance(result, Tensor)
+    assert result.view(torch.uint8).tolist() == [0, 1, 1]

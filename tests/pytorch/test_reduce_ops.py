@@ -47,16 +47,16 @@ def expected(name: str, dtype: torch.dtype) -> Tensor | None:
     if dtype in REFUSED or name == "PREMUL_SUM" or (kind == "complex" and name not in ("SUM", "AVG")):
         return None
     if name in BITS:
-        found: list[Any] = [fold(BITS[name], each) for each in columns] if kind in ("integer", "bool") else []
+        results: list[Any] = [fold(BITS[name], column) for column in columns] if kind in ("integer", "bool") else []
     elif name == "AVG":
-        sums = [sum(each) for each in columns]
-        found = [int(math.copysign(abs(each) // SIZE, each)) for each in sums] if kind == "integer" else []
-        found = found or ([each / SIZE for each in sums] if kind != "bool" else [])
+        sums = [sum(column) for column in columns]
+        results = [int(math.copysign(abs(each) // SIZE, each)) for each in sums] if kind == "integer" else []
+        results = results or ([each / SIZE for each in sums] if kind != "bool" else [])
     else:
         count = {"SUM": sum, "PRODUCT": math.prod, "MIN": min, "MAX": max}[name]
-        found = [count(each) for each in columns]
+        results = [count(column) for column in columns]
     wide = {"float": torch.float64, "complex": torch.complex128}.get(kind)
-    return torch.tensor(found, dtype=wide).to(dtype) if found else None
+    return torch.tensor(results, dtype=wide).to(dtype) if results else None
 
 
 Found = tuple[Tensor, slice]  # a result, and which part of that of all elements it is
@@ -106,20 +106,20 @@ def wrong(collective: Callable[..., Found], group: ProcessGroup, name: str, dtyp
     x, result = values(group.getRank(), dtype), expected(name, dtype)
     op = dist._make_nccl_premul_sum(0.5) if name == "PREMUL_SUM" else ReduceOp.RedOpType.__members__[name]
     try:
-        found, place = collective(group, x, op)
+        outcome, place = collective(group, x, op)
     except RuntimeError as error:
         is_named = str(dtype).removeprefix("torch.") in str(error)
         is_kept = torch.equal(x.view(torch.uint8), values(group.getRank(), dtype).view(torch.uint8))
         return "" if result is None and is_named and is_kept else f"{name} of {dtype}: {error}; {x}"
-    is_right = result is not None and same(found, result[place])
-    return "" if is_right else f"{name} of {dtype}: {found}, expected {place} of {result}"
+    is_right = result is not None and same(outcome, result[place])
+    return "" if is_right else f"{name} of {dtype}: {outcome}, expected {place} of {result}"
 
 
 @pytest.mark.parametrize("collective", [all_reduce, coalesced, reduce, reduce_scatter, into_its_own_input])
 def test_each_result_or_an_error_before_a_tensor_is_touched(collective: Callable[..., Found]) -> None:
     def run(group: ProcessGroup, rank: int) -> list[str]:
-        found = [wrong(collective, group, name, dtype) for dtype in TYPES for name in NAMES]
-        return [each for each in found if each]
+        results = [wrong(collective, group, name, dtype) for dtype in TYPES for name in NAMES]
+        return [result for result in results if result]
 
     assert run_group(SIZE, run) == [[]] * SIZE
 

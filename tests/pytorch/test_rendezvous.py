@@ -64,7 +64,7 @@ def test_ranks_meet_whoever_has_the_first_port(place: MeetingPoint, taken: str) 
             os.environ["MASTER_PORT"] = str(place.ports[0])  # the port that this launch was given
         meetings = [_Meeting(place), _Meeting(place)]
         check_shared(meet_as_ranks(meetings))
-        assert all(each.is_meant() for each in meetings)
+        assert all(meeting.is_meant() for meeting in meetings)
         check_shared(meet_as_ranks(meetings))  # in the second group, too
 
 

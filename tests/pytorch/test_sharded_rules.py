@@ -55,20 +55,21 @@ def first_weights() -> dict[str, Array]:
 def gradients(rank: int, step: int) -> dict[str, Array]:
     """Half of the blocks are zero; "one" has none on some ranks."""
     rng = np.random.default_rng([rank, step])
-    found = {}
+    results = {}
     for name, shape in SHAPES.items():
         x = rng.standard_normal(shape).astype(np.float32)
         if name == "large":
             x.reshape(-1)[:100_000] *= np.repeat(rng.random(500) < 0.5, 200)
         if name != "one" or rank != step % RANKS:
-            found[name] = x
-    return found
+            results[name] = x
+    return results
 
 
 def mean_gradients(step: int) -> dict[str, Array]:
-    found = [gradients(rank, step) for rank in range(RANKS)]
+    results = [gradients(rank, step) for rank in range(RANKS)]
     return {
-        name: np.sum([each.get(name, np.zeros(SHAPES[name], np.float32)) for each in found], axis=0) / np.float32(RANKS)
+        name: np.sum([result.get(name, np.zeros(SHAPES[name], np.float32)) for result in results], axis=0)
+        / np.float32(RANKS)
         for name in SHAPES
     }
 

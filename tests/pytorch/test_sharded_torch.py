@@ -31,10 +31,10 @@ def test_a_training_outlives_its_ranks(daemon: Daemon, victim: int) -> None:
         processes = [ranks.start(rank) for rank in range(3)]
         until(processes[victim], ": step 5")
         processes[victim].signal(signal.SIGKILL)
-        others = [each for rank, each in enumerate(processes) if rank != victim]
+        others = [process for rank, process in enumerate(processes) if rank != victim]
         until(others[0], "of 2 goes on at step")
         processes[victim] = ranks.start(victim)
         until(processes[victim], "of 3 goes on at step")
-        for each in processes:
-            assert "weights right: True" in until(each, "is done after")
-            assert each.wait() == 0, each.log
+        for process in processes:
+            assert "weights right: True" in until(process, "is done after")
+            assert process.wait() == 0, process.log

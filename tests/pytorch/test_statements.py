@@ -128,15 +128,15 @@ DIFFERENT: list[tuple[str, Call]] = [
 @pytest.mark.usefixtures("aggregators")
 def test_each_difference_is_one_error_and_the_next_call_is_sound() -> None:
     def run(group: ProcessGroup, rank: int) -> list[str]:
-        found = []
+        results = []
         for _, call in DIFFERENT:
             with pytest.raises(RuntimeError) as caught:
                 call(group, rank).wait()
-            found.append(str(caught.value))
+            results.append(str(caught.value))
             outs = [torch.zeros(2), torch.zeros(2)]
             group.allgather([outs], [torch.full((2,), rank + 1.0)]).wait()
-            assert [each.tolist() for each in outs] == [[1, 1], [2, 2]]
-        return found
+            assert [out.tolist() for out in outs] == [[1, 1], [2, 2]]
+        return results
 
     ours, theirs = run_group(2, run)
     for (words, _), own, other in zip(DIFFERENT, ours, theirs, strict=True):
@@ -164,7 +164,7 @@ def test_asynchronous_ones_begin_in_the_order_of_their_starts() -> None:
             failed.get_future().wait()
         for work in works:
             work.wait()
-        return [[each.tolist() for each in outs] for outs in results]
+        return [[out.tolist() for out in outs] for outs in results]
 
     expected = [[[0.0] * number, [1.0] * number] for number in range(20)]
     assert run_group(2, run) == [expected] * 2

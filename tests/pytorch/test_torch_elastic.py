@@ -29,15 +29,15 @@ SCRIPT = str(ROOT / "examples" / "torch_elastic.py")
 
 def all_were_taken_once(line: str) -> None:
     """In each epoch."""
-    found = re.search(r"taken ([0-9]+) to ([0-9]+) times in ([0-9]+) epochs", line)
-    assert found is not None, line
-    assert found[1] == found[2] == found[3], line
+    match = re.search(r"taken ([0-9]+) to ([0-9]+) times in ([0-9]+) epochs", line)
+    assert match is not None, line
+    assert match[1] == match[2] == match[3], line
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
+    with ExitStack() as result:
+        yield result
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -46,13 +46,13 @@ def test_no_sample_is_lost_or_taken_twice(daemon: Daemon, stack: ExitStack, vict
     processes = [ranks.start(rank) for rank in range(3)]
     until(processes[victim], "epoch 1, batch 2")
     processes[victim].signal(signal.SIGKILL)
-    others = [each for rank, each in enumerate(processes) if rank != victim]
+    others = [process for rank, process in enumerate(processes) if rank != victim]
     until(others[0], "of 2 goes on in epoch")
     processes[victim] = ranks.start(victim)
     until(processes[victim], "of 3 goes on in epoch")
-    for each in processes:
-        all_were_taken_once(until(each, "is done"))
-        assert each.wait() == 0, each.log
+    for process in processes:
+        all_were_taken_once(until(process, "is done"))
+        assert process.wait() == 0, process.log
 
 
 def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> None:
@@ -61,8 +61,8 @@ def test_too_few_survivors_wait_for_others(daemon: Daemon, stack: ExitStack) -> 
     until(processes[1], "epoch 1, batch 2")
     processes[1].signal(signal.SIGKILL)
     processes[1] = ranks.start(1)
-    for each in processes:
-        all_were_taken_once(until(each, "is done"))
+    for process in processes:
+        all_were_taken_once(until(process, "is done"))
 
 
 SETS = """
@@ -94,9 +94,9 @@ def test_sets_of_ranks_are_made_anew_with_one_that_came_back(daemon: Daemon, sta
     processes = [ranks.start(rank, *(["dies"] if rank == 2 else [])) for rank in range(3)]
     assert processes[2].wait(4 * WAIT_S) == -signal.SIGKILL
     processes[2] = ranks.start(2)
-    for each in processes:
-        until(each, "is done")
-        assert each.wait() == 0, each.log
+    for process in processes:
+        until(process, "is done")
+        assert process.wait() == 0, process.log
 
 
 FAILS_TO_KEEP = """

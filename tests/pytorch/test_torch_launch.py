@@ -114,8 +114,8 @@ def test_a_group_can_be_destroyed_and_made_again(launcher: str, tmp_path: Path) 
             place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
             ranks = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01")
             processes = [stack.enter_context(Process(*words, environ=environ)) for environ in ranks]
-        for each in processes:
-            assert each.wait(2 * WAIT_S) == 0, each.log
+        for process in processes:
+            assert process.wait(2 * WAIT_S) == 0, process.log
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def started(commands: Sequence[Sequence[str]], **environ: str) -> Iterator[list[
 
 def lines(rank: Process, timeout_s: float = 4 * WAIT_S) -> list[str]:
     """All that a rank prints until it ends."""
-    found, deadline = [], time.monotonic() + timeout_s
+    results, deadline = [], time.monotonic() + timeout_s
     while (line := rank._lines.next(deadline)) not in (None, "closed"):
-        found.append(line or "")
-    assert line is not None, f"still under way after {found[-1:]}\n{rank.log}"
-    return found
+        results.append(line or "")
+    assert line is not None, f"still under way after {results[-1:]}\n{rank.log}"
+    return results
 
 
 @pytest.mark.parametrize(

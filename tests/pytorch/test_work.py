@@ -47,8 +47,10 @@ def test_a_future_has_the_tensors(dtype: torch.dtype) -> None:
     def run(group: ProcessGroup, rank: int) -> bool:
         x = torch.ones(8, 3, dtype=dtype).t()  # not contiguous: the result is copied back
         work = allreduce(group, x)
-        [found] = work.get_future().then(lambda future: future.value()).wait()
-        return found is not None and torch.equal(found, torch.full((3, 8), 2.0, dtype=dtype)) and torch.equal(x, found)
+        [result] = work.get_future().then(lambda future: future.value()).wait()
+        return (
+            result is not None and torch.equal(result, torch.full((3, 8), 2.0, dtype=dtype)) and torch.equal(x, result)
+        )
 
     assert run_group(2, run) == [True, True]
 
@@ -261,9 +263,9 @@ def test_what_one_rank_refuses_is_told(call: str, is_async: bool) -> None:
             getattr(group, call)(*(wrong if rank == 1 else good), options(kind, asyncOp=is_async)).wait()
         return str(caught.value) if rank != 1 else ""
 
-    found = run_group(2, run)[0]
-    assert found.startswith("omnireduce: rank 1 (host "), found
-    assert "refused collective 1, which rank 0 called as" in found
+    result = run_group(2, run)[0]
+    assert result.startswith("omnireduce: rank 1 (host "), result
+    assert "refused collective 1, which rank 0 called as" in result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # futures of float16 are for torch's C++, too

@@ -107,9 +107,9 @@ def run_one(case: type[unittest.TestCase], name: str, log: Path, limit_s: float)
 
 def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
     """Lines with the number of tests that passed, that were skipped for each reason, and each failure."""
-    counts = Counter((each.kind, each.why) for each in outcomes.values() if each.kind != "failed")
+    counts = Counter((outcome.kind, outcome.why) for outcome in outcomes.values() if outcome.kind != "failed")
     yield from (f"{count:5} {': '.join(filter(None, key))}" for key, count in sorted(counts.items()))
-    failed = [f"      {name}: {each.why}" for name, each in outcomes.items() if each.kind == "failed"]
+    failed = [f"      {name}: {outcome.why}" for name, outcome in outcomes.items() if outcome.kind == "failed"]
     yield from (f"{len(failed):5} failed", *failed)
 
 
@@ -136,12 +136,12 @@ def main(backend: str, like: str, pattern: str, world_size: int, timeout: int, v
             import omnireduce.torch  # noqa: F401
         for name in filter(re.compile(pattern).search, unittest.TestLoader().getTestCaseNames(case)):
             begin = time.monotonic()
-            found = outcomes[name] = run_one(case, name, Path(folder, f"{name}.log"), timeout + SPARE_S)
-            click.echo(f"{found.kind:8}{time.monotonic() - begin:5.1f} s  {name}: {found.why}")
-            if verbose and found.text:
-                click.echo(found.text)
+            result = outcomes[name] = run_one(case, name, Path(folder, f"{name}.log"), timeout + SPARE_S)
+            click.echo(f"{result.kind:8}{time.monotonic() - begin:5.1f} s  {name}: {result.why}")
+            if verbose and result.text:
+                click.echo(result.text)
     click.echo("\n".join(table(outcomes)))
-    sys.exit(1 if any(each.kind == "failed" for each in outcomes.values()) else 0)
+    sys.exit(1 if any(outcome.kind == "failed" for outcome in outcomes.values()) else 0)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Words(nn.Module):
         self.layer = nn.Linear(8, 3)
 
     def forward(self, words: Tensor) -> Tensor:
-        found = self.table(words)
-        return self.layer(found if self.bag else found.mean(1))
+        result = self.table(words)
+        return self.layer(result if self.bag else result.mean(1))
 
 
 class Branches(nn.Module):
@@ -66,8 +66,8 @@ def numbers(step: int) -> Tensor:
 
 
 def words(step: int) -> Tensor:
-    found = torch.randint(0, WORDS, (5, 4), generator=chance(step), device="cpu")
-    return found.to(torch.get_default_device())
+    tensor = torch.randint(0, WORDS, (5, 4), generator=chance(step), device="cpu")
+    return tensor.to(torch.get_default_device())
 
 
 def train(model: nn.Module, batch: Callable[[int], Tensor], optimizer: Any = None, steps: int = STEPS) -> nn.Module:
@@ -169,7 +169,7 @@ def top_blocks_hook(group: Group) -> nn.Module:
     train(model, numbers, steps=2)
     saved = state.state_dict()
     assert saved["residuals"].keys() == dict(model.named_parameters()).keys()
-    assert any(each.any() for each in saved["residuals"].values())
+    assert any(residual.any() for residual in saved["residuals"].values())
     state.residuals.clear()
     state.load_state_dict(saved)
     return train(model, numbers, steps=2)
@@ -181,7 +181,7 @@ def overflow_hook(group: Group) -> nn.Module:
     state = omnireduce.torch.State(model, process_group=group, density=0.1, block_size=8)
     model.register_comm_hook(state, omnireduce.torch.block_topk_hook)
     (model(numbers(0)) * torch.inf).sum().backward()
-    assert all(each.isfinite().all() for each in state.residuals.values())
+    assert all(residual.isfinite().all() for residual in state.residuals.values())
     return train(model, numbers)
 
 
@@ -240,10 +240,10 @@ WAYS = (
 
 
 def digest(model: nn.Module) -> str:
-    found = hashlib.sha256()
-    for each in model.parameters():
-        found.update(each.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+    result = hashlib.sha256()
+    for parameter in model.parameters():
+        result.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return result.hexdigest()[:16]
 
 
 def say(**event: str) -> None:

@@ -54,8 +54,8 @@ def devices() -> set[str]:
 
 def resources() -> list[str]:
     """The kernel's lines on rxe0: memory regions, queue pairs and completion queues of the whole host."""
-    done = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
-    return [line for line in done.stdout.splitlines() if "rxe0" in line]
+    result = subprocess.run(["rdma", "resource", "show"], check=True, capture_output=True, text=True, timeout=WAIT_S)
+    return [line for line in result.stdout.splitlines() if "rxe0" in line]
 
 
 def queue(settings: Verbs) -> Queue:
@@ -75,8 +75,8 @@ def failure(queue: Queue) -> str:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(2, VERBS, *QUICK) as found:
-        yield found
+    with Daemon(2, VERBS, *QUICK) as result:
+        yield result
 
 
 @pytest.fixture
@@ -285,13 +285,13 @@ def test_threads_that_open_and_close_at_the_same_time() -> None:
     """Each finds the descriptor of its own channel, which pyverbs does not tell."""
 
     def work(_: int) -> set[int]:
-        found = set()
+        results = set()
         for _ in range(10):
             each = queue(Verbs())
-            found.add(each.descriptor)
+            results.add(each.descriptor)
             assert list(each.poll()) == []
             each.close()
-        return found
+        return results
 
     assert all(Ranks(4, work).results())
 
@@ -306,9 +306,9 @@ def test_too_little_memory_may_be_locked() -> None:
     )
     limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536:65536"]
     command = [*limited, sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert "TransportError: cannot register 6291456 bytes of slots" in done.stderr
-    assert "65536 bytes: raise it (ulimit -l unlimited" in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert "TransportError: cannot register 6291456 bytes of slots" in result.stderr
+    assert "65536 bytes: raise it (ulimit -l unlimited" in result.stderr
 
 
 def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
@@ -324,10 +324,10 @@ def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
         limit, refused = resource.prlimit(shard, resource.RLIMIT_NOFILE), 0
         for spare in range(7, 15):
             resource.prlimit(shard, resource.RLIMIT_NOFILE, (files + spare, limit[1]))
-            errors = [str(each) for each in start_job(config, 2, lambda comm: comm.barrier()).outcomes()]
+            errors = [str(outcome) for outcome in start_job(config, 2, lambda comm: comm.barrier()).outcomes()]
             unexplained = f"aggregator {daemon.addresses[0]}: connection closed"
-            assert not any(unexplained in each for each in errors), (spare, errors)
-            said = ["the aggregator has no descriptors for this job: " in each for each in errors]
+            assert not any(unexplained in error for error in errors), (spare, errors)
+            said = ["the aggregator has no descriptors for this job: " in error for error in errors]
             assert said in ([False, False], [True, True]), (spare, errors)
             refused += all(said)
             assert eventually(lambda: len(open_files(shard)) <= files), (spare, open_files(shard))

@@ -24,24 +24,24 @@ def looked_at(*overrides: str) -> dict[str, Finding]:
 
 
 def test_ports_that_are_well() -> None:
-    found = looked_at(KIND)
-    assert {each.state for each in found.values()} == {"ok"}
+    result = looked_at(KIND)
+    assert {each.state for each in result.values()} == {"ok"}
     for name, address in {"rxe0": "192.168.59.101", "rxe1": "192.168.60.1"}.items():
-        text = found[f"RDMA port {name}/1"].text
+        text = result[f"RDMA port {name}/1"].text
         assert text.startswith("active, MTU 4096, GIDs ")
         assert f"RoCE v2 {address}" in text
-    assert found["verbs"].text.startswith("available, by default rxe0 port 1, GID ")
+    assert result["verbs"].text.startswith("available, by default rxe0 port 1, GID ")
 
 
 def test_a_cable_that_is_out() -> None:
     try:
         ip_link("cable1", "down")
         await_state("rxe1", "DOWN")
-        found = looked_at(KIND, "verbs.device=rxe1")
-        assert found["RDMA port rxe1/1"].state == "warn"
-        assert "ip link set IFACE up" in found["RDMA port rxe1/1"].advice
-        assert found["verbs"].state == "fail"
-        assert found["verbs"].advice
+        result = looked_at(KIND, "verbs.device=rxe1")
+        assert result["RDMA port rxe1/1"].state == "warn"
+        assert "ip link set IFACE up" in result["RDMA port rxe1/1"].advice
+        assert result["verbs"].state == "fail"
+        assert result["verbs"].advice
         assert looked_at("verbs.device=rxe1")["verbs"].state == "warn"
     finally:
         ip_link("cable1", "up")
@@ -50,6 +50,6 @@ def test_a_cable_that_is_out() -> None:
 
 def test_an_aggregator_is_reached_on_the_way_that_blocks_would_take() -> None:
     with Daemon(1, KIND, "security.allow_no_secret=true", listen="192.168.59.101:0") as daemon:
-        [found] = check_aggregators(configured(daemon.addresses, KIND))
-        assert found.state == "ok"
-        assert found.text.startswith("answers by tcp, from 192.168.59.101 after ")
+        [result] = check_aggregators(configured(daemon.addresses, KIND))
+        assert result.state == "ok"
+        assert result.text.startswith("answers by tcp, from 192.168.59.101 after ")

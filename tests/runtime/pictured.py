@@ -37,8 +37,8 @@ class Timeline:
 
     def __init__(self, path: Path) -> None:
         self.events: list[Json] = json.loads(path.read_text())
-        names = [each for each in self.events if each["ph"] == "M" and "name" in each["args"]]
-        self.processes = {each["pid"]: each["args"]["name"] for each in names if each["name"] == "process_name"}
+        names = [event for event in self.events if event["ph"] == "M" and "name" in event["args"]]
+        self.processes = {name["pid"]: name["args"]["name"] for name in names if name["name"] == "process_name"}
         self.threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
         assert len({tid for _, tid in self.threads}) == len(self.threads)
         self.rows: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)

@@ -51,12 +51,12 @@ class Program:
             sys.exit(3)
 
     def forbidden(self) -> list[Callable[[], object]]:
-        found: list[Callable[[], object]] = [
+        results: list[Callable[[], object]] = [
             self.comm.barrier,
             lambda: self.comm.allreduce(np.ones(3)),
             self.comm.reform,
         ]
-        return found if self.handle is None else [*found, self.handle.wait]
+        return results if self.handle is None else [*results, self.handle.wait]
 
     def run(self, where: str) -> None:
         """Come to where the signal is to strike, and wait for it."""

@@ -26,17 +26,17 @@ def test_every_dtype_op_and_shape(config: Config, dtype: str) -> None:
     cases = [(op, shape) for op in ops_of(dtype) for shape in SHAPES]
 
     def run(comm: Communicator) -> list[Array]:
-        found = []
+        result = []
         for op, shape in cases:
             x = sparse(comm.rank, dtype, shape)
             assert comm.allreduce(x, op=op) is x
-            found.append(x)
-        return found
+            result.append(x)
+        return result
 
     results = run_job(config, 3, run)
     for i, (op, shape) in enumerate(cases):
         expected = reduce_in_rank_order([sparse(rank, dtype, shape) for rank in range(3)], op)
-        assert_results([each[i] for each in results], expected)
+        assert_results([result[i] for result in results], expected)
 
 
 @pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
@@ -76,10 +76,10 @@ def test_ranks_of_one_job_by_different_transports(daemon: Daemon) -> None:
         return comm.transport, summed, gathered
 
     results = run_job(configs, 3, run)
-    assert [each[0] for each in results] == ["shm", "tcp", "shm"]
+    assert [result[0] for result in results] == ["shm", "tcp", "shm"]
     tensors = [sparse(rank, "float32", (100_001,)) for rank in range(3)]
-    assert_results([each[1] for each in results], reduce_in_rank_order(tensors, "sum"))
-    assert_results([each[2] for each in results], np.repeat(np.arange(3), 1000).reshape(3, 1000))
+    assert_results([result[1] for result in results], reduce_in_rank_order(tensors, "sum"))
+    assert_results([result[2] for result in results], np.repeat(np.arange(3), 1000).reshape(3, 1000))
 
 
 def test_bits_do_not_depend_on_transport_shards_and_slots(daemon: Daemon) -> None:
@@ -88,13 +88,13 @@ def test_bits_do_not_depend_on_transport_shards_and_slots(daemon: Daemon) -> Non
     def run(comm: Communicator) -> bytes:
         return bits(comm.allreduce(sparse(comm.rank, "float32", (50_000,), density=0.8)))
 
-    found = {
+    results = {
         result
         for shards in (1, 2, 3)
         for more in (*map(over, WAYS), SMALL_SLOTS, (*SMALL_SLOTS, BY_SHARDS))
         for result in run_job(configured(daemon.addresses[:shards], *more), 4, run)
     }
-    assert len(found) == 1
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -129,7 +129,7 @@ def test_minus_zero_becomes_zero_where_all_ranks_have_zero_blocks(config: Config
     def run(comm: Communicator) -> Array:
         return comm.allreduce(np.full(1000, -0.0 if comm.rank else 0.0, np.float32))
 
-    assert [bits(each) for each in run_job(config, 2, run)] == [bytes(4000)] * 2
+    assert [bits(result) for result in run_job(config, 2, run)] == [bytes(4000)] * 2
 
 
 @pytest.mark.parametrize("block_size", [8, 64, 4096])
@@ -161,8 +161,8 @@ def test_sliced_input_that_is_contiguous(local: Config) -> None:
         return base
 
     expected = [np.where((np.arange(2001) >= 501) & (np.arange(2001) < 1502), 3, rank + 1) for rank in range(2)]
-    for found, wanted in zip(run_job(local, 2, run), expected, strict=True):
-        assert found.tolist() == wanted.tolist()
+    for result, wanted in zip(run_job(local, 2, run), expected, strict=True):
+        assert result.tolist() == wanted.tolist()
 
 
 def test_unaligned_views(local: Config) -> None:

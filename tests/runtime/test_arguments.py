@@ -143,12 +143,12 @@ def test_unsuitable_arguments_are_refused_with_the_reason(local: Config) -> None
     """Two ranks make every mistake; then the job still works."""
 
     def run(comm: Communicator) -> tuple[dict[str, str], Any]:
-        found = {}
+        results = {}
         for what, (call, _) in REFUSED.items():
             with pytest.raises(UsageError) as caught:
                 call(comm)
-            found[what] = str(caught.value)
-        return found, comm.allreduce(np.full(5, comm.rank + 1)).tolist()
+            results[what] = str(caught.value)
+        return results, comm.allreduce(np.full(5, comm.rank + 1)).tolist()
 
     for found, after in run_job(local, 2, run):
         wrong = {what: text for what, text in found.items() if REFUSED[what][1] not in text}

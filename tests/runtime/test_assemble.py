@@ -145,9 +145,9 @@ def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
     job, config = unique_job(), configured(daemon.addresses, *over(MEMORY))
     ranks = start_job(config, 3, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(ranks.pop(victim), ZeroDivisionError)
-    for found in ranks:
-        assert isinstance(found, AbortedError)
-        assert found.culprit.startswith(f"rank {victim} (host ")
+    for rank in ranks:
+        assert isinstance(rank, AbortedError)
+        assert rank.culprit.startswith(f"rank {victim} (host ")
 
 
 @pytest.mark.parametrize(

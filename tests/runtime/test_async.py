@@ -36,7 +36,7 @@ def test_many_in_flight_complete_in_order(config: Config) -> None:
     results = run_job(config, 3, run)
     for i, (dtype, n, op) in enumerate(cases):
         expected = reduce_in_rank_order([sparse(rank, dtype, (n,), seed=i) for rank in range(3)], op)
-        assert_results([each[i] for each in results], expected)
+        assert_results([result[i] for result in results], expected)
 
 
 def test_work_goes_on_while_nobody_waits(config: Config) -> None:
@@ -300,10 +300,10 @@ def test_every_collective_has_an_async_form(config: Config) -> None:
 
     def run(comm: Communicator) -> dict[str, Any]:
         handles = {what: start(comm) for what, start in STARTED.items()}
-        found = {what: as_lists(handle.wait()) for what, handle in reversed(handles.items())}
-        assert {what: as_lists(handle.wait()) for what, handle in handles.items()} == found
+        results = {what: as_lists(handle.wait()) for what, handle in reversed(handles.items())}
+        assert {what: as_lists(handle.wait()) for what, handle in handles.items()} == results
         assert handles["reduce_scatter"].wait() is handles["reduce_scatter"].wait()
-        return found
+        return results
 
     same = {
         "allreduce": [3, 3, 3], "rows": [[0, 1], [[0.5, 0.5], [0.5, 0.5]]], "broadcast": [1, 1],
@@ -317,14 +317,14 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
 
     async def together(comm: Communicator) -> list[int]:
         handles = [comm.allreduce_async(np.full(1, n)) for n in range(3)]
-        found = await asyncio.gather(*handles)
+        results = await asyncio.gather(*handles)
         group = [np.ones(3), np.ones(3, np.int8)]
         assert await comm.allreduce_async(group) is group
         assert group[0].tolist() == group[1].tolist() == [2, 2, 2]
-        return [int((await handle)[0]) for handle in handles] + [int(each[0]) for each in found]
+        return [int((await handle)[0]) for handle in handles] + [int(each[0]) for each in results]
 
     def run(comm: Communicator) -> list[int]:
-        found = asyncio.run(together(comm))
+        result = asyncio.run(together(comm))
         if comm.rank == 0:
 
             async def alone() -> None:
@@ -332,7 +332,7 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
 
             with pytest.raises(AbortedError, match="shut down"):
                 asyncio.run(alone())
-        return found
+        return result
 
     assert run_job(config, 2, run) == [[0, 2, 4, 0, 2, 4]] * 2
 
@@ -396,8 +396,8 @@ def test_without_a_background_thread_collectives_go_on_while_somebody_waits(conf
     def run(comm: Communicator) -> tuple[float, bool]:
         comm.drives_in_background = False
         first, second = (comm.allreduce_async(np.full(100_000, n)) for n in (1.0, 2.0))
-        found = second.wait()[0]
+        result = second.wait()[0]
         assert first.done()
-        return float(found), comm._engine._background is None
+        return float(result), comm._engine._background is None
 
     assert run_job(config, 2, run) == [(4.0, True)] * 2

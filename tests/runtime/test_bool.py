@@ -19,17 +19,17 @@ def test_any_and_all(config: Config) -> None:
     shapes: list[tuple[int, ...]] = [(0,), (1,), (257,), (40, 300)]
 
     def run(comm: Communicator) -> list[list[Array]]:
-        found = []
+        results = []
         for shape in shapes:
             some = comm.allreduce(flags(comm.rank, shape), op="any")
             every = comm.allreduce(flags(comm.rank, shape), op="all")
-            found.append([some, every, comm.reduce_scatter(flags(comm.rank, shape), op="any")])
-            assert {each.dtype for each in found[-1]} == {np.dtype(bool)}
-        return found
+            results.append([some, every, comm.reduce_scatter(flags(comm.rank, shape), op="any")])
+            assert {each.dtype for each in results[-1]} == {np.dtype(bool)}
+        return results
 
-    for rank, found in enumerate(run_job(config, 3, run)):
-        for shape, (some, every, part) in zip(shapes, found, strict=True):
-            everybody = np.array([flags(each, shape) for each in range(3)])
+    for rank, result in enumerate(run_job(config, 3, run)):
+        for shape, (some, every, part) in zip(shapes, result, strict=True):
+            everybody = np.array([flags(number, shape) for number in range(3)])
             assert some.tolist() == everybody.any(axis=0).tolist()
             assert every.tolist() == everybody.all(axis=0).tolist()
             assert part.tolist() == np.array_split(everybody.any(axis=0), 3)[rank].tolist()

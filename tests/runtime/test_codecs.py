@@ -64,7 +64,7 @@ def test_the_codec_of_the_configuration_is_for_sums_and_means_of_float32(daemon:
 
 
 def idle_codecs(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.fields["codec"] for each in caplog.records if getattr(each, "event", "") == "codec_idle"]
+    return [record.fields["codec"] for record in caplog.records if getattr(record, "event", "") == "codec_idle"]
 
 
 def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
@@ -75,8 +75,8 @@ def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
     config = configured(daemon.addresses, "protocol.codec=sign")
 
     def run(comm: Communicator) -> set[float]:
-        found = {float(x) for _ in range(3) for x in comm.allreduce(np.full(64, 1.5, np.float32))}
-        return found | set(comm.allreduce([np.full(64, 1.5, np.float32)], codec="own_codecs:Doubles")[0])
+        results = {float(x) for _ in range(3) for x in comm.allreduce(np.full(64, 1.5, np.float32))}
+        return results | set(comm.allreduce([np.full(64, 1.5, np.float32)], codec="own_codecs:Doubles")[0])
 
     assert run_job(config, 2, run) == [{3.0}] * 2
     assert idle_codecs(caplog) == ["sign", "own_codecs:Doubles"]

@@ -111,19 +111,19 @@ def counting(found: Counter[str]) -> Iterator[None]:
 
 def cost(exchange: Exchange, blocks: int, density: float = 1.0) -> dict[str, Counter[str]]:
     """The calls of an exchange of so many blocks, by "rank 0", "rank 1" and "shard"."""
-    found: dict[str, Counter[str]] = {name: Counter() for name in ("rank 0", "rank 1", "shard")}
+    results: dict[str, Counter[str]] = {name: Counter() for name in ("rank 0", "rank 1", "shard")}
     chosen = np.random.default_rng(1).random(blocks) < density
     tensors = [np.repeat(chosen, BLOCK).astype(np.float32) for _ in range(2)]
     exchange.run([x.copy() for x in tensors], lambda name: counting(Counter()))  # later ones find its descriptor
-    exchange.run(tensors, lambda name: counting(found[name]))
+    exchange.run(tensors, lambda name: counting(results[name]))
     assert all((x == 2 * np.repeat(chosen, BLOCK)).all() for x in tensors)
-    return found
+    return results
 
 
 def test_an_exchange_costs_no_more_calls_than_it_did(exchange: Exchange) -> None:
-    found = cost(exchange, 4)
-    assert found["rank 0"][""] <= RANK_CALLS
-    assert found["shard"][""] <= SHARD_CALLS
+    result = cost(exchange, 4)
+    assert result["rank 0"][""] <= RANK_CALLS
+    assert result["shard"][""] <= SHARD_CALLS
 
 
 @pytest.mark.parametrize(("few", "many", "density"), [(4, 400, 1.0), (2, 400, 0.1)], ids=["runs", "indices"])

@@ -77,9 +77,9 @@ class Crowd:
 
 @pytest.fixture
 def crowd() -> Iterator[Crowd]:
-    found = Crowd()
-    yield found
-    found.close()
+    result = Crowd()
+    yield result
+    result.close()
 
 
 def say(peer: socket.socket, *messages: ControlMessage) -> None:
@@ -89,15 +89,15 @@ def say(peer: socket.socket, *messages: ControlMessage) -> None:
 
 def heard(peer: socket.socket) -> list[ControlMessage]:
     """All messages that have come so far; none after the end of the connection."""
-    data, found = b"", []
+    data, results = b"", []
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
         while more := peer.recv(1 << 20):
             data += more
     while data:
         length = FRAME.unpack_from(data)[2]
-        found.append(decode_control(data[FRAME.size : FRAME.size + length]))
+        results.append(decode_control(data[FRAME.size : FRAME.size + length]))
         data = data[FRAME.size + length :]
-    return found
+    return results
 
 
 def test_a_few_status_requests_are_answered_in_a_turn_in_their_order(crowd: Crowd) -> None:
@@ -125,7 +125,7 @@ def test_a_job_that_came_in_this_turn_has_an_age(crowd: Crowd) -> None:
     crowd.turn()
     [status] = heard(asker)
     assert isinstance(status, Status)
-    assert [each.age_s > 0 for each in status.jobs] == [True]
+    assert [job.age_s > 0 for job in status.jobs] == [True]
 
 
 @pytest.mark.parametrize("second", [REQUEST, HELLO])
@@ -266,8 +266,8 @@ def in_a_job(crowd: Crowd) -> socket.socket:
 def heard_without_memory(peer: socket.socket) -> list[ControlMessage]:
     """As `heard`, of a connection that hands over memory with its messages."""
     data, descriptors, _, _ = socket.recv_fds(peer, 1 << 16, 8)
-    for each in descriptors:
-        os.close(each)
+    for descriptor in descriptors:
+        os.close(descriptor)
     return [decode_control(data[FRAME.size :])]
 
 

@@ -32,14 +32,14 @@ class Idle:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the peers that are read, in order."""
-    found: list[str] = []
+    results: list[str] = []
 
     def poll(link: InprocLink) -> Sequence[Event]:
-        found.append(link.peer)
+        results.append(link.peer)
         return []
 
     monkeypatch.setattr(InprocLink, "poll", poll)
-    return found
+    return results
 
 
 def test_a_turn_reads_all_links_now_and_then_and_when_it_is_late(read: list[str]) -> None:

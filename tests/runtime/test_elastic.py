@@ -62,9 +62,9 @@ class Together:
         self._barriers = {size: threading.Barrier(size) for size in sizes}
 
     def total(self, comm: Communicator) -> float:
-        found = total(comm)
+        result = total(comm)
         self._barriers[comm.size].wait(60)
-        return found
+        return result
 
 
 def start(config: Config, size: int, work: Callable[[Communicator], object]) -> Ranks:
@@ -490,7 +490,7 @@ def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemo
     def others_wait() -> bool:
         """For the last one: they wait for its generation to end, or have gone on."""
         jobs = ask(daemon.addresses[0], config, 60.0).jobs
-        return formed.is_set() or any(each.generation == 0 and each.joined == 3 for each in jobs)
+        return formed.is_set() or any(job.generation == 0 and job.joined == 3 for job in jobs)
 
     def work(comm: Communicator) -> object:
         together.total(comm)
@@ -507,6 +507,6 @@ def test_a_job_that_goes_on_with_fewer_is_left_alone_by_the_others(daemon: Daemo
             comm.allreduce(flag, op="max")
         return comm.size, total(comm), comm.generation - generation
 
-    found = start(config, 4, work).results()
-    assert sorted(each for each in found if isinstance(each, tuple)) == [(2, 3.0, 0)] * 2
-    assert all("still waiting for rank" in each for each in found if isinstance(each, str))
+    results = start(config, 4, work).results()
+    assert sorted(result for result in results if isinstance(result, tuple)) == [(2, 3.0, 0)] * 2
+    assert all("still waiting for rank" in result for result in results if isinstance(result, str))

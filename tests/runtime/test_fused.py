@@ -18,7 +18,7 @@ MOMENTUM, WEIGHTS = 8, 9  # columns
 
 
 def code(*instructions: tuple[int, ...]) -> bytes:
-    return b"".join(bytes([*each, 0, 0, 0][:4]) for each in instructions)
+    return b"".join(bytes([*instruction, 0, 0, 0][:4]) for instruction in instructions)
 
 
 def momentum(*, every: bool, rate: float = 0.5) -> BlockProgram:
@@ -55,24 +55,24 @@ def test_a_program_runs_on_each_sum(by_shards: Config, elements: int, every: boo
 
     def run(comm: Communicator) -> list[tuple[Array, Array]]:
         with comm.create_group(name="programs", state_bytes=4 << 20) as group:
-            weights, found = np.zeros(elements, np.float32), []
+            weights, results = np.zeros(elements, np.float32), []
             for step in range(5):
                 x = gradient(comm.rank, step, elements)
                 before = x.copy()
                 done = group.fused_allreduce(x, momentum(every=every), out=weights, block_size=64)
                 assert done.out is weights
                 assert (x.view(np.uint32) == before.view(np.uint32)).all()
-                found.append((weights.copy(), done.totals))
-            return found
+                results.append((weights.copy(), done.totals))
+            return results
 
     outcomes = run_job(by_shards, 3, run)
     oracle, expected = Oracle(elements, 64, 2, 1), np.zeros(elements, np.float32)
     for step in range(5):
         total = sum(gradient(rank, step, elements) for rank in range(3))
         totals = oracle.run(momentum(every=every), np.asarray(total), expected)
-        for found in outcomes:
-            assert (found[step][0] == expected).all(), step
-            assert (found[step][1] == totals).all()
+        for outcome in outcomes:
+            assert (outcome[step][0] == expected).all(), step
+            assert (outcome[step][1] == totals).all()
 
 
 def test_rows_go_through_a_program(by_shards: Config) -> None:
@@ -110,11 +110,11 @@ def test_a_state_is_read_by_a_rank_that_brings_nothing(local: Config) -> None:
     def run(comm: Communicator) -> Array:
         with comm.create_group(name="reading", state_bytes=1 << 20) as group:
             own = np.arange(1000, dtype=np.float32) if comm.rank == 1 else None
-            kept, found = np.ones(1000, np.float32), np.ones(1000, np.float32)
+            kept, result = np.ones(1000, np.float32), np.ones(1000, np.float32)
             group.fused_allreduce(own, keep, out=kept)
-            group.fused_allreduce(None, read, out=found, wanted=comm.rank != 2)
+            group.fused_allreduce(None, read, out=result, wanted=comm.rank != 2)
             assert (kept == np.arange(1000)).all()
-            return found
+            return result
 
     first, second, third = run_job(local, 3, run)
     assert (first == np.arange(1000)).all()
@@ -125,11 +125,11 @@ def test_a_state_is_read_by_a_rank_that_brings_nothing(local: Config) -> None:
 def test_a_state_may_end(local: Config) -> None:
     def run(comm: Communicator) -> list[float]:
         with comm.create_group(name="ending", state_bytes=1 << 12) as group:
-            found, one = [], np.ones(1000, np.float32)
+            results, one = [], np.ones(1000, np.float32)
             for drops in (False, True, False):
                 program = BlockProgram(0, 1, 0, code((Operation.ADD, 8, 0), (Operation.COPY, 0, 8)), drops=drops)
-                found.append(float(group.fused_allreduce(one, program, out=np.empty_like(one)).out[0]))
-            return found
+                results.append(float(group.fused_allreduce(one, program, out=np.empty_like(one)).out[0]))
+            return results
 
     assert run_job(local, 2, run) == [[2, 4, 2]] * 2
 
@@ -185,11 +185,11 @@ def test_scalars_are_told_apart_by_their_bits(local: Config) -> None:
 
     def run(comm: Communicator) -> list[bool]:
         with comm.create_group(name="signs", state_bytes=1) as group:
-            found, one = [], np.ones(10, np.float32)
+            results, one = [], np.ones(10, np.float32)
             for number in (-0.0, 0.0):
                 program = BlockProgram(0, 0, 0, code((Operation.FILL, 0, 0, 0)), packed(number))
-                found.append(bool(np.signbit(group.fused_allreduce(one, program, out=np.ones_like(one)).out[0])))
-            return found
+                results.append(bool(np.signbit(group.fused_allreduce(one, program, out=np.ones_like(one)).out[0])))
+            return results
 
     assert run_job(local, 2, run) == [[True, False]] * 2
 

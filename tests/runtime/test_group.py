@@ -17,12 +17,12 @@ def test_some_ranks_have_a_communicator_of_their_own(daemon: Daemon) -> None:
     """In the order in which they are given; beside the one of all, which goes on."""
 
     def run(comm: Communicator) -> tuple[int, float] | None:
-        found = None
+        result = None
         if comm.rank != 1:
             with comm.create_group([2, 0], name="outer") as group:
-                found = group.rank, float(group.allreduce(np.full(5, 1.0 + comm.rank))[0])
+                result = group.rank, float(group.allreduce(np.full(5, 1.0 + comm.rank))[0])
         assert comm.allreduce(np.ones(3))[0] == 3
-        return found
+        return result
 
     assert run_job(configured(daemon.addresses), 3, run) == [(1, 4.0), None, (0, 4.0)]
 
@@ -31,8 +31,8 @@ def test_orders_of_collectives_are_apart(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         group = comm.create_group(name="all")
         handles = [group.allreduce_async(np.ones(3), name="g"), comm.allreduce_async(np.ones(4), name="w")]
-        for each in handles if comm.rank else handles[::-1]:
-            assert each.wait(60)[0] == 2
+        for handle in handles if comm.rank else handles[::-1]:
+            assert handle.wait(60)[0] == 2
         comm.shutdown()
         with pytest.raises(ClosedError):
             group.allreduce(np.ones(3))
@@ -53,8 +53,8 @@ def test_a_rank_that_ends_before_it_joins_a_group_is_named(daemon: Daemon) -> No
             comm.create_group(name="late")
         return caught.value.culprit
 
-    found = run_job(configured(daemon.addresses), 2, run)
-    assert found[0].startswith("rank 1 (")
+    results = run_job(configured(daemon.addresses), 2, run)
+    assert results[0].startswith("rank 1 (")
 
 
 def test_ranks_that_name_other_ranks_are_told(daemon: Daemon) -> None:
@@ -84,7 +84,7 @@ def test_ranks_that_name_more_ranks_than_the_others_are_told_at_once(daemon: Dae
             comm.create_group([0, 1] if comm.rank == 0 else None, name="pair")
         return str(refused.value)
 
-    assert all("world_size" in each for each in run_job(config, 3, run))
+    assert all("world_size" in result for result in run_job(config, 3, run))
 
 
 @pytest.mark.parametrize("who_is_first", ["the rank that refuses", "the others"])
@@ -94,8 +94,8 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(daemon: Daemon, who_
     has_refused = threading.Event()
 
     def others_wait() -> bool:
-        jobs = [each for each in ask(daemon.addresses[0], config, WAIT_S).jobs if "+pair." in each.name]
-        return any(each.joined == 2 for each in jobs)
+        jobs = [job for job in ask(daemon.addresses[0], config, WAIT_S).jobs if "+pair." in job.name]
+        return any(job.joined == 2 for job in jobs)
 
     def run(comm: Communicator) -> str:
         if comm.rank == 1:
@@ -114,11 +114,11 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(daemon: Daemon, who_
         assert comm.allreduce(np.ones(3))[0] == 3
         return said
 
-    found = run_job(config, 3, run)
-    assert found[1] == "ranks [0, 2]: this is rank 1, which is not among them"
-    for each in (found[0], found[2]):
+    results = run_job(config, 3, run)
+    assert results[1] == "ranks [0, 2]: this is rank 1, which is not among them"
+    for each in (results[0], results[2]):
         assert "cannot start: rank 1 (host " in each
-        assert each.endswith(f"has refused: {found[1]}")
+        assert each.endswith(f"has refused: {results[1]}")
 
 
 REFUSALS: dict[str, tuple[Callable[[Communicator], object], str]] = {

@@ -51,7 +51,7 @@ def test_every_array_of_a_group_is_combined_in_place(config: Config, op: Op) -> 
 
     results = run_job(config, 3, run)
     for at, tensors in enumerate(zip(*(leaves(model(rank)) for rank in range(3)), strict=True)):
-        assert_results([found[at] for found in results], reduce_in_rank_order(tensors, op))
+        assert_results([result[at] for result in results], reduce_in_rank_order(tensors, op))
 
 
 def test_small_arrays_of_a_dtype_take_one_exchange(daemon: Daemon) -> None:
@@ -77,8 +77,8 @@ def test_dicts_may_have_been_filled_in_another_order(daemon: Daemon) -> None:
         items = [("a", np.full(3, 1.0)), ("b", np.full(3, 10.0))]
         return comm.allreduce(OrderedDict(items if comm.rank else items[::-1]))
 
-    for found in run_job(configured(daemon.addresses), 2, run):
-        assert (found["a"].tolist(), found["b"].tolist()) == ([2.0] * 3, [20.0] * 3)
+    for result in run_job(configured(daemon.addresses), 2, run):
+        assert (result["a"].tolist(), result["b"].tolist()) == ([2.0] * 3, [20.0] * 3)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_tables(config: Config, op: Op) -> None:
         ]
 
     def run(comm: Communicator) -> tuple[int, list[tuple[Array, Array]]]:
-        found = comm.allreduce_tables(some(comm.rank), op=op)
-        return comm.statistics().collectives, found
+        result = comm.allreduce_tables(some(comm.rank), op=op)
+        return comm.statistics().collectives, result
 
     results = run_job(config, 3, run)
     assert {collectives for collectives, _ in results} == {3}
     for at in range(6):
         tables = [some(rank)[at] for rank in range(3)]
-        union, sums = expected_rows([each[:2] for each in tables], tables[0][2], op)
+        union, sums = expected_rows([table[:2] for table in tables], tables[0][2], op)
         for _, found in results:
             assert found[at][0].tolist() == union.tolist()
         assert_results([found[at][1] for _, found in results], sums)
@@ -226,6 +226,6 @@ def test_bits_of_a_group_are_those_of_its_arrays_alone(config: Config) -> None:
     def run(comm: Communicator) -> bool:
         together, alone = model(comm.rank), leaves(model(comm.rank))
         comm.allreduce(together)
-        return [bits(each) for each in leaves(together)] == [bits(comm.allreduce(each)) for each in alone]
+        return [bits(leaf) for leaf in leaves(together)] == [bits(comm.allreduce(each)) for each in alone]
 
     assert all(run_job(config, 3, run))

@@ -56,9 +56,9 @@ class Slow:
 
 @pytest.fixture
 def crowd() -> Iterator[Crowd]:
-    found = Crowd()
-    yield found
-    found.close()
+    result = Crowd()
+    yield result
+    result.close()
 
 
 def test_a_long_task_of_one_stops_no_other(crowd: Crowd) -> None:

@@ -60,7 +60,7 @@ def tensor(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 def test_every_collective(rank_of_thread: threading.local, kind: str, shards: int) -> None:
     def work(comm: Communicator) -> tuple[bytes, list[int]]:
         me = comm.rank
-        found = bits(comm.allreduce(tensor(me)))
+        result = bits(comm.allreduce(tensor(me)))
         comm.barrier()
         everybody = comm.allgather(np.arange(me, me + 3))
         assert everybody.tolist() == [[rank, rank + 1, rank + 2] for rank in range(RANKS)]
@@ -69,12 +69,12 @@ def test_every_collective(rank_of_thread: threading.local, kind: str, shards: in
         assert rows[-1].tolist() == [RANKS] * 4
         assert comm.allreduce(np.full(5, me, np.float32), op="mean").tolist() == [2.0] * 5
         assert comm.broadcast(np.full(9, me), root=3).tolist() == [3] * 9
-        return found, list(comm.statistics().shard_bytes)
+        return result, list(comm.statistics().shard_bytes)
 
     with Daemon(shards) as daemon:
         results = run(rank_of_thread, daemon.addresses, kind, work)
-    found = [each[0] for each in results if isinstance(each, tuple)]
-    assert set(found) == {bits(reduce_by_host(HOSTS, [tensor(rank) for rank in range(RANKS)], "sum"))}
+    result = [each[0] for each in results if isinstance(each, tuple)]
+    assert set(result) == {bits(reduce_by_host(HOSTS, [tensor(rank) for rank in range(RANKS)], "sum"))}
     moved = [each[1] for each in results if isinstance(each, tuple)]
     for shard in range(shards):
         delegates = {ranks[shard % len(ranks)] for ranks in HOSTS}

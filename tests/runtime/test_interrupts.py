@@ -175,13 +175,13 @@ class Signalled(Process):
 
     def events(self) -> dict[str, dict[str, Any]]:
         """All that it reports until it ends, by kind."""
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         with contextlib.suppress(AssertionError):
             while True:
                 event = json.loads(self.line(SOON_S))
-                found[event["event"]] = event
+                results[event["event"]] = event
         assert self._lines.next(0.0) == CLOSED, f"it hangs\n{self.log}"
-        return found
+        return results
 
 
 PATHS = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in ("..", "."))
@@ -358,5 +358,5 @@ def test_ranks_that_deal_blocks_differently_are_refused(local: Config) -> None:
     other = configured(local.cluster.aggregators, "protocol.stripe_blocks=128", "cluster.join_timeout_s=3")
     mine = configured(local.cluster.aggregators, "cluster.join_timeout_s=3")
     outcomes = start_job([mine, other], 2, lambda comm: comm.barrier()).outcomes(WAIT_S)
-    assert any(isinstance(each, RefusedError) and "stripe_blocks" in str(each) for each in outcomes)
-    assert all(isinstance(each, Exception) for each in outcomes)
+    assert any(isinstance(outcome, RefusedError) and "stripe_blocks" in str(outcome) for outcome in outcomes)
+    assert all(isinstance(outcome, Exception) for outcome in outcomes)

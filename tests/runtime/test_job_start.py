@@ -43,12 +43,12 @@ def joining(server: ShardServer) -> list[ControlMessage]:
         peer.sendall(FRAME.pack(CONTROL, 0, len(body)) + body)
         server.turn(0.0)
         peers.append(peer)
-    found = [last_word(peer) for peer in peers]
+    results = [last_word(peer) for peer in peers]
     for peer in peers:
         peer.close()
     while server._connections:
         server.turn(60.0)
-    return found
+    return results
 
 
 def last_word(peer: socket.socket) -> ControlMessage:

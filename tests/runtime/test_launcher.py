@@ -295,9 +295,9 @@ def test_hosts_of_pbs_are_in_a_file(tmp_path: Path) -> None:
     nodes.write_text("node1\n")
     assert alone_though({"PBS_NODEFILE": str(nodes)}) is None
     nodes.write_text("node1\nnode1\nnode2\n")
-    found = alone_though({"PBS_NODEFILE": str(nodes)})
-    assert found is not None
-    assert "PBS (PBS_NODEFILE) speaks of 3 processes or more" in found.said
+    result = alone_though({"PBS_NODEFILE": str(nodes)})
+    assert result is not None
+    assert "PBS (PBS_NODEFILE) speaks of 3 processes or more" in result.said
     assert alone_though({"PBS_NODEFILE": str(tmp_path / "none")}) is None
 
 
@@ -321,9 +321,9 @@ def test_who_is_alone_is_told_nothing(environ: dict[str, str]) -> None:
 
 def test_the_page_for_users_has_all_variables() -> None:
     page = (ROOT / "docs" / "launching.md").read_text()
-    named = {name for each in LAUNCHERS for name in (each.rank, *each.size, *(each.meets or ()))}
-    named |= {name for each in LAUNCHERS for names in each.job for name in names}
-    hints = [re.findall(r"[A-Z_]+", each.who.partition("(")[2]) for each in HINTS]
+    named = {name for launcher in LAUNCHERS for name in (launcher.rank, *launcher.size, *(launcher.meets or ()))}
+    named |= {name for launcher in LAUNCHERS for names in launcher.job for name in names}
+    hints = [re.findall(r"[A-Z_]+", hint.who.partition("(")[2]) for hint in HINTS]
     assert all(hints)
     named |= {name for names in hints for name in names}
     assert not [name for name in sorted(named) if f"`{name}`" not in page]
@@ -337,14 +337,14 @@ def test_real_mpirun() -> None:
         "l = d()\n"
         "sys.stdout.write(f'{l.rank} {l.size} {l.local_rank} {l.local_size} {l.launcher}\\n')"  # in one piece
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [str(MPIRUN), "-n", "2", sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    lines = sorted(done.stdout.splitlines())
+    lines = sorted(result.stdout.splitlines())
     assert lines in (["0 2 0 2 MPICH", "1 2 1 2 MPICH"], ["0 2 0 2 Open MPI", "1 2 1 2 Open MPI"])
 
 
@@ -398,11 +398,11 @@ LOOPBACK = ["127.0.0.1", "127.1.2.3", "localhost", "LocalHost.", "::1", "[::1]",
 
 def ids_of_hosts(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> list[str]:
     """The id of the same launch on each of HOSTS."""
-    found = []
+    results = []
     for parts in HOSTS:
         monkeypatch.setattr(launcher_detection, "this_host", lambda parts=parts: ".".join(parts))
-        found.append(launch_id(6, 7, environ))
-    return found
+        results.append(launch_id(6, 7, environ))
+    return results
 
 
 @pytest.mark.parametrize("address", LOOPBACK)
@@ -411,15 +411,15 @@ def test_launches_of_two_hosts_are_two_where_each_meets_on_loopback(
     address: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain torchrun meets at 127.0.0.1:29500 on every host."""
-    found = ids_of_hosts(monkeypatch, environ | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
-    assert len(set(found)) == len(HOSTS)
-    assert all(re.match(JOB_PATTERN, each) for each in found)
+    results = ids_of_hosts(monkeypatch, environ | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
+    assert len(set(results)) == len(HOSTS)
+    assert all(re.match(JOB_PATTERN, each) for each in results)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "node1", "localhost-7", "2001:db8::1"])
 def test_a_launch_on_several_hosts_is_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ids_of_hosts(monkeypatch, WITHOUT_ID | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
-    assert set(found) == {f"{address}:29500"}
+    result = ids_of_hosts(monkeypatch, WITHOUT_ID | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
+    assert set(result) == {f"{address}:29500"}
 
 
 def test_what_tells_hosts_apart(tmp_path: Path) -> None:
@@ -438,15 +438,15 @@ def test_all_processes_of_a_host_say_the_same() -> None:
     program = (
         "import sys; from omnireduce.runtime.rank.launcher_detection import this_host; sys.stdout.write(this_host())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == this_host()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == this_host()
 
 
 @given(job=st.text(min_size=1))
 def test_every_launch_id_is_one_that_a_hello_may_say_and_different_ones_stay_different(job: str) -> None:
-    found = launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": job})
-    assert KEYS["cluster.launch"].read(found) == found
-    assert found != launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{job}x"})
+    result = launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": job})
+    assert KEYS["cluster.launch"].read(result) == result
+    assert result != launch_id(6, 7, TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{job}x"})
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ def test_real_launches_have_ids_of_their_own() -> None:
     )
     command = [str(MPIRUN), "-n", "2", sys.executable, "-c", program]
     launches = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = [launch.communicate(timeout=60)[0].split() for launch in launches]
-    assert [len(set(ids)) for ids in found] == [1, 1]
-    assert all(len(ids) == 2 for ids in found)
-    assert found[0][0] != found[1][0]
+    results = [launch.communicate(timeout=60)[0].split() for launch in launches]
+    assert [len(set(ids)) for ids in results] == [1, 1]
+    assert all(len(ids) == 2 for ids in results)
+    assert results[0][0] != results[1][0]

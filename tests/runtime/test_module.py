@@ -312,12 +312,12 @@ def test_a_program_that_ends_leaves_its_job(daemon: Daemon, end: str) -> None:
         f"{end}\n"
     )
     for _ in range(2):  # the job's name is free again
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
         )
-        assert done.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), done.stderr
-        assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
-        assert not done.stdout
+        assert result.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(end, 0), result.stderr
+        assert ("ZeroDivisionError" in result.stderr) == (end == "1 / 0")
+        assert not result.stdout
 
 
 def test_every_name_is_the_one_that_type_checkers_read() -> None:

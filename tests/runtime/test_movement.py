@@ -36,13 +36,13 @@ def raw(rank: int, dtype: Any, shape: tuple[int, ...]) -> Array:
 @pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
 def test_broadcast_from_any_root_of_any_dtype(config: Config, dtype: Any) -> None:
     def run(comm: Communicator) -> list[bytes]:
-        found = []
+        results = []
         for shape in SHAPES:
             for root in range(3):
                 x = raw(comm.rank, dtype, shape)
                 assert comm.broadcast(x, root) is x
-                found.append(bits(x))
-        return found
+                results.append(bits(x))
+        return results
 
     expected = [bits(raw(root, dtype, shape)) for shape in SHAPES for root in range(3)]
     assert run_job(config, 3, run) == [expected] * 3
@@ -72,14 +72,14 @@ def test_broadcast_of_large_tensors(daemon: Daemon) -> None:
 @pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
 def test_allgather(config: Config, dtype: Any) -> None:
     def run(comm: Communicator) -> list[tuple[tuple[int, ...], bytes]]:
-        found = []
+        results = []
         for shape in SHAPES:
             x = raw(comm.rank, dtype, shape)
             x.flags.writeable = False
             result = comm.allgather(x)
             assert result.dtype == np.dtype(dtype)
-            found.append((result.shape, bits(result)))
-        return found
+            results.append((result.shape, bits(result)))
+        return results
 
     expected = [((3, *shape), b"".join(bits(raw(rank, dtype, shape)) for rank in range(3))) for shape in SHAPES]
     assert run_job(config, 3, run) == [expected] * 3
@@ -97,8 +97,8 @@ def test_reduce_scatter(local: Config, op: str, shape: tuple[int, ...]) -> None:
         return part
 
     total = reduce_in_rank_order([sparse(rank, "float32", shape) for rank in range(3)], op)
-    for found, expected in zip(run_job(local, 3, run), np.array_split(total, 3), strict=True):
-        assert_results([found], expected)
+    for result, expected in zip(run_job(local, 3, run), np.array_split(total, 3), strict=True):
+        assert_results([result], expected)
 
 
 def test_barrier_waits_for_all(config: Config) -> None:

@@ -64,8 +64,8 @@ def test_ragged_allgather(config: Config, dtype: Any) -> None:
     cases = list(itertools.product([(0, 0, 0), (3, 0, 1), (1, 700, 20_000)], [(), (3,), (2, 0)]))
 
     def run(comm: Communicator) -> list[list[tuple[Any, ...]]]:
-        found = [comm.allgather_ragged(raw(comm.rank, dtype, (items[comm.rank], *shape))) for items, shape in cases]
-        return [[(each.dtype, each.shape, bits(each)) for each in parts] for parts in found]
+        results = [comm.allgather_ragged(raw(comm.rank, dtype, (items[comm.rank], *shape))) for items, shape in cases]
+        return [[(part.dtype, part.shape, bits(part)) for part in parts] for parts in results]
 
     parts = [[raw(rank, dtype, (items[rank], *shape)) for rank in range(3)] for items, shape in cases]
     assert run_job(config, 3, run) == [[[(each.dtype, each.shape, bits(each)) for each in few] for few in parts]] * 3
@@ -76,10 +76,10 @@ def test_ragged_allgather_takes_one_exchange_and_moves_no_more_than_there_is(dae
         comm.allgather_ragged(np.ones(100_000 if comm.rank == 0 else 0))
         return comm.statistics().collectives, comm.statistics().sent_bytes
 
-    found = run_job(configured(daemon.addresses, *over("tcp")), 3, run)
-    assert [collectives for collectives, _ in found] == [1, 1, 1]
-    assert found[0][1] < 830_000
-    assert max(sent for _, sent in found[1:]) < 10_000
+    results = run_job(configured(daemon.addresses, *over("tcp")), 3, run)
+    assert [collectives for collectives, _ in results] == [1, 1, 1]
+    assert results[0][1] < 830_000
+    assert max(sent for _, sent in results[1:]) < 10_000
 
 
 def test_ragged_parts_that_do_not_fit_together(daemon: Daemon) -> None:
@@ -96,9 +96,9 @@ def test_objects(config: Config) -> None:
     def run(comm: Communicator) -> None:
         for root in range(3):
             mine = {"rank": comm.rank, "data": PLAIN_DATA}
-            found = comm.broadcast_object(mine, root)
-            assert (found is mine) == (comm.rank == root)
-            assert found == {"rank": root, "data": PLAIN_DATA}
+            result = comm.broadcast_object(mine, root)
+            assert (result is mine) == (comm.rank == root)
+            assert result == {"rank": root, "data": PLAIN_DATA}
         for size in (0, 1015, 1016, 1017, 100_000):
             assert comm.allgather_object("x" * size * comm.rank) == ["x" * size * rank for rank in range(3)]
         assert comm.allgather_object(Loud, trust=True) == [Loud] * 3
@@ -108,16 +108,16 @@ def test_objects(config: Config) -> None:
 
 @pytest.mark.parametrize("x", PLAIN_DATA, ids=repr)
 def test_plain_data_reads_back(x: Any) -> None:
-    found = from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1")
-    assert found == x
-    assert type(found) is type(x)
+    result = from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1")
+    assert result == x
+    assert type(result) is type(x)
 
 
 @pytest.mark.parametrize("x", ARRAYS, ids=repr)
 def test_arrays_read_back(x: Any) -> None:
-    [found] = from_bytes(to_bytes([x], trust=False), trust=False, sender="rank 1")  # type: ignore[misc]
-    assert same(found, np.ascontiguousarray(x) if x.ndim else x)
-    assert isinstance(x, np.generic) or found.flags.writeable
+    [result] = from_bytes(to_bytes([x], trust=False), trust=False, sender="rank 1")  # type: ignore[misc]
+    assert same(result, np.ascontiguousarray(x) if x.ndim else x)
+    assert isinstance(x, np.generic) or result.flags.writeable
 
 
 @given(x=arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0)))
@@ -140,8 +140,8 @@ def typed(x: Any) -> Any:
 
 @given(x=st.recursive(TEXTS, lambda each: st.lists(each) | st.dictionaries(KEYS, each) | st.tuples(each, each)))
 def test_anything_plain_reads_back(x: Any) -> None:
-    found = from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1")
-    assert typed(found) == typed(x)
+    result = from_bytes(to_bytes(x, trust=False), trust=False, sender="rank 1")
+    assert typed(result) == typed(x)
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,18 @@ SHARDS = 3
 def ends() -> Iterator[tuple[list[ShmLink], list[ShmLink]]]:
     """Links of a rank, and the other ends at its shards."""
     pairs = [socket.socketpair() for _ in range(SHARDS)]
-    found = tuple([ShmLink(pair[side], f"end {number}") for number, pair in enumerate(pairs)] for side in (0, 1))
-    yield found
-    for link in (*found[0], *found[1]):
+    results = tuple([ShmLink(pair[side], f"end {number}") for number, pair in enumerate(pairs)] for side in (0, 1))
+    yield results
+    for link in (*results[0], *results[1]):
         link.close()
 
 
 @pytest.fixture
 def poller(ends: tuple[list[ShmLink], list[ShmLink]]) -> Iterator[Poller]:
-    found = Poller(ends[0], None, [])
-    found.watch_all()
-    yield found
-    found.close()
+    result = Poller(ends[0], None, [])
+    result.watch_all()
+    yield result
+    result.close()
 
 
 def wait(poller: Poller) -> list[int]:

@@ -21,15 +21,15 @@ ROW = re.compile(r"^(\w*) +(\d+) +([\d.]+) +([\d.]+) +(\d+)$")
 
 def tables(text: str) -> dict[str, list[tuple[int, float, float, int]]]:
     """The rows of each table: that of all routines as "Routine", and one for each of these, by its name."""
-    found: dict[str, list[tuple[int, float, float, int]]] = {}
+    results: dict[str, list[tuple[int, float, float, int]]] = {}
     table = ""
     for line in text.splitlines():
         if "#calls" in line:
             table = line.split()[0]
         elif row := ROW.match(line):
             key = f"{table} {row[1]}".strip()
-            found.setdefault(key, []).append((int(row[2]), float(row[3]), float(row[4]), int(row[5])))
-    return found
+            results.setdefault(key, []).append((int(row[2]), float(row[3]), float(row[4]), int(row[5])))
+    return results
 
 
 def everything(comm: Communicator) -> None:
@@ -51,8 +51,8 @@ def test_a_profile_counts_every_collective(daemon: Daemon, tmp_path: Path, kind:
     run_job(configured(daemon.addresses, f"trace.profile={folder}", *over(kind)), 2, everything)
     for rank in range(2):
         text = (folder / f"omnireduce_profile.{rank}").read_text()
-        found = tables(text)
-        summed = {key.split()[1]: row[0][:2] for key, row in found.items() if key.startswith("Routine")}
+        result = tables(text)
+        summed = {key.split()[1]: row[0][:2] for key, row in result.items() if key.startswith("Routine")}
         assert summed == {
             "Allreduce": (5, pytest.approx((3 * 16384 + 16384 + 120) / 5, abs=0.1)),
             "Allreduce_rows": (1, 64.0),
@@ -60,9 +60,9 @@ def test_a_profile_counts_every_collective(daemon: Daemon, tmp_path: Path, kind:
             "Allgather": (1, 80.0),
             "Barrier": (1, 0.0),
         }
-        assert [row[:2] for row in found["Allreduce"]] == [(1, 120.0), (4, 16384.0)]
-        assert sum(row[3] for row in found["Allreduce"]) > 0
-        assert all(row[2] >= 0 for rows in found.values() for row in rows)
+        assert [row[:2] for row in result["Allreduce"]] == [(1, 120.0), (4, 16384.0)]
+        assert sum(row[3] for row in result["Allreduce"]) > 0
+        assert all(row[2] >= 0 for rows in result.values() for row in rows)
         for line in ("communication time", "elapsed time", "cpu time", "system time", "resident set size"):
             assert re.search(rf"{line} += [\d.]+ (seconds|MiB)\.", text)
 
@@ -80,8 +80,8 @@ def test_a_profile_says_which_bytes_travelled(daemon: Daemon, tmp_path: Path) ->
 
     sent = run_job(configured(daemon.addresses, f"trace.profile={tmp_path}", *over("tcp")), 2, run)
     for rank in range(2):
-        found = tables((tmp_path / f"omnireduce_profile.{rank}").read_text())
-        assert found["Allreduce"] == [(1, 16384.0, found["Allreduce"][0][2], sent[rank])]
+        result = tables((tmp_path / f"omnireduce_profile.{rank}").read_text())
+        assert result["Allreduce"] == [(1, 16384.0, result["Allreduce"][0][2], sent[rank])]
         assert 1024 < sent[rank] < 2048
 
 
@@ -103,8 +103,8 @@ def test_a_program_that_does_not_shut_down_leaves_its_profile(daemon: Daemon, tm
     program = "import numpy as np, omnireduce as omni; omni.init(); omni.allreduce(np.ones(5)); raise SystemExit(3)"
     environ = {"OMNIREDUCE_PROFILE": "1", "OMNIREDUCE_CLUSTER_AGGREGATORS": daemon.addresses[0]}
     environ |= {"OMNIREDUCE_CLUSTER_JOB": unique_job(), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=False, timeout=WAIT_S)
-    assert done.returncode == 3
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=False, timeout=WAIT_S)
+    assert result.returncode == 3
     assert tables((tmp_path / "omnireduce_profile.0").read_text())["Allreduce"][0][:2] == (1, 40.0)
 
 

@@ -64,8 +64,8 @@ CASES = list(zip(CALLS, cycle(product((*KINDS, MEMORY), ("", "_async"))), strict
 def begin(comm: Communicator, what: str, form: str, **more: Any) -> Any:
     """Call it, and wait for it."""
     method, arguments = CALLS[what]
-    found = getattr(comm, method + form)(**arguments() | more)
-    return found.wait() if form else found
+    result = getattr(comm, method + form)(**arguments() | more)
+    return result.wait() if form else result
 
 
 def test_no_collective_is_forgotten() -> None:
@@ -131,9 +131,9 @@ def test_what_all_ranks_refuse_is_over(daemon: Daemon, what: str, where: tuple[s
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Ranks are threads; each has the memory of the host of its `rank`."""
-    found = threading.local()
-    monkeypatch.setattr(joining, "memory_key", lambda: hashlib.sha256(b"%d" % HOSTS[found.rank]).hexdigest()[:32])
-    return found
+    result = threading.local()
+    monkeypatch.setattr(joining, "memory_key", lambda: hashlib.sha256(b"%d" % HOSTS[result.rank]).hexdigest()[:32])
+    return result
 
 
 def on_two_hosts(daemon: Daemon, here: threading.local, work: Callable[[Communicator], object]) -> list[Any]:
@@ -238,14 +238,14 @@ def test_a_part_says_itself_why_it_is_missing(daemon: Daemon, what: str, way: st
     config = configured(daemon.addresses, *over(way), "protocol.max_part_bytes=2000")
 
     def run(comm: Communicator) -> list[str]:
-        found = []
+        results = []
         for _ in range(2):
             with pytest.raises(UsageError) as caught:
                 (wrong if comm.rank == 0 else proper)(comm)
-            found.append(str(caught.value))
+            results.append(str(caught.value))
             assert comm.broadcast_object({"step": 7} if comm.rank == 0 else None) == {"step": 7}
         assert comm.allreduce(np.ones(5)).tolist() == [3.0] * 5
-        return found
+        return results
 
     first, *others = run_job(config, 3, run)
     assert all(said in each and not each.startswith("rank") for each in first)

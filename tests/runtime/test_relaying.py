@@ -42,11 +42,11 @@ LIMITS = Limits(max_jobs=2, max_world_size=40, max_job_bytes=1 << 26, join_timeo
 
 
 def hello(rank: int, **changes: Any) -> Hello:
-    found = Hello(
+    result = Hello(
         PROTOCOL_VERSION, "job", rank, 4, shard=0, shards=1, slots=2, slot_bytes=65536, host="h", pid=rank + 100,
         stripe_blocks=64,
     )  # fmt: skip
-    return replace(found, **changes)
+    return replace(result, **changes)
 
 
 class Watched(selectors.BaseSelector):
@@ -110,7 +110,9 @@ class Bench:
             call()
 
     def told(self, rank: int) -> list[ControlMessage]:
-        return [each.message for each in self.effects if isinstance(each, Answer) and each.key == f"worker {rank}"]
+        return [
+            effect.message for effect in self.effects if isinstance(effect, Answer) and effect.key == f"worker {rank}"
+        ]
 
     def refusal(self, rank: int) -> Refused:
         """The last that this worker was told."""
@@ -120,7 +122,7 @@ class Bench:
 
     @property
     def admitted(self) -> list[Admit]:
-        return [each for each in self.effects if isinstance(each, Admit)]
+        return [effect for effect in self.effects if isinstance(effect, Admit)]
 
     def is_empty(self) -> bool:
         relaying = self.relaying
@@ -129,11 +131,11 @@ class Bench:
 
 def heard(link: InprocLink) -> list[ControlMessage | Lost]:
     """Messages at the upper end of an uplink."""
-    found: list[ControlMessage | Lost] = []
+    results: list[ControlMessage | Lost] = []
     for event in link.poll():
         assert isinstance(event, Control | Lost)
-        found.append(event if isinstance(event, Lost) else decode_control(event.body))
-    return found
+        results.append(event if isinstance(event, Lost) else decode_control(event.body))
+    return results
 
 
 def welcome(rank: int, relayed: int = 2, **changes: Any) -> Welcome:
@@ -430,10 +432,12 @@ def test_a_relay_passes_on_that_kernels_compile() -> None:
     assert isinstance(message, Hello)
     assert (message.compiling, message.relays) == (True, (NAME,))
     assert bench.relaying.rival(hello(1)) is None
-    assert [(each.joined, each.missing) for each in bench.relaying.pending_jobs(0.0)] == [(0, [])]
+    assert [(pending_job.joined, pending_job.missing) for pending_job in bench.relaying.pending_jobs(0.0)] == [(0, [])]
     bench._take(bench.relaying.hello("itself", hello(1), bench.now))
     assert bench.relaying.rival(hello(1)) == "itself"
     bench.say(bench.connect(), Pending([0], 1, compiling=[2]))
-    assert [each.message for each in bench.effects if isinstance(each, Answer)] == [Pending([0], 1, compiling=[2])]
+    assert [effect.message for effect in bench.effects if isinstance(effect, Answer)] == [
+        Pending([0], 1, compiling=[2])
+    ]
     bench.relaying.gone("worker 1", 0.0)
     assert [type(each) for each in heard(link)] == [Leave, Lost]

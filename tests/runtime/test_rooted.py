@@ -18,11 +18,11 @@ def test_reduce_changes_only_the_array_of_the_root(config: Config, root: int) ->
     ops: list[Op] = ["sum", "mean", "min", "max", "prod"]
 
     def run(comm: Communicator) -> list[Array]:
-        found = [sparse(comm.rank, "float32", (5, 1001)) for _ in ops]
-        for x, op in zip(found, ops, strict=True):
+        result = [sparse(comm.rank, "float32", (5, 1001)) for _ in ops]
+        for x, op in zip(result, ops, strict=True):
             x.flags.writeable = comm.rank == root
             assert comm.reduce(x, root, op=op) is (x if comm.rank == root else None)
-        return found
+        return result
 
     results = run_job(config, 3, run)
     tensors = [sparse(rank, "float32", (5, 1001)) for rank in range(3)]
@@ -53,29 +53,29 @@ def test_reduce_of_large_tensors(daemon: Daemon) -> None:
 @pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
 def test_gather_scatter_and_alltoall_of_any_dtype(config: Config, dtype: object) -> None:
     def run(comm: Communicator) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        result: list[bytes | None] = []
         for shape in SHAPES:
             x = raw(comm.rank, dtype, shape)
             x.flags.writeable = False
             for root in range(3):
                 gathered = comm.gather(x, root)
-                found.append(None if gathered is None else bits(gathered))
+                result.append(None if gathered is None else bits(gathered))
                 out = np.zeros(shape, dtype)  # type: ignore[call-overload]
                 assert comm.scatter(out, raw(root, dtype, (3, *shape)) if comm.rank == root else None, root) is out
-                found.append(bits(out))
-            found.append(bits(comm.alltoall(raw(comm.rank, dtype, (3, *shape)))))
-        return found
+                result.append(bits(out))
+            result.append(bits(comm.alltoall(raw(comm.rank, dtype, (3, *shape)))))
+        return result
 
     results = run_job(config, 3, run)
-    for rank, found in enumerate(results):
+    for rank, result in enumerate(results):
         expected: list[bytes | None] = []
         for shape in SHAPES:
-            whole = [raw(each, dtype, (3, *shape)) for each in range(3)]
+            whole = [raw(number, dtype, (3, *shape)) for number in range(3)]
             for root in range(3):
-                everybody = b"".join(bits(raw(each, dtype, shape)) for each in range(3))
+                everybody = b"".join(bits(raw(number, dtype, shape)) for number in range(3))
                 expected += [everybody if rank == root else None, bits(whole[root][rank : rank + 1])]
             expected.append(b"".join(bits(each[rank : rank + 1]) for each in whole))
-        assert found == expected
+        assert result == expected
 
 
 @pytest.mark.parametrize("kind", ["reduce", "gather", "scatter", "broadcast_object"])

@@ -175,11 +175,11 @@ def test_a_tall_matrix_costs_no_memory_or_scan(local: Config) -> None:
 
 def test_integer_indices_of_any_type_and_views(local: Config) -> None:
     def run(comm: Communicator) -> list[tuple[list[int], list[list[float]]]]:
-        found = []
+        results = []
         for kind in (np.uint8, np.int16, np.uint64):
             indices, values = np.array([9, 1, 9, 4, 2], kind)[::2], np.ones((6, 4), np.float32)[::2, ::2]
-            found.append(tuple(each.tolist() for each in comm.allreduce_rows(indices, values, 10)))
-        return found
+            results.append(tuple(each.tolist() for each in comm.allreduce_rows(indices, values, 10)))
+        return results
 
     assert run_job(local, 2, run) == [[([2, 9], [[2.0, 2.0], [4.0, 4.0]])] * 3] * 2
 

@@ -40,9 +40,9 @@ A_TURN = OTHERS_WORK // POLL_WORK  # connections outside jobs that one turn serv
 
 @pytest.fixture
 def crowd() -> Iterator[Crowd]:
-    found = Crowd(Budget(work=1))
-    yield found
-    found.close()
+    result = Crowd(Budget(work=1))
+    yield result
+    result.close()
 
 
 class SoleRank:
@@ -54,9 +54,11 @@ class SoleRank:
         crowd.turn()
         data, descriptors, _, _ = socket.recv_fds(self.sock, 4096, 2)
         assert isinstance(decode_control(data[FRAME.size :]), Welcome)
-        self.up, self.down = (np.frombuffer(mmap.mmap(each, 0), np.uint8).reshape(2, -1) for each in descriptors)
-        for each in descriptors:
-            os.close(each)
+        self.up, self.down = (
+            np.frombuffer(mmap.mmap(descriptor, 0), np.uint8).reshape(2, -1) for descriptor in descriptors
+        )
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def submit(self, values: Array, block: int = BLOCK) -> None:
         """Begin an all-reduce of `values`, which are non-zero, in one message of blocks of so many elements."""
@@ -255,7 +257,7 @@ def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypa
         say(peer, REQUEST)
     crowd.turn()
     answers = [type(each) for peer in peers for each in heard(peer)]
-    assert sorted(each.__name__ for each in answers) == ["Refused", "Status", "Status", "Status"]
+    assert sorted(answer.__name__ for answer in answers) == ["Refused", "Status", "Status", "Status"]
     assert MOST > 3
     assert Refused in answers
 
@@ -358,16 +360,16 @@ def rank_of_three(rank: int) -> Hello:
 
 def words(crowd: Crowd, peer: socket.socket, last: type) -> list[str]:
     """Types of the messages to a peer up to one of type `last`. No other event wakes the server."""
-    data, found = b"", list[str]()
+    data, results = b"", list[str]()
     while True:
         with contextlib.suppress(BlockingIOError):
             data += peer.recv(1 << 16)
         while len(data) >= FRAME.size and len(data) >= FRAME.size + FRAME.unpack_from(data)[2]:
             length = FRAME.unpack_from(data)[2]
-            found.append(type(decode_control(data[FRAME.size : FRAME.size + length])).__name__)
+            results.append(type(decode_control(data[FRAME.size : FRAME.size + length])).__name__)
             data = data[FRAME.size + length :]
-        if last.__name__ in found:
-            return found
+        if last.__name__ in results:
+            return results
         assert crowd.server._selector.select(WAIT_S), "the server waits for nothing"
         crowd.turn()
 

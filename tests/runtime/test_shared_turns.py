@@ -79,8 +79,8 @@ class TcpRank:
 
     def result(self, elements: int) -> Array | None:
         """The blocks of the result, which is several messages, when all of it has come."""
-        found = np.concatenate([np.empty(0, np.float32), *self._results])
-        return found[:elements] if found.size >= elements else None
+        result = np.concatenate([np.empty(0, np.float32), *self._results])
+        return result[:elements] if result.size >= elements else None
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,11 @@ def test_what_carried_the_tensors_is_counted(daemon: Daemon, way: str) -> None:
     """Collectives of each kind are counted by transport; control messages are not."""
 
     def run(comm: Communicator) -> list[dict[str, int]]:
-        found = [dict(comm.statistics().carried)]
+        results = [dict(comm.statistics().carried)]
         comm.allreduce(np.ones(10_000, np.float32))
         comm.broadcast(np.ones(3))
         comm.allreduce_rows(np.arange(2), np.ones((2, 2)), 5)
-        return [*found, dict(comm.statistics().carried)]
+        return [*results, dict(comm.statistics().carried)]
 
     for before, after in run_job(configured(daemon.addresses, *over(way)), 2, run):
         assert (before, list(after)) == ({}, [way])
@@ -155,17 +155,17 @@ def test_small_tensors_move_nothing_on_other_shards_than_the_first(daemon: Daemo
     def run(comm: Communicator) -> list[list[bool]]:
         rows = np.arange(256), np.ones((256, 256), np.float32)
         results: list[Array] = []
-        found = [
+        result = [
             moved(comm, lambda: results.append(comm.allreduce(small.copy()))),
             moved(comm, lambda: results.append(comm.broadcast(small * (1 + comm.rank), root=1))),
             moved(comm, lambda: results.append(comm.allreduce_rows(*rows, 256)[1])),
             moved(comm, lambda: results.append(comm.allreduce(large.copy()))),
         ]
         assert all((each == 2).all() for each in results)
-        return found
+        return result
 
-    for found in run_job(config, 2, run):
-        assert found == [[True, False, False]] * 3 + [[True, True, True]]
+    for result in run_job(config, 2, run):
+        assert result == [[True, False, False]] * 3 + [[True, True, True]]
 
 
 def test_of_ranks_that_call_other_tensors_small_the_most_modest_counts(daemon: Daemon) -> None:
@@ -176,9 +176,9 @@ def test_of_ranks_that_call_other_tensors_small_the_most_modest_counts(daemon: D
     small, large = np.ones(65_536, np.float32), np.ones(65_537, np.float32)
 
     def run(comm: Communicator) -> list[list[bool]]:
-        found = [moved(comm, lambda: comm.allreduce(small.copy())), moved(comm, lambda: comm.allreduce(large.copy()))]
+        results = [moved(comm, lambda: comm.allreduce(small.copy())), moved(comm, lambda: comm.allreduce(large.copy()))]
         assert comm.allreduce(np.full(70_000, comm.rank, np.float32)).tolist() == [3.0] * 70_000
-        return found
+        return results
 
     for order in (configs, configs[1:] + configs[:1]):
         assert run_job(order, 3, run) == [[[True, False, False], [True, True, True]]] * 3

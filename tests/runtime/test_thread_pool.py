@@ -35,10 +35,10 @@ QUOTA = "omnireduce.runtime.rank.threads.quota"
 
 
 def links(count: int, local: int = 0) -> list[Link]:
-    found: list[Link] = [pair("shard", "rank")[0] for _ in range(count)]
-    for each in found[:local]:
-        each.process = Peer(os.getpid(), os.geteuid())
-    return found
+    results: list[Link] = [pair("shard", "rank")[0] for _ in range(count)]
+    for result in results[:local]:
+        result.process = Peer(os.getpid(), os.geteuid())
+    return results
 
 
 def count_of(pool: Threads | None) -> int:
@@ -76,12 +76,12 @@ def test_a_rank_has_its_share_of_the_processors(
 def test_ranks_that_share_no_memory_are_known_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(QUOTA, lambda: None)
-    found = []
+    results = []
     for here in ("4", "2", "nonsense"):
         for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": here}.items():
             monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-        found.append(count_of(threads_for(0, links(8), 1)))
-    assert found == [2, 4, MOST_BY_ITSELF]
+        results.append(count_of(threads_for(0, links(8), 1)))
+    assert results == [2, 4, MOST_BY_ITSELF]
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, MOST_BY_ITSELF), (4.5, 2), (0.5, 1)])
@@ -233,7 +233,7 @@ def test_threads_end_with_a_rank_that_nobody_shuts_down(daemon: Daemon) -> None:
         warnings.simplefilter("ignore", ResourceWarning)  # warnings of its open sockets
         del comm
         gc.collect()
-    assert eventually(lambda: not any(each.is_alive() for each in helpers))
+    assert eventually(lambda: not any(helper.is_alive() for helper in helpers))
 
 
 def test_an_interrupt_counts_more_than_an_error(three: Threads) -> None:
@@ -302,16 +302,16 @@ def test_a_traced_rank_has_one_thread(daemon: Daemon, tmp_path: Path) -> None:
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small tensors are divided, too. The list gets the number of calls, each time that work is."""
-    found: list[int] = []
+    results: list[int] = []
     run = Threads.run
 
     def counted(pool: Threads, calls: Any) -> Any:
-        found.append(len(calls))
+        results.append(len(calls))
         return run(pool, calls)
 
     monkeypatch.setattr(Threads, "run", counted)
     monkeypatch.setattr(Threads, "worth_bytes", 0)
-    return found
+    return results
 
 
 @pytest.fixture(params=[*KINDS, MEMORY])
@@ -325,15 +325,15 @@ def test_sums_are_the_same_with_threads(both: list[Config], divided: list[int], 
     shape = (300 * BLOCK + 77,)
 
     def work(comm: Communicator) -> list[bytes]:
-        found = []
+        results = []
         for density in (1.0, 0.3, 0.01, 0.0):
             own = sparse(comm.rank, dtype, shape, density=density)
             separate = np.full(shape, 1, own.dtype)
             comm.allreduce(own, out=separate)
             comm.allreduce(own)
             assert separate.tobytes() == own.tobytes()
-            found.append(own.tobytes())
-        return found
+            results.append(own.tobytes())
+        return results
 
     with_threads, alone = (run_job(config, 2, work) for config in both)
     assert with_threads == alone
@@ -349,9 +349,9 @@ def threaded(daemon: Daemon) -> Config:
 def test_many_at_once_with_rows_between_them(threaded: Config, divided: list[int]) -> None:
     def work(comm: Communicator) -> bool:
         tensors = [np.full(40 * BLOCK, comm.rank + 1 + at, np.int32) for at in range(4)]
-        handles = [comm.allreduce_async(each) for each in tensors[:2]]
+        handles = [comm.allreduce_async(tensor) for tensor in tensors[:2]]
         numbers, values = comm.allreduce_rows(np.arange(50), np.ones((50, 16), np.float32), 64)
-        handles += [comm.allreduce_async(each) for each in tensors[2:]]
+        handles += [comm.allreduce_async(tensor) for tensor in tensors[2:]]
         known = comm.broadcast(np.full(60 * BLOCK, comm.rank + 5, np.int64), root=1)
         for handle in handles:
             handle.wait(WAIT_S)
@@ -416,7 +416,7 @@ def test_an_interrupt_in_a_thread_ends_the_job_on_all_ranks(
             comm.allreduce(np.ones(300 * BLOCK, np.float32))
         return caught.value.culprit
 
-    assert all(each.startswith("rank 0 ") for each in run_job(threaded, 2, work))
+    assert all(result.startswith("rank 0 ") for result in run_job(threaded, 2, work))
 
 
 def test_a_forked_child_ends_though_its_parent_has_threads(threaded: Config, divided: list[int]) -> None:

@@ -100,13 +100,13 @@ def test_a_name_belongs_to_the_thread_that_used_it_first(local: Config) -> None:
 
     def run(comm: Communicator) -> list[object]:
         comm.allreduce(np.ones(10), name="owner's")
-        found = in_threads(comm, ["g", "g", "other", "owner's", "g"])
+        result = in_threads(comm, ["g", "g", "other", "owner's", "g"])
         for again in ("owner's", "", "new"):  # the thread that has made the communicator goes on
             comm.allreduce(np.ones(10), name=again)
-        return found
+        return result
 
     for outcomes in run_job(local, 2, run):
-        errors = [str(each) for each in outcomes if isinstance(each, UsageError)]
+        errors = [str(outcome) for outcome in outcomes if isinstance(outcome, UsageError)]
         assert len(errors) == 3, outcomes
         assert re.match(r"the name 'g' belongs to thread '.*', which used it first; thread '.*' must use", errors[0])
 
@@ -143,19 +143,19 @@ def test_a_name_is_under_way_in_one_thread_only(local: Config) -> None:
     def run(comm: Communicator) -> float:
         if comm.rank == 1:
             assert goes_on.wait(WAIT_S)
-            found = [float(comm.allreduce(np.ones(10), name="w")[0]) for _ in range(2)]
+            results = [float(comm.allreduce(np.ones(10), name="w")[0]) for _ in range(2)]
             with pytest.raises(UsageError):
                 comm.allreduce(np.ones(10), name="w" * 201)
-            return sum(found) + sum(float(comm.allreduce(np.ones(10), name=name)[0]) for name in ("other", "w"))
+            return sum(results) + sum(float(comm.allreduce(np.ones(10), name=name)[0]) for name in ("other", "w"))
         handles = Ranks(1, lambda _: [comm.allreduce_async(np.ones(10), name="w") for _ in range(2)]).results()[0]
         [error] = Ranks(1, lambda _: comm.allreduce(np.ones(10), name="w")).outcomes()
         assert isinstance(error, UsageError)
         assert re.match(r"a collective named 'w' of thread '.*' is under way; thread '.*' must wait for it", str(error))
         started = Ranks(1, lambda _: comm.allreduce_async(np.ones(10), name="other")).results()
         goes_on.set()
-        found = sum(float(handle.wait()[0]) for handle in handles + started)
+        results = sum(float(handle.wait()[0]) for handle in handles + started)
         [last] = Ranks(1, lambda _: comm.allreduce(np.ones(10), name="w")).results()
-        return found + float(last[0])
+        return results + float(last[0])
 
     assert run_job(local, 2, run) == [8.0, 8.0]
 

@@ -39,23 +39,23 @@ def test_one_file_has_all_ranks_and_shards(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "timeline.json"
     with Daemon(2, f"trace.timeline={path}") as daemon:
         run_job(configured(daemon.addresses, f"trace.timeline={path}", *over(kind)), 2, steps)
-    found = Timeline(path)
-    assert LANES | {"w", "plain"} == set(found.processes.values())
+    timeline = Timeline(path)
+    assert LANES | {"w", "plain"} == set(timeline.processes.values())
     for rank in ("rank 0", "rank 1"):
-        assert [span.name for span in found.rows["w", rank]] == ["NEGOTIATE_ALLREDUCE", *NESTED, "ALLREDUCE"] * STEPS
-        for span in found.rows["w", rank]:
+        assert [span.name for span in timeline.rows["w", rank]] == ["NEGOTIATE_ALLREDUCE", *NESTED, "ALLREDUCE"] * STEPS
+        for span in timeline.rows["w", rank]:
             if span.name == "ALLREDUCE":
                 assert span.args | {"step": 0} == {"dtype": "float32", "shape": [4096], "bytes": 16384, "step": 0}
             if span.name == "OMNIREDUCE_ALLREDUCE":
                 own = int(rank[-1]) + 1
                 said = {key: span.args[key] for key in ("bytes", "blocks", "nonzero_blocks", "union_blocks")}
                 assert said == {"bytes": 16384, "blocks": 16, "nonzero_blocks": own, "union_blocks": 2}
-        assert [span.name for span in found.rows["plain", rank]] == ["OMNIREDUCE_ALLREDUCE", "ALLREDUCE"] * STEPS
-        assert found.ticks[rank, "collectives"]
+        assert [span.name for span in timeline.rows["plain", rank]] == ["OMNIREDUCE_ALLREDUCE", "ALLREDUCE"] * STEPS
+        assert timeline.ticks[rank, "collectives"]
     if kind != MEMORY:
-        assert any(found.ticks[shard, "work"] for shard in ("shard 0", "shard 1"))
-    assert_ticks(found)
-    assert not [event for event in found.events if event["name"] == "CYCLE_START"]
+        assert any(timeline.ticks[shard, "work"] for shard in ("shard 0", "shard 1"))
+    assert_ticks(timeline)
+    assert not [event for event in timeline.events if event["name"] == "CYCLE_START"]
 
 
 def assert_ticks(found: Timeline) -> None:
@@ -94,7 +94,7 @@ def test_collectives_at_the_same_time_have_rows_of_their_own(daemon: Daemon, tmp
     def run(comm: Communicator) -> None:
         assert comm.rank == 0 or all_started.wait(WAIT_S)
         arrays = [np.ones(100_000, np.float32) for _ in range(4)]
-        handles = [comm.allreduce_async(each) for each in arrays]
+        handles = [comm.allreduce_async(array) for array in arrays]
         all_started.set()
         for handle in handles:
             handle.wait()
@@ -108,9 +108,9 @@ def test_collectives_at_the_same_time_have_rows_of_their_own(daemon: Daemon, tmp
 def test_urgent_ones_are_in_it(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     run_job(configured(daemon.addresses, f"trace.timeline={path}", "protocol.urgent_bytes=8192"), 2, steps)
-    found = Timeline(path)
-    assert len(found.rows["plain", "rank 0"]) == 2 * STEPS
-    assert "rank 1 of urgent" in found.processes.values()
+    timeline = Timeline(path)
+    assert len(timeline.rows["plain", "rank 0"]) == 2 * STEPS
+    assert "rank 1 of urgent" in timeline.processes.values()
 
 
 def test_what_belongs_together_is_in_one_picture(daemon: Daemon, tmp_path: Path) -> None:
@@ -128,8 +128,12 @@ def test_what_belongs_together_is_in_one_picture(daemon: Daemon, tmp_path: Path)
         comm.barrier()
 
     run_job(config, 2, run, job)
-    found = Timeline(path)
-    assert [span.name for span in found.rows["w", "rank 1 of queue.1"]] == ["NEGOTIATE_ALLREDUCE", *NESTED, "ALLREDUCE"]
+    timeline = Timeline(path)
+    assert [span.name for span in timeline.rows["w", "rank 1 of queue.1"]] == [
+        "NEGOTIATE_ALLREDUCE",
+        *NESTED,
+        "ALLREDUCE",
+    ]
     assert sorted(each.name for each in tmp_path.glob("*profile*")) == ["omnireduce_profile.0", "omnireduce_profile.1"]
     text = (tmp_path / "omnireduce_profile.0").read_text()
     assert re.search(r"^Allreduce +1 +16384\.0 ", text, re.MULTILINE)
@@ -145,9 +149,9 @@ def test_an_aborted_job_has_its_timeline(daemon: Daemon, tmp_path: Path) -> None
             comm.allreduce(np.ones(10 + comm.rank), name="differs")
 
     run_job(configured(daemon.addresses, f"trace.timeline={path}"), 2, run)
-    found = Timeline(path)
-    assert all(span.args["failed"] for span in found.rows["differs", "rank 0"])
-    assert [span.args for span in found.rows["w", "rank 1"]] == [{"unfinished": True}]
+    timeline = Timeline(path)
+    assert all(span.args["failed"] for span in timeline.rows["differs", "rank 0"])
+    assert [span.args for span in timeline.rows["w", "rank 1"]] == [{"unfinished": True}]
 
 
 def test_a_timeline_is_begun_and_ended_during_a_run(daemon: Daemon, tmp_path: Path) -> None:
@@ -168,12 +172,12 @@ def test_a_timeline_is_begun_and_ended_during_a_run(daemon: Daemon, tmp_path: Pa
 
     run_job(configured(daemon.addresses, "trace.timeline=DYNAMIC"), 2, run)
     for path in paths:
-        found = Timeline(path)
-        assert {"rank 0", "rank 1", "w", "plain"} == set(found.processes.values())
+        timeline = Timeline(path)
+        assert {"rank 0", "rank 1", "w", "plain"} == set(timeline.processes.values())
         for rank in range(2):
-            [span] = [each for each in found.rows["w", f"rank {rank}"] if each.name == "OMNIREDUCE_ALLREDUCE"]
+            [span] = [each for each in timeline.rows["w", f"rank {rank}"] if each.name == "OMNIREDUCE_ALLREDUCE"]
             assert span.args["nonzero_blocks"] == rank + 1
-            assert found.ticks[f"rank {rank}", "collectives"]
+            assert timeline.ticks[f"rank {rank}", "collectives"]
     assert not (tmp_path / "DYNAMIC").exists()
 
 
@@ -243,13 +247,13 @@ def test_horovods_variables() -> None:
 def test_the_command_makes_the_timeline_anew(daemon: Daemon, tmp_path: Path) -> None:
     path, again = tmp_path / "timeline.json", tmp_path / "again.json"
     run_job(configured(daemon.addresses, f"trace.timeline={path}"), 2, steps)
-    done = CliRunner().invoke(main, ["trace", f"{path}.parts", "--timeline", str(again)])
-    assert done.exit_code == 0, done.output
-    assert done.output == f"{again}: rank 0, rank 1; {len(json.loads(again.read_text()))} events\n"
+    result = CliRunner().invoke(main, ["trace", f"{path}.parts", "--timeline", str(again)])
+    assert result.exit_code == 0, result.output
+    assert result.output == f"{again}: rank 0, rank 1; {len(json.loads(again.read_text()))} events\n"
     assert Timeline(again).rows == Timeline(path).rows
-    done = CliRunner().invoke(main, ["trace", str(tmp_path), "--timeline", str(again)])
-    assert done.exit_code != 0
-    assert "no traces; set trace.timeline for workers" in str(done.exception) + done.output
+    result = CliRunner().invoke(main, ["trace", str(tmp_path), "--timeline", str(again)])
+    assert result.exit_code != 0
+    assert "no traces; set trace.timeline for workers" in str(result.exception) + result.output
 
 
 def test_an_older_run_is_left_out(daemon: Daemon, tmp_path: Path) -> None:
@@ -270,9 +274,9 @@ def test_a_job_that_is_formed_anew_goes_on_with_both(daemon: Daemon, tmp_path: P
         comm.allreduce(np.ones(10), name="after")
 
     run_job(configured(daemon.addresses, *overrides), 2, run)
-    found = Timeline(path)
+    timeline = Timeline(path)
     for rank in range(2):
-        assert len(found.rows["after", f"rank {rank}"]) == 2
+        assert len(timeline.rows["after", f"rank {rank}"]) == 2
         profile = (tmp_path / f"omnireduce_profile.{rank}").read_text()
         assert re.search(r"^Allreduce +2 +80\.0 ", profile, re.MULTILINE)
 

@@ -27,12 +27,12 @@ WORKER = str(ROOT / "tests" / "runtime" / "pictured_worker.py")
 
 
 def ranks(daemon: Daemon, path: Path, stack: ExitStack) -> list[Process]:
-    job, found = unique_job(), []
+    job, results = unique_job(), []
     settings = [f"cluster.aggregators={json.dumps(daemon.addresses)}", f"trace.timeline={path}"]
     for rank in range(2):
         command = [sys.executable, WORKER, *settings, str(rank), "2", job]
-        found.append(stack.enter_context(Process(*command)))
-    return found
+        results.append(stack.enter_context(Process(*command)))
+    return results
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_the_file_is_valid_whoever_is_killed(tmp_path: Path, seed: int) -> None:
         Timeline(path)
     again = tmp_path / "again.json"
     command = [sys.executable, "-m", "omnireduce", "trace", f"{path}.parts", "--timeline", str(again)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert result.returncode == 0, result.stderr
     assert_complete(Timeline(again), step)
 
 

@@ -27,7 +27,7 @@ def test_what_is_noted_is_there_at_once(tmp_path: Path) -> None:
     part.ready("w", 0)
     part.end("w", ALLREDUCE, bytes=np.int64(12), shape=(3,), dtype=np.dtype("f4"))
     part.cycle()  # not asked for
-    assert [(each[0], *each[2:]) for each in lines(part)] == [
+    assert [(line[0], *line[2:]) for line in lines(part)] == [
         ("B", "w", "ALLREDUCE", {}),
         ("R", "w", 0),
         ("E", "w", "ALLREDUCE", {"bytes": 12, "shape": [3], "dtype": "float32"}),
@@ -44,7 +44,7 @@ def test_a_part_is_bounded(tmp_path: Path) -> None:
     for _ in range(5):
         part.cycle()
     part.close()
-    assert [each[0] for each in lines(part)] == ["B", "C", "C", "L"]
+    assert [line[0] for line in lines(part)] == ["B", "C", "C", "L"]
     assert lines(part)[-1][2] == 3
     assert all(len(line) <= LONGEST_LINE for line in part.path.read_bytes().splitlines())
 
@@ -55,13 +55,13 @@ def test_threads_may_note_at_the_same_time(tmp_path: Path) -> None:
         threading.Thread(target=lambda: [part.begin(threading.current_thread().name, QUEUE) for _ in range(500)])
         for _ in range(4)
     ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    found = lines(part)
-    assert len(found) == 2000
-    assert [each[1] for each in found] == sorted(each[1] for each in found)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results = lines(part)
+    assert len(results) == 2000
+    assert [each[1] for each in results] == sorted(each[1] for each in results)
 
 
 def test_a_part_may_begin_anew_while_it_is_read(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_part_may_begin_anew_while_it_is_read(tmp_path: Path) -> None:
     assert len(list(lines_of(before))) == 10
     again = Timeline(tmp_path, ORIGIN, 100)
     again.begin("v", QUEUE)
-    assert [each[2:] for each in lines_of(before)] == [["v", "QUEUE", {}]]
+    assert [line[2:] for line in lines_of(before)] == [["v", "QUEUE", {}]]
     again.close()
 
 

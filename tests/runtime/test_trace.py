@@ -68,8 +68,8 @@ def assert_told(ranks: list[Lane]) -> None:
         masks = [[blocks(each, number) for each in range(len(ranks))] for number in range(ROUNDS)]
         assert lane.of(SpanKind.TENSOR)["detail"].tolist() == [-(-ELEMENTS // BLOCK)] * ROUNDS
         assert lane.of(SpanKind.BLOCK)["detail"].tolist() == [BLOCK * 4] * ROUNDS
-        assert lane.of(SpanKind.OWN)["detail"].tolist() == [int(each[rank].sum()) for each in masks]
-        assert lane.of(SpanKind.UNION)["detail"].tolist() == [int(np.any(each, axis=0).sum()) for each in masks]
+        assert lane.of(SpanKind.OWN)["detail"].tolist() == [int(mask[rank].sum()) for mask in masks]
+        assert lane.of(SpanKind.UNION)["detail"].tolist() == [int(np.any(mask, axis=0).sum()) for mask in masks]
 
 
 def assert_in_order(spans: np.ndarray) -> None:
@@ -205,15 +205,15 @@ def parts(server: ShardServer, comm: Communicator) -> list[type]:
     """The types of everything that could be a wrapper."""
     comm.allreduce(np.ones(8, np.float32))
     (job,) = server._jobs.values()
-    found: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._senders.reduction]
-    return [type(each) for each in found]
+    results: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._senders.reduction]
+    return [type(result) for result in results]
 
 
 def test_off_there_is_no_wrapper_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with server_here(None) as (server, config):
-        found = run_job(config, 1, lambda comm: parts(server, comm))
-    assert found == [[Engine, ShmLink, selectors.DefaultSelector, ShmLink, Reduction]]
+        results = run_job(config, 1, lambda comm: parts(server, comm))
+    assert results == [[Engine, ShmLink, selectors.DefaultSelector, ShmLink, Reduction]]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,8 +222,8 @@ def test_on_the_wrappers_are_those(tmp_path: Path) -> None:
     config = configured(["127.0.0.1:1"], f"trace.folder={tmp_path}")
     with server_here(ShardTraces(config.trace)) as (server, own):
         own = configured(own.cluster.aggregators, f"trace.folder={tmp_path}")
-        found = run_job(own, 1, lambda comm: parts(server, comm))
-    assert found == [[TracedEngine, TracedLink, TracedSelector, TracedLink, TracedReduction]]
+        results = run_job(own, 1, lambda comm: parts(server, comm))
+    assert results == [[TracedEngine, TracedLink, TracedSelector, TracedLink, TracedReduction]]
     assert {path.suffix for path in tmp_path.iterdir()} == {".npz"}
 
 
@@ -284,9 +284,9 @@ def test_a_folder_that_cannot_be_is_told_at_the_start(tmp_path: Path) -> None:
         "--set",
         f"trace.folder={folder}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
     assert line.startswith(f"Error: trace.folder: got '{folder}', expected a folder")
 
 

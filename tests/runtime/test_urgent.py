@@ -54,14 +54,14 @@ def test_an_urgent_tensor_does_not_wait_for_a_large_one(
     def work(comm: Communicator) -> list[float]:
         large = np.full(LARGE, comm.rank + 1, np.float32)
         handle = comm.allreduce_async(large) if comm.rank == 0 else None
-        found = call(comm)
+        result = call(comm)
         if handle is not None:
             assert not handle.done()
             has_overtaken.set()
         assert has_overtaken.wait(WAIT_S)
         handle = handle or comm.allreduce_async(large)
         handle.wait()
-        return [float(each) for array in (found, large) for each in (array.min(), array.max())]
+        return [float(each) for array in (result, large) for each in (array.min(), array.max())]
 
     assert run_job(urgent, 2, work) == [[2.0, 2.0, 3.0, 3.0]] * 2
 
@@ -175,12 +175,12 @@ def test_a_fault_of_one_channel_ends_what_is_under_way_on_the_other(urgent: Conf
 
     def work(comm: Communicator) -> list[str]:
         handle = comm.allreduce_async(ones(SMALL)) if comm.rank == 0 else None
-        found = [until_aborted(comm, LARGE + comm.rank)]
+        results = [until_aborted(comm, LARGE + comm.rank)]
         if handle is not None:
             with pytest.raises(AbortedError) as caught:
                 handle.wait()
-            found.append(caught.value.reason)
-        return found
+            results.append(caught.value.reason)
+        return results
 
     first, second = run_job(urgent, 2, work)
     assert first == second * 2
@@ -193,10 +193,10 @@ def test_who_waits_for_one_channel_does_not_hold_up_the_other(urgent: Config) ->
     def work(comm: Communicator) -> list[float]:
         comm.drives_in_background = False
         arrays = [ones(SMALL), ones(4 * LARGE)]
-        handles = [comm.allreduce_async(each) for each in arrays]
+        handles = [comm.allreduce_async(array) for array in arrays]
         for handle in handles if comm.rank == 0 else reversed(handles):
             handle.wait()
-        return [float(each[-1]) for each in arrays]
+        return [float(array[-1]) for array in arrays]
 
     assert run_job(urgent, 2, work) == [[2.0, 2.0]] * 2
 
@@ -229,9 +229,9 @@ def test_ranks_with_other_limits_are_refused(daemon: Daemon) -> None:
             Communicator(config(rank), rank=rank, size=2, job=job)
         return str(caught.value)
 
-    found = Ranks(2, join_as).results()
-    assert all("urgent_bytes" in str(each) for each in found)
-    assert any("give every worker the same protocol.urgent_bytes" in str(each) for each in found)
+    results = Ranks(2, join_as).results()
+    assert all("urgent_bytes" in str(result) for result in results)
+    assert any("give every worker the same protocol.urgent_bytes" in str(result) for result in results)
 
 
 def test_larger_blocks_than_usual_go_the_ordinary_way(daemon: Daemon) -> None:
@@ -243,17 +243,17 @@ def test_larger_blocks_than_usual_go_the_ordinary_way(daemon: Daemon) -> None:
 def test_a_name_belongs_to_one_thread_in_both(daemon: Daemon) -> None:
     with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
         comm.allreduce(ones(SMALL), name="mine")
-        found: list[str] = []
+        results: list[str] = []
 
         def other() -> None:
             with pytest.raises(UsageError) as caught:
                 comm.allreduce(ones(LARGE), name="mine")
-            found.append(str(caught.value))
+            results.append(str(caught.value))
 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(WAIT_S)
-    assert "belongs to thread" in found[0]
+    assert "belongs to thread" in results[0]
 
 
 def test_a_handler_that_interrupts_one_channel_closes_both(daemon: Daemon) -> None:
@@ -286,17 +286,17 @@ def test_who_shuts_down_reads_so_from_both(urgent: Config, first: int) -> None:
         handles = [comm.allreduce_async(ones(elements)) for elements in sizes]
         waiting = Ranks(2, lambda at: handles[at].wait())
         comm.shutdown()
-        found = waiting.outcomes(WAIT_S)
+        outcomes = waiting.outcomes(WAIT_S)
         others_have_seen.set()
-        return all(type(each) is ClosedError for each in found)
+        return all(type(outcome) is ClosedError for outcome in outcomes)
 
-    found = start_job(urgent, 2, work).outcomes(WAIT_S)
-    assert found[0] is True
+    outcomes = start_job(urgent, 2, work).outcomes(WAIT_S)
+    assert outcomes[0] is True
 
 
 def test_a_channel_that_is_closing_can_be_told_that_the_other_one_failed(daemon: Daemon) -> None:
     with Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job()) as comm:
-        first, second = (each.engine for each in comm._channels)
+        first, second = (channel.engine for channel in comm._channels)
         second._poller.close()  # as it does before it is closed
         first.abort("failed")
         with pytest.raises(AbortedError, match="failed"):
@@ -367,9 +367,9 @@ def test_both_are_formed_anew(daemon: Daemon) -> None:
         comm.reform()
         return totals(comm)
 
-    found = start_job(config, 3, work).outcomes(WAIT_S)
-    assert found[:2] == [[2.0, 2.0]] * 2
-    assert isinstance(found[2], ZeroDivisionError)
+    outcomes = start_job(config, 3, work).outcomes(WAIT_S)
+    assert outcomes[:2] == [[2.0, 2.0]] * 2
+    assert isinstance(outcomes[2], ZeroDivisionError)
 
 
 def test_a_forked_child_lets_go_of_both(daemon: Daemon) -> None:
@@ -390,16 +390,16 @@ def test_a_forked_child_lets_go_of_both(daemon: Daemon) -> None:
 
 def test_another_thread_takes_over_both(daemon: Daemon) -> None:
     def work(comm: Communicator) -> float:
-        found: list[float] = []
+        results: list[float] = []
 
         def other() -> None:
             comm.take_over()
-            found.extend(float(comm.allreduce(ones(elements))[0]) for elements in (SMALL, LARGE))
+            results.extend(float(comm.allreduce(ones(elements))[0]) for elements in (SMALL, LARGE))
 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(WAIT_S)
-        return sum(found)
+        return sum(results)
 
     assert run_job(configured(daemon.addresses, *URGENT), 2, work) == [4.0, 4.0]
 

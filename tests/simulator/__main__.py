@@ -16,13 +16,13 @@ from . import mutate  # before anything of the product, which it may change
 
 
 def _seeds(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[range]:
-    found = []
+    results = []
     for text in texts:
         first, colon, stop = text.partition(":")
         if not (colon and first.isdecimal() and stop.isdecimal()):
             raise click.BadParameter(f"{text!r}: expected FIRST:STOP, as 0:1000")
-        found.append(range(int(first), int(stop)))
-    return found
+        results.append(range(int(first), int(stop)))
+    return results
 
 
 @click.command(

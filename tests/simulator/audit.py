@@ -26,7 +26,7 @@ def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     if isinstance(membership, Relaying):
         yield from _audit_relaying(server, membership, limits)
         return
-    replacing = sum(each.replaces in membership._running for each in membership._pending_jobs.values())
+    replacing = sum(pending_job.replaces in membership._running for pending_job in membership._pending_jobs.values())
     if len(membership._pending_jobs) + len(membership._running) - replacing > limits.max_jobs:
         yield f"{len(membership._pending_jobs)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
     if server._jobs.keys() != membership._running.keys():

@@ -104,13 +104,13 @@ def run_task(task: Task, before_run: Callable[[], None] = lambda: None) -> Outco
     for single in task.each():
         before_run()
         cluster = Cluster(single.plan())
-        found = run_cluster(cluster)
-        if task.fault and not found and not cluster.struck and single.event > FIRST_EVENTS:
+        run = run_cluster(cluster)
+        if task.fault and not run and not cluster.struck and single.event > FIRST_EVENTS:
             break  # the fault came when all was over
         outcome.runs += 1
         outcome.struck.update(cluster.struck)
-        if found:
-            outcome.task, outcome.found = single, found
+        if run:
+            outcome.task, outcome.found = single, run
             break
     return outcome
 
@@ -149,9 +149,9 @@ def replay(task: Task, say: Callable[[str], None]) -> bool:
     plan = task.plan()
     say("\n".join(plan.describe(collectives=True)))
     cluster = Cluster(plan)
-    found = run_cluster(cluster)
-    say("\n".join([*cluster.world.trace, *(found or ["nothing wrong"])]))
-    return not found
+    run = run_cluster(cluster)
+    say("\n".join([*cluster.world.trace, *(run or ["nothing wrong"])]))
+    return not run
 
 
 @dataclass

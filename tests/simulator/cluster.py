@@ -147,7 +147,7 @@ class Cluster:
         def upstream(shard: Shard) -> Upstream | None:
             if relay < 0:
                 return None
-            above = [f"{each}:7400" for each in self.protocol.addresses(self.protocol.relays[relay])]
+            above = [f"{address}:7400" for address in self.protocol.addresses(self.protocol.relays[relay])]
             return Upstream(above, partial(self._connect_up, shard))
 
         return Shard(
@@ -198,7 +198,7 @@ class Cluster:
     def launch_again(self, job: int) -> None:
         """Start another launch of a job: of the same name and size, but with other data."""
         plan = self.plan.jobs[job]
-        other = tuple(replace(each, launch=1) for each in plan.collectives)
+        other = tuple(replace(collective, launch=1) for collective in plan.collectives)
         for rank in range(plan.ranks):
             worker = self._worker(replace(plan, launch="again", collectives=other, attempts=1), rank)
             self.workers.append(worker)
@@ -232,8 +232,8 @@ class Cluster:
             return
         size = region_bytes(self.protocol.slots, self.protocol.slot_bytes, meet.hosts)
         group = Group([here[rank] for rank in range(meet.size)], np.zeros((meet.size, size), np.uint8))
-        for each in group.members:
-            self.world.at(self.world.now() + self._meeting_s(), partial(self._tell_met, each, meet.token, group))
+        for member in group.members:
+            self.world.at(self.world.now() + self._meeting_s(), partial(self._tell_met, member, meet.token, group))
 
     def _tell_met(self, worker: Worker, token: bytes, group: Group) -> None:
         if worker.alive and worker.meets_at == token:

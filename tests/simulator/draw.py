@@ -71,20 +71,22 @@ def _anywhere(rng: random.Random, fault: Fault, protocol: ProtocolPlan) -> Fault
 
 def _draw_programs(rng: random.Random, job: JobPlan) -> JobPlan:
     """Let sums of a job go through programs."""
-    found = []
+    results = []
     for each in job.collectives:
         if each.kind == "allreduce" and rng.random() < 0.8:
             name = rng.choice(list(PROGRAMS))
             each = replace(each, op="sum", dtype="float32", codec="", program=name)
-        found.append(each)
-    return replace(job, collectives=tuple(found), state_bytes=STATE_BYTES)
+        results.append(each)
+    return replace(job, collectives=tuple(results), state_bytes=STATE_BYTES)
 
 
 def _draw_refusals(rng: random.Random, job: JobPlan) -> JobPlan:
     """Let all ranks refuse some calls."""
     refuse = [rng.random() < 0.25 for _ in job.collectives]
-    found = [refusal(each.seed) if at else each for at, each in zip(refuse, job.collectives, strict=True)]
-    return replace(job, collectives=tuple(found))
+    results = [
+        refusal(collective.seed) if at else collective for at, collective in zip(refuse, job.collectives, strict=True)
+    ]
+    return replace(job, collectives=tuple(results))
 
 
 def _draw_elastic(rng: random.Random, job: JobPlan) -> JobPlan:

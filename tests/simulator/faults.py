@@ -92,7 +92,7 @@ def _end_shard(cluster: Cluster, fault: Fault) -> None:
 def _passes(cluster: Cluster, worker: Worker, shard: int) -> bool:
     """Whether the worker's job uses this shard. Of a relay those shards do that a rank comes through."""
     relay = shard // cluster.protocol.shards - 1
-    return relay < 0 or any(relay in cluster.protocol.way(each.rank) for each in worker.peers)
+    return relay < 0 or any(relay in cluster.protocol.way(peer.rank) for peer in worker.peers)
 
 
 def _strike_worker(cluster: Cluster, fault: Fault, worker: Worker) -> None:
@@ -146,7 +146,7 @@ def _unheard_s(cluster: Cluster, worker: Worker) -> float:
     """For how many seconds no shard hears what becomes of the worker, because all of its connections are broken."""
     if not all(link._severed for link in worker.links):
         return 0.0
-    return max((each.number for each in cluster.plan.faults if each.kind == "link loss"), default=0.0)
+    return max((fault.number for fault in cluster.plan.faults if fault.kind == "link loss"), default=0.0)
 
 
 def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:
@@ -231,7 +231,7 @@ def _hamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     elif fault.kind == "mismatch" and worker.program and job.ranks > 1:
         _mismatch(worker, int(fault.number))
         cluster.blame(job.name, "ranks ")
-        if any(each.kind == "refusal" for each in job.collectives):
+        if any(collective.kind == "refusal" for collective in job.collectives):
             cluster.blame(job.name, "rank ")  # the others may refuse what it calls
     elif fault.kind == "refusal" and worker.program:
         program = list(worker.program)
@@ -245,8 +245,8 @@ def _misconfigure(worker: Worker, number: int) -> None:
         worker.nonsense = NONSENSE[number]
     elif number < len(NONSENSE) + len(DISAGREEMENT):
         changes = DISAGREEMENT[number - len(NONSENSE)]
-        found = {name: getattr(worker.protocol, name) + more for name, more in changes.items()}
-        worker.protocol = replace(worker.protocol, **found)
+        results = {name: getattr(worker.protocol, name) + more for name, more in changes.items()}
+        worker.protocol = replace(worker.protocol, **results)
     elif not worker.protocol.relays:  # each shard of a relay passes on what is for any shard above
         worker.shard_order.reverse()
 

@@ -156,9 +156,9 @@ def _failing_seed(mutation: Mutation, parent: Connection) -> tuple[str, str]:
 
     for seed in range(mutation.first, mutation.first + mutation.within):
         run = f"seed {seed}"
-        found = run_task(Task(seed, mutation.fault), lambda run=run: parent.send((run, None))).found
-        if found:
-            return run, found[0].partition("\n")[0]
+        result = run_task(Task(seed, mutation.fault), lambda run=run: parent.send((run, None))).found
+        if result:
+            return run, result[0].partition("\n")[0]
     return "", ""
 
 

@@ -89,11 +89,11 @@ class ProtocolPlan:
     def way(self, rank: int) -> tuple[int, ...]:
         """The relays through which a rank comes, the one next to the shards first."""
         choices = len(self.relays) + self.direct
-        relay, found = rank % choices - self.direct if choices else -1, list[int]()
+        relay, results = rank % choices - self.direct if choices else -1, list[int]()
         while relay >= 0:
-            found.insert(0, relay)
+            results.insert(0, relay)
             relay = self.relays[relay]
-        return tuple(found)
+        return tuple(results)
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ class Plan:
         for job in self.jobs:
             yield f"{job.name}: {_fields(job)}"
             if collectives:
-                yield from (f"  collective {number}: {each}" for number, each in enumerate(job.collectives))
+                yield from (f"  collective {number}: {collective}" for number, collective in enumerate(job.collectives))
         yield from (f"fault: {fault}" for fault in self.faults)
 
 
 def _fields(part: NetworkPlan | ProtocolPlan | JobPlan) -> str:
-    found = ((name, getattr(part, name)) for name in part.__dataclass_fields__ if name != "name")
-    return ", ".join(f"{name} {len(value) if isinstance(value, tuple) else value}" for name, value in found)
+    results = ((name, getattr(part, name)) for name in part.__dataclass_fields__ if name != "name")
+    return ", ".join(f"{name} {len(value) if isinstance(value, tuple) else value}" for name, value in results)

@@ -20,12 +20,12 @@ def simulator(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_good_seeds_and_new_ones() -> None:
-    done = simulator("--seeds", "0:20", "--new", "4", "--jobs", "2", "--verbose")
-    assert done.returncode == 0, done.stdout
-    assert "24 seeds, 0 failed" in done.stdout
-    assert "runs/s" in done.stdout
-    assert "new seeds: " in done.stdout
-    assert done.stdout.count("options: ") == 24
+    result = simulator("--seeds", "0:20", "--new", "4", "--jobs", "2", "--verbose")
+    assert result.returncode == 0, result.stdout
+    assert "24 seeds, 0 failed" in result.stdout
+    assert "runs/s" in result.stdout
+    assert "new seeds: " in result.stdout
+    assert result.stdout.count("options: ") == 24
 
 
 def test_who_stops_it_hears_how_far_it_came() -> None:
@@ -42,11 +42,11 @@ def test_who_stops_it_hears_how_far_it_came() -> None:
 
 
 def test_a_failure_prints_the_command_that_replays_it() -> None:
-    done = simulator("--seeds", "0:50", "--failures", "1", "--jobs", "1", "--mutation", BUG)
-    assert done.returncode == 1, done.stdout
-    [command] = [line.partition("replay: ")[2] for line in done.stdout.splitlines() if "replay: " in line]
-    assert "options: " in done.stdout
-    assert done.stdout.endswith(f"failed: {command.partition(' --mutation')[0]}\n")
+    result = simulator("--seeds", "0:50", "--failures", "1", "--jobs", "1", "--mutation", BUG)
+    assert result.returncode == 1, result.stdout
+    [command] = [line.partition("replay: ")[2] for line in result.stdout.splitlines() if "replay: " in line]
+    assert "options: " in result.stdout
+    assert result.stdout.endswith(f"failed: {command.partition(' --mutation')[0]}\n")
     words = shlex.split(command)
     again = simulator(*words[3:])
     assert again.returncode == 1, again.stdout
@@ -55,10 +55,10 @@ def test_a_failure_prints_the_command_that_replays_it() -> None:
 
 
 def test_one_fault_at_every_event() -> None:
-    done = simulator("--seeds", "25:26", "--fault", "link loss", "--jobs", "1")
-    assert done.returncode == 0, done.stdout
-    assert "link loss" in done.stdout
-    assert " runs)" in done.stdout
+    result = simulator("--seeds", "25:26", "--fault", "link loss", "--jobs", "1")
+    assert result.returncode == 0, result.stdout
+    assert "link loss" in result.stdout
+    assert " runs)" in result.stdout
     assert simulator("--replay", "25", "--fault", "link loss", "--event", "30").returncode == 0
 
 
@@ -71,6 +71,6 @@ def test_one_fault_at_every_event() -> None:
     ],
 )
 def test_wrong_options_say_what_is_expected(options: tuple[str, ...], message: str) -> None:
-    done = simulator(*options)
-    assert done.returncode == 2
-    assert message in done.stderr
+    result = simulator(*options)
+    assert result.returncode == 2
+    assert message in result.stderr

@@ -58,8 +58,8 @@ def test_fault_at_every_event(fault: Fault, ranks: int, latency_s: float) -> Non
     base = plan(ranks, latency_s)
     for event in range(1, MOST_EVENTS):
         cluster = Cluster(replace(base, faults=(replace(fault, rank=fault.rank % ranks, at_event=event),)))
-        found = cluster.run()
-        assert not found, [f"{fault.kind} at event {event}", *found, *cluster.world.trace]
+        result = cluster.run()
+        assert not result, [f"{fault.kind} at event {event}", *result, *cluster.world.trace]
         if not cluster.struck and event > STARTED:
             return  # the cluster was done before
     raise AssertionError("no end")

@@ -29,16 +29,16 @@ def test_every_mutation_fits_the_product() -> None:
 def test_the_documentation_counts_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     table = text.partition("| part | mutations |")[2].partition("\n\n")[0]
-    found = [int(row.split("|")[2]) for row in table.splitlines()[2:]]
+    results = [int(row.split("|")[2]) for row in table.splitlines()[2:]]
     parts = (worker, aggregator, coding, kernels, hosts, membership, runtime, joining, relays)
-    assert found == [len(part.MUTATIONS) for part in parts]
+    assert results == [len(part.MUTATIONS) for part in parts]
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_simulator_catches(name: str) -> None:
-    found = hunt(BY_NAME[name])
-    assert found.caught_by, found
-    assert found.verdict
+    result = hunt(BY_NAME[name])
+    assert result.caught_by, result
+    assert result.verdict
 
 
 def test_a_mutation_that_breaks_nothing_is_not_caught() -> None:
@@ -46,13 +46,13 @@ def test_a_mutation_that_breaks_nothing_is_not_caught() -> None:
         "harmless", "omnireduce.core.layout", "nothing", "        return self.elements // self.block_size",
         "        return self.elements // int(self.block_size)", within=3,
     )  # fmt: skip
-    found = hunt(harmless)
-    assert not found.caught_by, found
+    result = hunt(harmless)
+    assert not result.caught_by, result
 
 
 def test_a_test_that_cannot_run_catches_nothing() -> None:
-    found = hunt(replace(BY_NAME["windows of a message may overlap"], test="tests/protocol/test_no_such.py"))
-    assert not found.caught_by, found
+    result = hunt(replace(BY_NAME["windows of a message may overlap"], test="tests/protocol/test_no_such.py"))
+    assert not result.caught_by, result
 
 
 def test_a_mutation_that_does_not_fit_says_so() -> None:

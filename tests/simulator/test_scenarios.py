@@ -43,9 +43,9 @@ def when(run: Cluster, rank: int, condition: Callable[[Worker], object], action:
     """Let `action` happen right after the event by which the first worker of `rank` meets `condition`."""
 
     def look(number: int) -> None:
-        found = workers(run, rank)[:1]
-        if found and condition(found[0]):
-            action(found[0])
+        result = workers(run, rank)[:1]
+        if result and condition(result[0]):
+            action(result[0])
         else:
             run.world.at_event(number + 1, lambda: look(number + 1))
 
@@ -70,9 +70,9 @@ def test_hello_and_death_in_one_breath_are_both_heard() -> None:
     run = cluster(Fault("late", rank=1, number=1.0))
     when(run, 1, lambda worker: worker.links, lambda _: strike(run, Fault("crash", rank=1)))
     assert run.run() == []
-    found = error(run, 0)
-    assert isinstance(found, AbortedError)
-    assert found.culprit == workers(run, 1)[0].culprit
+    result = error(run, 0)
+    assert isinstance(result, AbortedError)
+    assert result.culprit == workers(run, 1)[0].culprit
     assert (workers(run, 0)[0].ended_at or 99) < 2
 
 
@@ -118,17 +118,17 @@ def test_a_job_may_be_over_before_a_rank_is_welcome_everywhere() -> None:
     delay_second_welcome(run)
     when(run, 0, joined, lambda _: strike(run, Fault("crash")))
     assert run.run() == []
-    found = error(run, 1)
-    assert isinstance(found, AbortedError)
-    assert found.culprit == workers(run, 0)[0].culprit
+    result = error(run, 1)
+    assert isinstance(result, AbortedError)
+    assert result.culprit == workers(run, 0)[0].culprit
     assert (workers(run, 1)[0].ended_at or 99) < 1
 
 
 def assert_one_collective_then_the_stop(run: Cluster) -> None:
     for rank in range(2):
-        found = error(run, rank)
-        assert isinstance(found, AbortedError)
-        assert "shutting down" in found.reason
+        result = error(run, rank)
+        assert isinstance(result, AbortedError)
+        assert "shutting down" in result.reason
         assert workers(run, rank)[0].completed == 1
 
 
@@ -168,9 +168,9 @@ def test_a_shard_that_stops_does_not_wait_for_ever() -> None:
     when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=15.0)))
     run.world.at(0.5, lambda: strike(run, Fault("drain")))
     assert run.run() == []
-    found = error(run, 0)
-    assert isinstance(found, AbortedError)
-    assert "did not finish within" in found.reason
+    result = error(run, 0)
+    assert isinstance(result, AbortedError)
+    assert "did not finish within" in result.reason
     assert 5 < (workers(run, 0)[0].ended_at or 0) < 6
 
 
@@ -209,9 +209,9 @@ def test_different_collectives_in_one_place_name_both_sides(seed: int, both: tup
     run = cluster(Fault("mismatch", rank=1, number=1), work=(SUM, replace(SUM, seed=seed)))
     assert run.run() == []
     for rank in range(2):
-        found = error(run, rank)
-        assert isinstance(found, AbortedError)
-        assert all(name in found.reason for name in ("collective 1", "rank 0", "rank 1", *both))
+        result = error(run, rank)
+        assert isinstance(result, AbortedError)
+        assert all(name in result.reason for name in ("collective 1", "rank 0", "rank 1", *both))
         assert workers(run, rank)[0].completed == 1
 
 
@@ -220,9 +220,9 @@ def test_a_frozen_rank_is_named_by_those_that_waited_for_it() -> None:
     when(run, 1, joined, lambda _: strike(run, Fault("freeze", rank=1, number=60.0)))
     assert run.run() == []
     for rank in (0, 2):
-        found = error(run, rank)
-        assert isinstance(found, CollectiveTimeoutError)
-        assert found.culprit == workers(run, 1)[0].culprit
+        result = error(run, rank)
+        assert isinstance(result, CollectiveTimeoutError)
+        assert result.culprit == workers(run, 1)[0].culprit
 
 
 def test_a_frozen_shard_is_named_and_serves_again_when_it_goes_on() -> None:
@@ -230,9 +230,9 @@ def test_a_frozen_shard_is_named_and_serves_again_when_it_goes_on() -> None:
     when(run, 0, lambda worker: worker.completed, lambda _: strike(run, Fault("shard freeze", shard=1, number=21.0)))
     assert run.run() == []
     for rank in range(3):
-        found = error(run, rank)
-        assert isinstance(found, CollectiveTimeoutError)
-        assert found.culprit == "aggregator shard1:7400"
+        result = error(run, rank)
+        assert isinstance(result, CollectiveTimeoutError)
+        assert result.culprit == "aggregator shard1:7400"
         assert error(run, rank, 1) is None
 
 
@@ -245,10 +245,10 @@ def test_a_rank_that_was_stopped_does_not_believe_that_what_it_reads_has_just_co
     assert run.run() == []
     assert isinstance(error(run, 0), CollectiveTimeoutError)
     assert "aggregator shard0:7400" in str(error(run, 0))
-    found = error(run, 1)
-    assert isinstance(found, CollectiveTimeoutError)
-    assert found.culprit == workers(run, 1)[0].culprit
-    assert "it noticed that 30.0 s late: was it stopped or overloaded?" in found.reason
+    result = error(run, 1)
+    assert isinstance(result, CollectiveTimeoutError)
+    assert result.culprit == workers(run, 1)[0].culprit
+    assert "it noticed that 30.0 s late: was it stopped or overloaded?" in result.reason
 
 
 def test_a_lone_rank_that_lies_about_the_number_may_blame_the_shard_for_what_comes_back() -> None:
@@ -263,9 +263,9 @@ def test_ranks_join_again_after_their_shard_came_back() -> None:
     when(run, 0, lambda worker: worker.completed, lambda _: strike(run, Fault("shard crash", shard=1, number=1.0)))
     assert run.run() == []
     for rank in range(2):
-        found = error(run, rank)
-        assert isinstance(found, AbortedError)
-        assert "shard1:7400" in found.culprit
+        result = error(run, rank)
+        assert isinstance(result, AbortedError)
+        assert "shard1:7400" in result.culprit
         assert error(run, rank, 1) is None
 
 
@@ -291,9 +291,9 @@ def test_a_slow_reader_hears_why_the_job_ended() -> None:
     when(run, 1, joined, slow_down)
     run.world.at(0.7, lambda: strike(run, Fault("crash")))
     assert run.run() == []
-    found = error(run, 1)
-    assert isinstance(found, AbortedError)
-    assert found.culprit == workers(run, 0)[0].culprit
+    result = error(run, 1)
+    assert isinstance(result, AbortedError)
+    assert result.culprit == workers(run, 0)[0].culprit
 
 
 def test_who_says_no_hello_in_time_may_come_again() -> None:

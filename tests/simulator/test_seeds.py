@@ -152,16 +152,16 @@ def test_seeds_that_nobody_ran_before(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_seed_is_a_run_in_every_process() -> None:
     def digests(hash_seed: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", DIGESTS],
             cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
-    found = digests("1")
-    assert len(set(found.splitlines())) == SAME
-    assert digests("2") == found
+    outcome = digests("1")
+    assert len(set(outcome.splitlines())) == SAME
+    assert digests("2") == outcome
 
 
 def test_the_seeds_draw_every_kind_of_fault_and_most_find_a_victim() -> None:

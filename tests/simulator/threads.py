@@ -21,8 +21,8 @@ class SimThreads(ThreadPool):
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         order = self._random.sample(range(len(calls)), len(calls))
-        found = {at: calls[at]() for at in order}
-        return [found[at] for at in range(len(calls))]
+        results = {at: calls[at]() for at in order}
+        return [results[at] for at in range(len(calls))]
 
     def close(self) -> None:
         """There is no thread."""

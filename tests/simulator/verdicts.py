@@ -108,7 +108,7 @@ class Verdicts:
         alike, whatever their reasons."""
         launch = worker.job.name, worker.job.launch
         mates = [each for each in self._cluster.workers if (each.job.name, each.job.launch) == launch]
-        there = [(each.rank, each.program[number]) for each in mates if number < len(each.program)]
+        there = [(mate.rank, mate.program[number]) for mate in mates if number < len(mate.program)]
         same = {rank for rank, each in there if each == what or each.kind == what.kind == "refusal"}
         return len(same) >= worker.place[1]
 
@@ -161,7 +161,7 @@ class Verdicts:
 
     def _judge_who_moves_on(self, worker: Worker) -> None:
         quiet_s = worker.protocol.timeout_s / 2 + STOOD_STILL_S  # for less, it may well have moved on
-        own = [each for each in self._cluster.shards if each.address in worker.addresses]
+        own = [shard for shard in self._cluster.shards if shard.address in worker.addresses]
         still = [shard.address for shard in own if shard.stalled_s > quiet_s]
         if still:
             self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
@@ -173,7 +173,7 @@ class Verdicts:
         each turn of a slow shard and each credit is the slowest of all ranks'."""
         network = self._cluster.plan.network
         turn_s = network.latency_s * (SLOWER if network.slow else 1)
-        turn_s += max((each.number for each in self._cluster.plan.faults if each.kind in SLOW), default=0.0)
+        turn_s += max((fault.number for fault in self._cluster.plan.faults if fault.kind in SLOW), default=0.0)
         delay_s = network.delay_s * (1 + network.spike * (RARE - 1))
         slowest = sum(
             1 / number for number in range(1, worker.job.ranks + 1)
@@ -186,7 +186,7 @@ class Verdicts:
         """Number of messages that a rank may send for a collective, one after another."""
         descriptor, protocol = what.descriptor(), worker.protocol
         blocks, block_bytes = descriptor.layout.blocks, descriptor.block_bytes
-        turns = [each.turns(blocks, block_bytes, worker.job.ranks) for each in self._cluster.shards]
+        turns = [shard.turns(blocks, block_bytes, worker.job.ranks) for shard in self._cluster.shards]
         return max(
             blocks
             / max(1, min(MessageSizing.up_to(protocol.message_bytes).shortest // block_bytes, protocol.scan_span)),
@@ -284,7 +284,7 @@ class Verdicts:
     def _passed_on(self, error: AbortedError, causes: Set[str]) -> bool:
         """Whether a rank that could not join has said so, and a fault explains it."""
         text = str(error)
-        said = any(text in each.excuses for each in self._cluster.workers)
+        said = any(text in worker.excuses for worker in self._cluster.workers)
         errors = (
             RefusedError(text),
             TransportError(text + reasons.NOT_ADMITTED * error.culprit.startswith("aggregator")),
@@ -293,13 +293,13 @@ class Verdicts:
 
     def _came_back_too_soon(self, error: AbortedError) -> bool:
         """Whether it names a rank that one shard admitted, and another refused: it had not heard its last goodbye."""
-        named = [each for each in self._cluster.workers if each.culprit in error.culprit]
+        named = [worker for worker in self._cluster.workers if worker.culprit in error.culprit]
         refused = any(isinstance(each.error, RefusedError) and "is already in job" in str(each.error) for each in named)
         return error.reason == "connection closed" and refused
 
     def _could_not_say_why(self, error: AbortedError) -> bool:
         """Whether it names a rank whose time was over, and a shard stood still: nobody read that rank's last words."""
-        named = [each for each in self._cluster.workers if each.culprit in error.culprit]
+        named = [worker for worker in self._cluster.workers if worker.culprit in error.culprit]
         in_vain = self._cluster.causes.intersection(("shard stall", "shard freeze", "slow shard"))
         gave_up = any(isinstance(each.error, CollectiveTimeoutError) and not each.alive for each in named)
         return error.reason == "connection closed" and bool(in_vain) and gave_up
@@ -307,7 +307,7 @@ class Verdicts:
     def _explained_delay(self, error: CollectiveTimeoutError, causes: Set[str], culprits: Set[str]) -> bool:
         """Whether it names whom a collective waited for."""
         if NOTICED_LATE in error.reason:
-            named = [each for each in self._cluster.workers if each.culprit in error.culprit]
+            named = [worker for worker in self._cluster.workers if worker.culprit in error.culprit]
             return any(each.was_stalled for each in named)  # and nobody else: it says this of itself
         if reasons.TIME in causes or MOVES_ON in error.reason:
             return True  # time went to several, or to one that went on just before the limit
@@ -316,26 +316,26 @@ class Verdicts:
     @property
     def _causes(self) -> set[str]:
         """The kinds of fault that have struck so far, and what else may end a job."""
-        found = set(self._cluster.causes)
+        results = set(self._cluster.causes)
         if self._cluster.plan.crowded and not self._cluster.in_epilogue:
-            found.add(reasons.CROWD)
+            results.add(reasons.CROWD)
         if not self._cluster.in_epilogue and self._lost_s(JUMPS + STALLS[:2]) > PATIENCE_S:
-            found.add(reasons.TIME)
-        if found.intersection(OUTAGES) and self._lost_s(OUTAGES) > PATIENCE_S:
-            found.add(reasons.DOWN)
-        if "link loss" in found and self._lost_s(("link loss",)) > PATIENCE_S:
-            found.add(reasons.SILENCE)
-        return found
+            results.add(reasons.TIME)
+        if results.intersection(OUTAGES) and self._lost_s(OUTAGES) > PATIENCE_S:
+            results.add(reasons.DOWN)
+        if "link loss" in results and self._lost_s(("link loss",)) > PATIENCE_S:
+            results.add(reasons.SILENCE)
+        return results
 
     def _elastic_causes(self, worker: Worker) -> set[str]:
         """The same for a worker of an elastic job, which may begin its last attempt at any time."""
-        found, text = self._causes, str(worker.error)
-        if found.intersection(OUTAGES):
-            found.add(reasons.DOWN)
+        result, text = self._causes, str(worker.error)
+        if result.intersection(OUTAGES):
+            result.add(reasons.DOWN)
         missed = isinstance(worker.error, RefusedError) and ("waiting for rank" in text or "is already in job" in text)
         if missed and not self._cluster.in_epilogue and self._lost_s(STALLS[:2]) > self._seated_s(worker):
-            found.add(reasons.TIME)  # the others formed the job without it, and may have done its work
-        return found
+            result.add(reasons.TIME)  # the others formed the job without it, and may have done its work
+        return result
 
     def _seated_s(self, worker: Worker) -> float:
         """Seconds that a rank of an elastic job has to join further aggregators, after the first."""
@@ -365,7 +365,7 @@ class Verdicts:
 
     def _lost_s(self, kinds: Sequence[str]) -> float:
         """For how many seconds faults of `kinds` keep processes from their work."""
-        return sum(each.number for each in self._cluster.plan.faults if each.kind in kinds)
+        return sum(fault.number for fault in self._cluster.plan.faults if fault.kind in kinds)
 
     def expect_end(self, workers: Sequence[Worker], noticed_at: float, fault: Fault) -> None:
         """These workers must be gone soon after `noticed_at`, unless something stops them."""

@@ -153,7 +153,9 @@ class Worker(Process):
     def peers(self) -> list[Worker]:
         """All workers of the same job that run now."""
         mine = self.job.name, self.job.launch
-        return [each for each in self.cluster.workers if (each.job.name, each.job.launch) == mine and each.running]
+        return [
+            worker for worker in self.cluster.workers if (worker.job.name, worker.job.launch) == mine and worker.running
+        ]
 
     @property
     def patience_s(self) -> float:

@@ -145,11 +145,11 @@ def contribution(what: Collective, rank: int, ranks: int) -> Array:
 def expected(what: Collective, ranks: int, sums: Tree = ()) -> Array:
     """The oracle: all contributions combined by NumPy, in rank order, or as `sums` says."""
     brought = [_contribution(what, rank, ranks) for rank in range(ranks)]
-    found = reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
+    result = reduce_by_tree(sums or tuple(range(ranks)), brought, what.op)
     with np.errstate(all="ignore"):
         if what.program:
-            found = dropped(found.astype(np.float64))  # a program works on this
-        return add(found, found) if what.program else found
+            result = dropped(result.astype(np.float64))  # a program works on this
+        return add(result, result) if what.program else result
 
 
 def tree_of(places: Mapping[int, tuple[tuple[int, ...], int]]) -> Tree:

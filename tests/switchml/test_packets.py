@@ -99,13 +99,13 @@ def test_the_quantizer_is_as_near_as_its_packets_allow(
 ) -> None:
     """Numbers of all exponents, zeros and subnormals included. A sum that is too large for float32 is infinite."""
     values = np.array(x, np.float32)
-    found, sums = exchanged(values, size, packet_numel, batch), values.astype(np.float64) * size
+    result, sums = exchanged(values, size, packet_numel, batch), values.astype(np.float64) * size
     for at in range(0, values.size, packet_numel):
         part = slice(at, at + packet_numel)
         step = size * 2.0 ** np.frexp(np.abs(values[part]).max())[1] / (2**31 - 1 - size)
         allowed = size * step + np.maximum(np.abs(sums[part]) * 2.0**-23, 2.0**-149)
-        near = np.abs(found[part].astype(np.float64) - sums[part]) <= allowed
-        assert (near | (np.isinf(found[part]) & (np.abs(sums[part]) + allowed > LARGEST))).all()
+        near = np.abs(result[part].astype(np.float64) - sums[part]) <= allowed
+        assert (near | (np.isinf(result[part]) & (np.abs(sums[part]) + allowed > LARGEST))).all()
 
 
 @given(x=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=60), **shapes)
@@ -119,9 +119,9 @@ def test_integers_travel_as_they_are(x: list[int], packet_numel: int, batch: int
 def test_a_packet_that_is_not_finite_becomes_nan_and_no_other(odd: float) -> None:
     values = np.ones(12, np.float32)
     values[5] = odd
-    found = exchanged(values, 2, 4, 2)
-    assert np.isnan(found[4:8]).all()
-    assert found[[*range(4), *range(8, 12)]] == pytest.approx(2.0)
+    result = exchanged(values, 2, 4, 2)
+    assert np.isnan(result[4:8]).all()
+    assert result[[*range(4), *range(8, 12)]] == pytest.approx(2.0)
 
 
 def test_the_dummy_backend_needs_no_other_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +139,7 @@ def test_the_dummy_backend_needs_no_other_rank(tmp_path: Path, caplog: pytest.Lo
         assert floats == pytest.approx(64.0)
         comm = context.communicator
         assert (comm.rank, comm.size, comm.transport, context.stats.jobs_finished) == (0, 8, "dummy", 3)
-    assert any("backend = dummy: nothing is exchanged" in each.getMessage() for each in caplog.records)
+    assert any("backend = dummy: nothing is exchanged" in record.getMessage() for record in caplog.records)
 
 
 def test_a_worker_of_the_dummy_backend_is_not_alone_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_stop_wakes_who_waits_for_a_slow_network(tmp_path: Path) -> None:
         jobs[0].wait(0.01)
     waiting = Ranks(len(jobs), lambda number: jobs[number].wait(WAIT_S))
     context.stop()
-    assert [type(each) for each in waiting.outcomes()] == [ClosedError] * 3
+    assert [type(outcome) for outcome in waiting.outcomes()] == [ClosedError] * 3
 
 
 def pair(daemon: Daemon, path: str, run: Callable[[Context], Any]) -> list[Any]:
@@ -202,8 +202,8 @@ def test_a_processor_of_the_users_own_on_one_host(daemon: Daemon, tmp_path: Path
 def test_all_ranks_get_the_largest_extra_info(daemon: Daemon, tmp_path: Path) -> None:
     def run(context: Context) -> list[float]:
         x = np.full(6, 10 * context.communicator.rank, np.float32)
-        found: list[float] = context.allreduce(x, np.zeros_like(x), timeout_s=WAIT_S).tolist()
-        return found
+        values: list[float] = context.allreduce(x, np.zeros_like(x), timeout_s=WAIT_S).tolist()
+        return values
 
     lines = (own(Largest), "packet_numel = 1", "max_outstanding_packets = 2")
     assert pair(daemon, written(tmp_path, *lines), run) == [[10, 11, 12, 13, 14, 15]] * 2
@@ -218,10 +218,10 @@ def test_a_processor_that_fails_ends_the_job_of_all(daemon: Daemon, tmp_path: Pa
         return caught.value
 
     errors = pair(daemon, written(tmp_path, own(Unlucky)), run)
-    assert any(isinstance(each, UsageError) for each in errors)
-    for each in errors:
-        assert isinstance(each, UsageError | AbortedError | ClosedError)
-        assert "out of luck" in str(each)
+    assert any(isinstance(error, UsageError) for error in errors)
+    for error in errors:
+        assert isinstance(error, UsageError | AbortedError | ClosedError)
+        assert "out of luck" in str(error)
 
 
 def test_a_processor_that_cannot_be_made(tmp_path: Path) -> None:
@@ -255,14 +255,14 @@ def test_errors_have_their_place(tmp_path: Path, lines: tuple[str, ...], message
 
 def test_the_file_to_copy_has_every_key_with_the_value_that_switchml_has() -> None:
     path = ROOT / "configs" / "switchml.cfg"
-    found, section = dict[str, str](), ""
+    results, section = dict[str, str](), ""
     for line in path.read_text().splitlines():
         if line.startswith("["):
             section = line.strip("[]")
         elif "=" in line and not line.startswith("#"):
             key, _, value = line.partition("=")
-            found[f"{section}.{key.strip()}"] = value.strip()
-    assert found.keys() == {each for each in KEYS if not each.startswith("backend.dpdk.")}
+            results[f"{section}.{key.strip()}"] = value.strip()
+    assert results.keys() == {each for each in KEYS if not each.startswith("backend.dpdk.")}
     settings = load_settings(path, environ={})
     assert (settings.rank, settings.size, settings.config.transport.threads) == (0, 1, 4)
     assert settings.in_packets == (CpuExponentQuantizer, 256, 256, Dummy(100_000.0, True))

@@ -76,22 +76,24 @@ def worker(*arguments: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedPr
 @pytest.mark.parametrize("options", [["--random", "1"], ["--overlap", "backward"], ["--overlap", "none"]])
 def test_two_ranks_train_by_the_file(tmp_path: Path, options: list[str]) -> None:
     write_layers(LAYERS, tmp_path / "model.csv")
-    done = worker("--num-iters", "3", "--json", "found.json", *options, "--verify", "model.csv", cwd=tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
+    result = worker(
+        "--num-iters", "3", "--json", "found.json", *options, "--verify", "model.csv", cwd=tmp_path, ranks=2
+    )
+    assert result.returncode == 0, result.stderr
     patterns = [
         r"Signal handler thread started\. .*", r"Running 5 warmup iterations\.", r"Warmup finished\.",
         r"Running 3 iterations\.",
-        *(rf"Iteration #{each}# finished\. Duration: {NUMBER} ns Rate: {NUMBER} iter/s\." for each in range(3)),
+        *(rf"Iteration #{number}# finished\. Duration: {NUMBER} ns Rate: {NUMBER} iter/s\." for number in range(3)),
         r"All iterations finished\.", "Verifying final results", r"Data verified successfully\.", "",
         *(rf"{name} [\d.e+]+ iter/s" for name in ("Min", "Max", "Median", "Mean", "Std dev")),
         r"Cleaning up\.", "Signal handler thread is exiting",
     ]  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(patterns), done.stdout
-    assert all(re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines, strict=True)), done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["world_size"], found["wrong"], len(found["ns"])) == (2, 0, 3)
-    assert found["rate"]["max"] == pytest.approx(1e9 / min(found["ns"]))
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(patterns), result.stdout
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines, strict=True)), result.stdout
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert (report["world_size"], report["wrong"], len(report["ns"])) == (2, 0, 3)
+    assert report["rate"]["max"] == pytest.approx(1e9 / min(report["ns"]))
 
 
 def test_an_iteration_begins_before_the_sums_of_the_last_one_are_there(daemon: Daemon) -> None:
@@ -265,14 +267,14 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], R
     [("plain", [8 * 16 + 16, 16 * 2 + 2]), ("shared", [16, 4]), ("attention", None)],
 )
 def test_a_model_of_torch_is_recorded(record: Callable[[str], Result], name: str, numels: list[int] | None) -> None:
-    done = record(name)
-    assert done.exit_code == 0, done.stderr
+    result = record(name)
+    assert result.exit_code == 0, result.stderr
     layers = read_layers("model.csv")
     assert numels is None or [layer.numel for layer in layers] == numels
     total = sum(layer.numel for layer in layers)
     assert name != "attention" or total == 3 * 8 * 8 + 3 * 8 + 8 * 8 + 8 + 2 * 8 * 16 + 16 + 8 + 4 * 8
     assert re.fullmatch(
-        rf"model\.csv: {len(layers)} layers, {total} parameters, forward [\d.]+ ms, backward [\d.]+ ms\n", done.stdout
+        rf"model\.csv: {len(layers)} layers, {total} parameters, forward [\d.]+ ms, backward [\d.]+ ms\n", result.stdout
     )
     assert all(layer.backward_pass_ns > 0 for layer in layers)
     assert layers[-1].forward_pass_ns > 0
@@ -281,8 +283,8 @@ def test_a_model_of_torch_is_recorded(record: Callable[[str], Result], name: str
 def test_all_layers_together_take_as_long_as_the_model(record: Callable[[str], Result]) -> None:
     """Two layers without a gradient take 5 ms each, one before and one after the only one that has one. Behind that the
     backward pass goes on for 5 ms."""
-    done = record("heads")
-    assert done.exit_code == 0, done.stderr
+    result = record("heads")
+    assert result.exit_code == 0, result.stderr
     [layer] = read_layers("model.csv")
     assert layer.numel == 4 * 2 + 2
     assert layer.forward_pass_ns >= 2 * 5_000_000
@@ -301,22 +303,22 @@ def test_all_layers_together_take_as_long_as_the_model(record: Callable[[str], R
     ],
 )
 def test_a_model_that_cannot_be_recorded(record: Callable[[str], Result], name: str, message: str) -> None:
-    done = record(name)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    result = record(name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
     assert not Path("model.csv").exists()
 
 
 def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
     code = "import sys; sys.path.insert(0, '.'); from omnireduce.worker.cli import main; main()"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, "replay", "--record", "a:b", "--output", "model.csv"],
         cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr == "Error: torch is not installed here; `make torch`, or pip install 'torch>=2.11'\n"
+    assert result.returncode == 2
+    assert result.stderr == "Error: torch is not installed here; `make torch`, or pip install 'torch>=2.11'\n"
 
 
 @pytest.mark.parametrize(
@@ -335,6 +337,6 @@ def test_without_torch_one_line_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_of_replay(arguments: list[str], status: int, message: str) -> None:
-    done = CliRunner().invoke(main, ["replay", *arguments])
-    assert done.exit_code == status
-    assert message in done.stderr
+    result = CliRunner().invoke(main, ["replay", *arguments])
+    assert result.exit_code == status
+    assert message in result.stderr

@@ -82,9 +82,9 @@ def test_help_says_what_each_command_does() -> None:
 
 
 def test_one_rank_prints_what_switchml_prints() -> None:
-    done = run("--tensor-numel", "10000", "--num-jobs", "3", "--verify", "1")
-    assert (done.returncode, complaints(done.stderr)) == (0, [])
-    assert_lines(done.stdout, lines_of(["0", "1", "2"]))
+    result = run("--tensor-numel", "10000", "--num-jobs", "3", "--verify", "1")
+    assert (result.returncode, complaints(result.stderr)) == (0, [])
+    assert_lines(result.stdout, lines_of(["0", "1", "2"]))
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
@@ -98,16 +98,16 @@ def test_one_rank_prints_what_switchml_prints() -> None:
 )
 def test_two_ranks_in_groups(tmp_path: Path, options: list[str], groups: list[str]) -> None:
     path = tmp_path / "found.json"
-    done = run("--tensor-numel", "20000", "--verify", "--json", str(path), *options, ranks=2)
-    assert (done.returncode, complaints(done.stderr)) == (0, [])
-    assert_lines(done.stdout, lines_of(groups))
-    found = json.loads(path.read_text())
-    assert (found["world_size"], found["wrong"], len(found["groups"])) == (2, 0, len(groups))
-    for group in found["groups"]:
+    result = run("--tensor-numel", "20000", "--verify", "--json", str(path), *options, ranks=2)
+    assert (result.returncode, complaints(result.stderr)) == (0, [])
+    assert_lines(result.stdout, lines_of(groups))
+    report = json.loads(path.read_text())
+    assert (report["world_size"], report["wrong"], len(report["groups"])) == (2, 0, len(groups))
+    for group in report["groups"]:
         jobs = group["last"] - group["first"] + 1
         assert group["goodput_gbps"] == pytest.approx(20000 * 32 * jobs / group["ns"])
-    each = [group["ns"] / (group["last"] - group["first"] + 1) for group in found["groups"]]
-    assert msgspec.convert(found["job_ns"], Distribution) == Distribution.of(each)
+    each = [group["ns"] / (group["last"] - group["first"] + 1) for group in report["groups"]]
+    assert msgspec.convert(report["job_ns"], Distribution) == Distribution.of(each)
 
 
 @pytest.mark.parametrize("kind", ["int32", "float"])
@@ -126,15 +126,15 @@ def test_the_check_sees_a_summand_too_many_and_one_too_few(kind: str, seed: int 
         for place in (5, LENGTH + 50):
             wrong = right.copy()
             wrong[place] += change[place] or 1
-            found = summands.wrong(wrong, number=2, err=0.01)
-            assert (found.count, found.first[0][0]) == (1, place)
-            assert str(found).startswith(f"1 wrong elements, the first: [{place}] is ")
+            result = summands.wrong(wrong, number=2, err=0.01)
+            assert (result.count, result.first[0][0]) == (1, place)
+            assert str(result).startswith(f"1 wrong elements, the first: [{place}] is ")
 
 
 def test_floats_may_be_wrong_by_err_per_cent_on_both_sides() -> None:
-    summands, found = Summands(DTYPES["float"], 2), np.empty(4, np.float32)
-    summands.fill(0, found)
-    sums = 2 * found + 1
+    summands, result = Summands(DTYPES["float"], 2), np.empty(4, np.float32)
+    summands.fill(0, result)
+    sums = 2 * result + 1
     changed = sums * np.array([0.991, 1.009, 0.989, 1.011], np.float32)
     assert [index for index, _, _ in summands.wrong(changed, err=1).first] == [2, 3]
     changed[:] = np.nan, np.inf, -sums[2], 0
@@ -198,9 +198,9 @@ def test_a_signal_stops_the_context(daemon: Daemon, number: int, status: int) ->
 def test_the_table_has_a_cell_for_all_threads_and_sizes(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     few = ["--num-jobs", "2", "--num-warmup-jobs", "0", "--verify", "--json", str(path)]
-    done = run("--table", "--threads", "1,2", "--sizes", "100,2000,30000", *few)
-    assert (done.returncode, complaints(done.stderr)) == (0, [])
-    rows = [re.findall(r"[\d.k]+", line) for line in done.stdout.splitlines() if line.startswith("│")]
+    result = run("--table", "--threads", "1,2", "--sizes", "100,2000,30000", *few)
+    assert (result.returncode, complaints(result.stderr)) == (0, [])
+    rows = [re.findall(r"[\d.k]+", line) for line in result.stdout.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == ["100", "2k", "30k"]
     assert {len(row) for row in rows} == {3}
     cells = json.loads(path.read_text())
@@ -208,7 +208,7 @@ def test_the_table_has_a_cell_for_all_threads_and_sizes(tmp_path: Path) -> None:
         (threads, size) for threads in (1, 2) for size in (100, 2000, 30000)
     }
     assert all(cell["goodput_gbps"] > 0 and cell["wrong"] == 0 for cell in cells)
-    assert done.stdout.splitlines()[-1].startswith("trend: from 1 to 2 threads ")
+    assert result.stdout.splitlines()[-1].startswith("trend: from 1 to 2 threads ")
 
 
 def test_the_trend_is_that_of_the_cells() -> None:
@@ -232,16 +232,16 @@ def test_the_trend_is_that_of_the_cells() -> None:
     ],
 )
 def test_wrong_options_are_one_line(arguments: list[str], status: int, message: str) -> None:
-    done = CliRunner().invoke(main, ["allreduce-benchmark", *arguments])
-    assert done.exit_code == status
-    assert message in done.stderr
+    result = CliRunner().invoke(main, ["allreduce-benchmark", *arguments])
+    assert result.exit_code == status
+    assert message in result.stderr
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
 def test_jobs_in_place_that_the_type_cannot_hold_are_refused() -> None:
     """Two ranks double the sum with each job; without a limit int32 would end in zeros, which do not travel."""
-    done = run("--tensor-numel", "10", "--tensor-type", "int32", "--sync-every", "0", "--num-jobs", "40", ranks=2)
-    assert done.returncode == 2
+    result = run("--tensor-numel", "10", "--tensor-type", "int32", "--sync-every", "0", "--num-jobs", "40", ranks=2)
+    assert result.returncode == 2
     assert "40 jobs one after the other in place: with 2 workers int32 holds the sums of 21; set --inplace 0" in (
-        done.stderr
+        result.stderr
     )

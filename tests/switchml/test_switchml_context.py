@@ -25,8 +25,8 @@ def alone() -> Config:
 def pair(daemon: Daemon) -> list[Context]:
     """Two ranks of a job that has begun."""
     config = configured(daemon.addresses, f"cluster.job={unique_job('switchml')}")
-    found: list[Context] = Ranks(2, lambda rank: Context().start(config, rank=rank, size=2)).results()
-    return found
+    results: list[Context] = Ranks(2, lambda rank: Context().start(config, rank=rank, size=2)).results()
+    return results
 
 
 def failure(function: Callable[[], object]) -> OmniReduceError:
@@ -264,7 +264,7 @@ def test_stop_wakes_everyone_who_waits(daemon: Daemon) -> None:
     assert eventually(lambda: engine._waiters == 2 and len(queued._changed._waiters) == 1)  # type: ignore[attr-defined]
     first.stop()
     outcomes = waiters.outcomes()
-    assert [type(each) for each in outcomes] == [ClosedError] * 2
+    assert [type(outcome) for outcome in outcomes] == [ClosedError] * 2
     assert str(outcomes[1]) == f"the context was stopped before job {queued.id} was begun"
     assert [job.state for job in (running, queued)] == [JobState.FAILED] * 2
     assert isinstance(running.error, ClosedError)

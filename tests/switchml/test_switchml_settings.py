@@ -52,11 +52,11 @@ def written(path: Path, text: str) -> str:
 
 
 def test_what_the_keys_set(tmp_path: Path) -> None:
-    found = load_settings(written(tmp_path / "a.cfg", TUTORIAL), environ={})
-    assert (found.rank, found.size) == (0, 1)
-    assert found.config.transport.threads == 4
-    assert found.in_packets == (CpuExponentQuantizer, 131072, 256, Dummy(100_000.0, True))
-    assert set(found.unused) == {
+    settings = load_settings(written(tmp_path / "a.cfg", TUTORIAL), environ={})
+    assert (settings.rank, settings.size) == (0, 1)
+    assert settings.config.transport.threads == 4
+    assert settings.in_packets == (CpuExponentQuantizer, 131072, 256, Dummy(100_000.0, True))
+    assert set(settings.unused) == {
         *("controller_ip", "controller_port", "timeout", "timeout_threshold", "timeout_threshold_increment")
     }
     over = load_settings(written(tmp_path / "b.cfg", TUTORIAL.replace("= dummy", "= dpdk")), environ={})
@@ -66,10 +66,10 @@ def test_what_the_keys_set(tmp_path: Path) -> None:
 
 
 def test_the_device_counts_with_its_backend(tmp_path: Path) -> None:
-    found = load_settings(written(tmp_path / "a.cfg", RDMA), environ={})
-    verbs = found.config.verbs
-    assert (verbs.device, verbs.port, verbs.gid_index, found.config.protocol.block_size) == ("mlx5_0", 2, 3, 64)
-    assert (found.rank, found.size, found.unused) == (None, None, ("backend", "backend.rdma.msg_numel"))
+    settings = load_settings(written(tmp_path / "a.cfg", RDMA), environ={})
+    verbs = settings.config.verbs
+    assert (verbs.device, verbs.port, verbs.gid_index, settings.config.protocol.block_size) == ("mlx5_0", 2, 3, 64)
+    assert (settings.rank, settings.size, settings.unused) == (None, None, ("backend", "backend.rdma.msg_numel"))
     other = load_settings(written(tmp_path / "b.cfg", RDMA.replace("= rdma", "= dpdk")), environ={})
     assert other.config.verbs.device == "auto"
     assert "backend.rdma.device_name" in other.unused
@@ -78,8 +78,8 @@ def test_the_device_counts_with_its_backend(tmp_path: Path) -> None:
 def test_a_launcher_knows_rank_and_size_better(tmp_path: Path) -> None:
     path = written(tmp_path / "a.cfg", "[general]\nrank = 1\nnum_workers = 3\n")
     assert load_settings(path, environ={})[1:3] == (1, 3)
-    found = load_settings(path, environ={"RANK": "0", "WORLD_SIZE": "2"})
-    assert (found.rank, found.size, found.unused) == (None, None, ("rank", "num_workers"))
+    settings = load_settings(path, environ={"RANK": "0", "WORLD_SIZE": "2"})
+    assert (settings.rank, settings.size, settings.unused) == (None, None, ("rank", "num_workers"))
 
 
 def test_what_stands_above_the_file(tmp_path: Path) -> None:

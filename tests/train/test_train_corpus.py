@@ -39,18 +39,18 @@ def slow_words(text: str) -> list[str]:
     """Split one character at a time: a word begins at a capital after a small letter, and before the last of several
     capitals that a small letter follows.
     """
-    found = []
+    results = []
     for name in re.findall(r"[A-Za-z_]{2,}", text):
         word = ""
         for i, letter in enumerate(name):
             after = name[i + 1 : i + 2]
             begins = letter.isupper() and ((word and word[-1].islower()) or (after.isalpha() and after.islower()))
             if letter == "_" or begins:
-                found.append(word)
+                results.append(word)
                 word = ""
             word += letter.replace("_", "")
-        found.append(word)
-    return [word.lower() for word in found if len(word) > 1]
+        results.append(word)
+    return [word.lower() for word in results if len(word) > 1]
 
 
 def texts_of(corpus: Corpus, text: Text) -> list[list[str]]:

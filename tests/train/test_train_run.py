@@ -71,14 +71,14 @@ def test_all_ranks_end_like_one_process(
 
 def test_the_bytes_are_those_of_the_non_zero_blocks(daemon: Daemon, tmp_path: Path) -> None:
     assert train(small(daemon, BY_SHARDS, dim=64), 2, tmp_path / "result.json") == [0, 0]
-    found = json.loads((tmp_path / "result.json").read_text())["gradients"]
-    assert found["block_size"] == 64
-    assert found["bytes"] == 2 * 400 * 64 * 4
-    assert 0 < found["density"] < found["union_density"] < 2 * found["density"]
-    framing = 3 * 1024 + 16 / (64 * 4) * found["bytes"]
+    result = json.loads((tmp_path / "result.json").read_text())["gradients"]
+    assert result["block_size"] == 64
+    assert result["bytes"] == 2 * 400 * 64 * 4
+    assert 0 < result["density"] < result["union_density"] < 2 * result["density"]
+    framing = 3 * 1024 + 16 / (64 * 4) * result["bytes"]
     for density, wire in (("density", "wire_up_bytes"), ("union_density", "wire_down_bytes")):
-        payload = found[density] * found["bytes"]
-        assert payload <= found[wire] <= payload + framing
+        payload = result[density] * result["bytes"]
+        assert payload <= result[wire] <= payload + framing
 
 
 @pytest.mark.parametrize(("size", "dim"), [(1, 16), (3, 16), (3, 20), (4, 7)])
@@ -174,7 +174,7 @@ def program(daemon: Daemon, *arguments: str) -> list[str]:
         "worker",
         "train",
         *arguments,
-        *(word for each in settings for word in ("--set", each)),
+        *(word for setting in settings for word in ("--set", setting)),
     ]
 
 
@@ -186,10 +186,10 @@ def finished(command: list[str]) -> subprocess.CompletedProcess[str]:
 @needs_mpi
 def test_the_program_under_mpirun_compares_with_mpi(daemon: Daemon, tmp_path: Path) -> None:
     assert MPIRUN is not None
-    done = finished([MPIRUN, "-n", "2", *program(daemon, "--json", str(tmp_path / "result.json"))])
-    assert done.returncode == 0, done.stderr
-    assert "MPI all-reduce" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr  # no progress display without a terminal
+    result = finished([MPIRUN, "-n", "2", *program(daemon, "--json", str(tmp_path / "result.json"))])
+    assert result.returncode == 0, result.stderr
+    assert "MPI all-reduce" in result.stdout
+    assert "\x1b" not in result.stdout + result.stderr  # no progress display without a terminal
     mpi = json.loads((tmp_path / "result.json").read_text())["mpi"]
     assert mpi["weights_difference"] == 0  # two summands: the order does not matter
     assert 0 < mpi["timing"]["exchange_ms"] < mpi["timing"]["step_ms"]
@@ -199,7 +199,7 @@ def test_without_mpirun_the_program_says_why_there_is_no_comparison(daemon: Daem
     command = program(daemon, "--json", str(tmp_path / "result.json"), "--size", "2", "--rank")
     i = command.index("--rank") + 1
     outputs = Ranks(2, lambda rank: finished([*command[:i], str(rank), *command[i:]])).results(LIMIT_S)
-    assert [done.returncode for done in outputs] == [0, 0], [done.stderr for done in outputs]
+    assert [output.returncode for output in outputs] == [0, 0], [output.stderr for output in outputs]
     assert "no comparison with MPI" in outputs[0].stdout
     assert outputs[1].stdout == ""
     assert json.loads((tmp_path / "result.json").read_text())["mpi"]["missing"]
@@ -216,10 +216,10 @@ def test_methods_are_compared_by_what_they_lose_and_send(
     config = small(daemon, BY_SHARDS, steps=60, dim=64)
     path = tmp_path / "methods.json"
     assert methods(config, 2, "int8", "topk,0.05", "int8", "powersgd,2", json_path=str(path)) == [0, 0]
-    none, int8, topk, powersgd = found = json.loads(path.read_text())
-    assert [each["method"] for each in found] == ["none", "int8", "topk,0.05", "powersgd,2"]
-    assert all(each["ranks_identical"] for each in found)
-    assert all(len(each["curve"]) == 10 for each in found)
+    none, int8, topk, powersgd = report = json.loads(path.read_text())
+    assert [each["method"] for each in report] == ["none", "int8", "topk,0.05", "powersgd,2"]
+    assert all(each["ranks_identical"] for each in report)
+    assert all(len(each["curve"]) == 10 for each in report)
     assert all(each["curve"][-1]["loss"] == each["loss"] < each["curve"][0]["loss"] for each in (none, int8, topk))
     assert none["loss_change"] == 0
     assert abs(int8["loss_change"]) < 0.005
@@ -227,7 +227,7 @@ def test_methods_are_compared_by_what_they_lose_and_send(
     assert topk["wire_up_bytes"] < none["wire_up_bytes"] > powersgd["wire_up_bytes"]
     output = capsys.readouterr().out
     assert output.count("weights: bit-identical on all workers") == 1  # only rank 0 prints
-    assert [line.split()[0] for line in output.splitlines() if "%" in line] == [each["method"] for each in found]
+    assert [line.split()[0] for line in output.splitlines() if "%" in line] == [each["method"] for each in report]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -252,7 +252,7 @@ def test_a_plot_of_the_methods(daemon: Daemon, tmp_path: Path) -> None:
 )
 def test_what_does_not_go_together_is_said_before_anybody_trains(arguments: list[str], words: str) -> None:
     command = [sys.executable, "-m", "omnireduce.worker", "train", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert done.returncode in (1, 2)
-    assert words in " ".join(done.stderr.split())
-    assert done.stdout == ""
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert result.returncode in (1, 2)
+    assert words in " ".join(result.stderr.split())
+    assert result.stdout == ""

@@ -131,7 +131,7 @@ def test_blocks_and_rows_equal_a_slow_oracle(rows: int, dim: int, block: int, se
     gradient.rows[rng.random((rows, dim)) < 0.02] = -0.0
     flat = gradient.rows.ravel()
     blocks = [at // block for at in range(0, flat.size, block) if flat[at : at + block].any()]
-    touched = {at // dim for found in blocks for at in range(found * block, min(flat.size, (found + 1) * block))}
+    touched = {at // dim for result in blocks for at in range(result * block, min(flat.size, (result + 1) * block))}
     assert gradient.blocks == -(-flat.size // block)
     assert gradient.scan() == len(blocks)
     assert gradient.touched_rows().tolist() == sorted(touched)

@@ -17,9 +17,9 @@ if RDMA:
 
 
 def _open(kind: type[Pair]) -> Iterator[Pair]:
-    found = kind()
-    yield found
-    found.close()
+    result = kind()
+    yield result
+    result.close()
 
 
 @pytest.fixture(params=kinds, ids=lambda kind: kind.name)

@@ -72,15 +72,15 @@ class Pair(ABC):
     def collect(self, link: Link, count: int) -> list[Event]:
         """The next `count` events of `link`, and any more that come with them; its peer flushes."""
         peer = self.right if link is self.left else self.left
-        found: list[Event] = []
+        results: list[Event] = []
 
         def step() -> bool:
             peer.flush()
-            found.extend(link.poll())
-            return len(found) >= count
+            results.extend(link.poll())
+            return len(results) >= count
 
         self.repeat(step, link, *([peer] if peer.wants_write else []))
-        return found
+        return results
 
 
 class InprocPair(Pair):
@@ -254,8 +254,8 @@ class Wire:
         return self.drain()
 
     def drain(self) -> list[Write | Failure]:
-        found, self.news = self.news, []
-        return found
+        result, self.news = self.news, []
+        return result
 
     def close(self) -> None:
         if self.open:

@@ -300,9 +300,9 @@ def test_one_poll_takes_a_bounded_amount_and_leaves_the_rest_where_it_is_told_of
 
     def step() -> bool:
         pair.right.flush()
-        found = pair.left.poll()
-        events.extend(found)
-        assert len(found) <= most
+        result = pair.left.poll()
+        events.extend(result)
+        assert len(result) <= most
         return len(events) == sent
 
     pair.repeat(step, pair.left, *([pair.right] if pair.right.wants_write else []))

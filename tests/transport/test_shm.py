@@ -58,10 +58,10 @@ def test_a_user_whom_a_namespace_does_not_know_is_a_stranger(inside: int, peer: 
         os.seteuid(0)
     with ours, theirs:
         command = ["unshare", "--user", f"--map-user={inside}", sys.executable, "-c", WHO]
-        done = subprocess.run(command, cwd=ROOT, stdin=theirs, capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr:
-        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
-    assert (done.stdout.strip(), done.stderr) == (said, "")
+        result = subprocess.run(command, cwd=ROOT, stdin=theirs, capture_output=True, text=True, check=False)
+    if "unshare" in result.stderr:
+        pytest.skip(f"no user namespaces here: {result.stderr.strip()}")
+    assert (result.stdout.strip(), result.stderr) == (said, "")
 
 
 def read(link: ShmLink) -> None:

@@ -92,10 +92,10 @@ def test_before_slots_are_attached_only_control_messages_may_come() -> None:
 
 
 def _next(link: StreamLink, sender: StreamLink) -> Event:
-    while not (found := link.poll()):
+    while not (result := link.poll()):
         sender.flush()
         select_read(link)
-    [event] = found
+    [event] = result
     return event
 
 

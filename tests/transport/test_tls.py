@@ -120,10 +120,10 @@ def test_a_handshake_in_which_the_aggregator_hangs_up_may_be_tried_again(reset: 
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
 
-        done = other.submit(hang_up)
+        future = other.submit(hang_up)
         with pytest.raises(ConnectionResetError) as caught:
             connect_tls("127.0.0.1", listener.getsockname()[1], WAIT_S, 10.0, context)
-        done.result()
+        future.result()
     why = "connection broken: Connection reset by peer" if reset else "connection closed"
     assert caught.value.strerror == f"{why} in the TLS handshake; does it use TLS (security.tls_certificate there)?"
 
@@ -160,9 +160,9 @@ def test_garbage_ends_a_handshake(aside: bool) -> None:
 
 @pytest.fixture
 def guest() -> Iterator[Guest]:
-    found = Guest()
-    yield found
-    found.close()
+    result = Guest()
+    yield result
+    result.close()
 
 
 def test_a_corrupt_record_is_told_at_once_and_answered(guest: Guest) -> None:
@@ -241,9 +241,9 @@ def test_one_poll_takes_few_records_and_what_it_leaves_is_told_of(guest: Guest) 
     guest.sock.sendall(sent[:-9])  # the last one is not whole
     events: list[Event] = []
     while len(events) < 999:
-        found = guest.polled()
-        assert 0 < len(found) <= RECORDS_PER_POLL
-        events += found
+        result = guest.polled()
+        assert 0 < len(result) <= RECORDS_PER_POLL
+        events += result
     assert guest.link.poll() == []
     for byte in sent[-9:]:
         events += guest.says(bytes([byte]))
@@ -311,7 +311,7 @@ def test_who_is_not_admitted_takes_little_memory() -> None:
         with closing(Guest(admitted=False)) as guest:
             guest.join()
             assert guest.says(guest.client.data(FIRST)) == [Control(b"hello", 0)]
-            taken = sum(each.size for each in tracemalloc.take_snapshot().traces if each.size > 4096)
+            taken = sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.size > 4096)
     finally:
         tracemalloc.stop()
     assert taken <= STRANGER_WIRE_BYTES + FIRST_BYTES + 1000

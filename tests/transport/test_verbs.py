@@ -18,9 +18,9 @@ from .pairs import VerbsPair, Wire
 
 @pytest.fixture
 def pair() -> Iterator[VerbsPair]:
-    found = VerbsPair()
-    yield found
-    found.close()
+    result = VerbsPair()
+    yield result
+    result.close()
 
 
 def wire(pair: VerbsPair) -> Wire:
@@ -167,5 +167,5 @@ sys.exit(str(wrong) if wrong else 0)
 
 
 def test_threads_that_miss_pyverbs_at_the_same_time_all_say_so() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

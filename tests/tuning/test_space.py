@@ -17,16 +17,16 @@ EVERYTHING = Circumstances(shards=4, in_memory=False, in_order=False)
 
 
 def test_every_value_is_allowed() -> None:
-    for each in PARAMETERS:
-        for value in (*each.values, *each.grid):
-            assert KEYS[each.key].read(value) == value
-        assert list(each.values) == sorted(set(each.values))
-        assert set(each.grid) <= set(each.values)
+    for parameter in PARAMETERS:
+        for value in (*parameter.values, *parameter.grid):
+            assert KEYS[parameter.key].read(value) == value
+        assert list(parameter.values) == sorted(set(parameter.values))
+        assert set(parameter.grid) <= set(parameter.values)
 
 
 def test_the_default_is_a_point_of_the_space_and_of_the_grid() -> None:
     space = Space(Config(), [], EVERYTHING)
-    assert set(space.free) == {each.key for each in PARAMETERS}
+    assert set(space.free) == {parameter.key for parameter in PARAMETERS}
     assert space.config(space.start) == Config()
     assert space.start in list(space.grid())
     odd = override_config(Config(), {"protocol.block_size": 24}, source="test")
@@ -111,7 +111,7 @@ def test_a_search_ends_when_every_point_was_measured() -> None:
     pytest.importorskip("optuna", reason="no optuna here; the extra `tune` brings it")
     from omnireduce.console.tune.search import Search
 
-    held = [each.key for each in PARAMETERS if each.key != "protocol.slots"]
+    held = [parameter.key for parameter in PARAMETERS if parameter.key != "protocol.slots"]
     search, asked = Search(Space(Config(), held, EVERYTHING), samples=100, seed=1), []
     while (point := search.ask()) is not None:
         asked.append(point["protocol.slots"])

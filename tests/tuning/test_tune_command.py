@@ -47,12 +47,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_a_log_and_a_file_for_config(tmp_path: Path) -> None:
     """By messages, with two shards, and with a file that says something else: all but what is held may change."""
     (tmp_path / "base.toml").write_text("[protocol]\nslots = 4\ntcp_message_bytes = 262144\n")
-    done = tune(
+    result = tune(
         *SMALL, *BY_MESSAGES, "--shards", "2", "--any-order", "--samples", "5", "--log", "tune.csv",
         "--write", "tuned.toml", "--config", "base.toml", "--hold", "protocol.slots",
         "--hold", "protocol.block_size=64", cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "tune.csv").read_text().splitlines()[0] == ",".join(HEADER)
     rows = rows_of(tmp_path / "tune.csv")
     assert [row["sample"] for row in rows] == ["1", "2", "3", "4", "5"]
@@ -71,7 +71,7 @@ def test_a_log_and_a_file_for_config(tmp_path: Path) -> None:
     assert tuned.transport.host_exchange == "off"
     assert tuned.cluster == load_config(environ={}).cluster
     for text in ("parameter", "default", "best", "protocol.slots", "held", "written: tuned.toml"):
-        assert text in done.stdout
+        assert text in result.stdout
     used = subprocess.run(
         [*PROGRAM[:-1], "config", "--config", "tuned.toml"], env=environ(), cwd=tmp_path, capture_output=True,
         text=True, check=False, timeout=READY_S,
@@ -86,11 +86,11 @@ def test_arrays_of_files_and_what_has_no_effect(tmp_path: Path) -> None:
     for rank in range(2):
         np.savez(tmp_path / f"g-{rank}.npz", a=rng.standard_normal(3000), b=np.zeros((20, 5), np.float32))
     words = ("--input", "g-{rank}.npz", "--rounds", "3", "--samples", "20", "--hold", "protocol.block_size")
-    done = tune(*words, "--log", "tune.csv", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "a step of 2 arrays" in done.stdout
-    assert re.search(r"^(no sample|[\d.]+ times).*, carried by memory$", done.stdout, re.MULTILINE)
-    assert "every point was measured" in done.stdout
+    result = tune(*words, "--log", "tune.csv", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "a step of 2 arrays" in result.stdout
+    assert re.search(r"^(no sample|[\d.]+ times).*, carried by memory$", result.stdout, re.MULTILINE)
+    assert "every point was measured" in result.stdout
     rows = rows_of(tmp_path / "tune.csv")
     varies = {key for key in HEADER[2:-3] if len({row[key] for row in rows}) > 1}
     assert varies == {"queue.fusion_bytes"}
@@ -99,11 +99,11 @@ def test_arrays_of_files_and_what_has_no_effect(tmp_path: Path) -> None:
 
 def test_a_grid_to_compare_with(tmp_path: Path) -> None:
     held = [f"--hold={key}" for key in HEADER[2:-3] if key != "queue.fusion_bytes"]
-    done = tune(*SMALL, "--samples", "2", "--grid", "--log", "tune.csv", *held, cwd=tmp_path)
-    assert done.returncode in (0, 1), done.stderr  # a busy machine decides, and says which rank it waits for
-    assert not re.search("^Error|^Traceback", done.stderr, re.MULTILINE), done.stderr
-    assert "best of 4 of the grid" in done.stdout
-    assert "the search reaches" in done.stdout
+    result = tune(*SMALL, "--samples", "2", "--grid", "--log", "tune.csv", *held, cwd=tmp_path)
+    assert result.returncode in (0, 1), result.stderr  # a busy machine decides, and says which rank it waits for
+    assert not re.search("^Error|^Traceback", result.stderr, re.MULTILINE), result.stderr
+    assert "best of 4 of the grid" in result.stdout
+    assert "the search reaches" in result.stdout
     rows = rows_of(tmp_path / "tune.csv")
     grid = rows[-4:]
     assert [row["queue.fusion_bytes"] for row in grid] == ["0", "262144", "1048576", "16777216"]
@@ -114,11 +114,11 @@ def test_what_an_aggregator_would_not_admit_is_not_measured(tmp_path: Path) -> N
     (tmp_path / "base.toml").write_text("[aggregator]\nmax_job_bytes = 14155776\n")  # 3 x 3 x 1.5 MiB
     held = [f"--hold={key}" for key in HEADER[2:-3] if key != "protocol.slots"]
     words = (*SMALL, *BY_MESSAGES, "--config", "base.toml", "--samples", "9", "--log", "tune.csv")
-    done = tune(*words, *held, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = {row["protocol.slots"]: (row["state"], row["ratio"] != "") for row in rows_of(tmp_path / "tune.csv")}
-    assert {slots for slots, how in found.items() if how == ("impossible", False)} == {"4", "6", "8"}
-    assert found["3"] == ("complete", True)
+    result = tune(*words, *held, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    results = {row["protocol.slots"]: (row["state"], row["ratio"] != "") for row in rows_of(tmp_path / "tune.csv")}
+    assert {slots for slots, how in results.items() if how == ("impossible", False)} == {"4", "6", "8"}
+    assert results["3"] == ("complete", True)
 
 
 @pytest.mark.parametrize(
@@ -141,18 +141,18 @@ def test_wrong_input_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["tune", *words])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: ")
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+    result = CliRunner().invoke(main, ["tune", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
 
 
 def test_where_nothing_is_free(tmp_path: Path) -> None:
-    done = tune(*SMALL, "--hold", "protocol.block_size", "--hold", "queue.fusion_bytes", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("Error: nothing is free: ")
-    assert "protocol.slots: ranks sum in memory that they share" in done.stderr
+    result = tune(*SMALL, "--hold", "protocol.block_size", "--hold", "queue.fusion_bytes", cwd=tmp_path)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("Error: nothing is free: ")
+    assert "protocol.slots: ranks sum in memory that they share" in result.stderr
 
 
 def test_a_signal_ends_all_of_it() -> None:

@@ -24,15 +24,15 @@ class Tensor:
 
     @classmethod
     def make_const(cls, data: NDArray) -> Tensor:
-        found = Tensor.__new__(Tensor)
-        found._set(data, (), None, False)
-        return found
+        result = Tensor.__new__(Tensor)
+        result._set(data, (), None, False)
+        return result
 
     @staticmethod
     def make(values: np.ndarray, inputs: tuple[Tensor, ...], backward: Backward) -> Tensor:
-        found = Tensor.__new__(Tensor)
-        found._set(NDArray(values, inputs[0].device), inputs, backward, any(each.requires_grad for each in inputs))
-        return found
+        result = Tensor.__new__(Tensor)
+        result._set(NDArray(values, inputs[0].device), inputs, backward, any(each.requires_grad for each in inputs))
+        return result
 
     def realize_cached_data(self) -> NDArray:
         return self.cached_data
@@ -79,16 +79,16 @@ class Tensor:
 
         visit(self)
         self.grad = Tensor.make_const(NDArray(np.ones(self.shape, np.float32)))
-        found: dict[int, Tensor] = {id(self): self.grad}
+        results: dict[int, Tensor] = {id(self): self.grad}
         for each in reversed(order):
-            each.grad = found[id(each)]
+            each.grad = results[id(each)]
             if each._backward is None:
                 continue
             for x, part in zip(each.inputs, each._backward(each.grad.cached_data.array()), strict=True):
                 if x.requires_grad:
                     own = each.grad if part is each else Tensor.make_const(
                         part if isinstance(part, NDArray) else NDArray(part))  # fmt: skip
-                    found[id(x)] = found[id(x)] + own if id(x) in found else own
+                    results[id(x)] = results[id(x)] + own if id(x) in results else own
 
     def __add__(self, other: Tensor | float) -> Tensor:
         """A summand of the sum's shape gets the gradient of the sum itself, no copy."""

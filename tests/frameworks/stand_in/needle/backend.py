@@ -50,10 +50,10 @@ class NDArray:
         self.array()[...] = values
 
     def _compact_strides(self) -> tuple[int, ...]:
-        found = [1]
+        results = [1]
         for each in reversed(self.shape[1:]):
-            found.append(found[-1] * each)
-        return tuple(reversed(found[: len(self.shape)]))
+            results.append(results[-1] * each)
+        return tuple(reversed(results[: len(self.shape)]))
 
     @property
     def dtype(self) -> str:
@@ -63,7 +63,7 @@ class NDArray:
         """Over its memory. Tensors are made as fast as with the backend in C++, or faster: a benchmark times them."""
         if not self._is_permuted:
             return self._handle._memory.reshape(self.shape)
-        strides = tuple(4 * each for each in self._strides)
+        strides = tuple(4 * stride for stride in self._strides)
         return np.lib.stride_tricks.as_strided(self._handle._memory[self._offset :], self.shape, strides)
 
     def is_compact(self) -> bool:
@@ -71,10 +71,10 @@ class NDArray:
 
     def permute(self) -> NDArray:
         """Its transpose, in the same memory."""
-        found = NDArray.__new__(NDArray)
-        found.__dict__.update(self.__dict__)
-        found.shape, found._strides, found._is_permuted = self.shape[::-1], self._strides[::-1], True
-        return found
+        result = NDArray.__new__(NDArray)
+        result.__dict__.update(self.__dict__)
+        result.shape, result._strides, result._is_permuted = self.shape[::-1], self._strides[::-1], True
+        return result
 
     def numpy(self) -> np.ndarray:
         return self.array().copy()

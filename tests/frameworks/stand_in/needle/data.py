@@ -23,4 +23,4 @@ class NDArrayDataset(Dataset):
         return len(self.arrays[0])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        return tuple(each[index] for each in self.arrays)
+        return tuple(array[index] for array in self.arrays)

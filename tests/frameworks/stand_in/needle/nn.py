@@ -20,7 +20,7 @@ def _parameters(x: Any) -> list[Tensor]:
     if isinstance(x, Module):
         return x.parameters()
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return [found for each in parts for found in _parameters(each)]
+    return [parameter for part in parts for parameter in _parameters(part)]
 
 
 class Module:
@@ -56,8 +56,8 @@ class Linear(Module):
         self.bias = Parameter(np.zeros((1, out_features)), device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        found = x @ self.weight
-        return found if self.bias is None else found + self.bias
+        result = x @ self.weight
+        return result if self.bias is None else result + self.bias
 
 
 class ReLU(Module):
@@ -71,8 +71,8 @@ class Sequential(Module):
         self.modules = modules
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in self.modules:
-            x = each(x)
+        for module in self.modules:
+            x = module(x)
         return x
 
 
@@ -122,9 +122,9 @@ class Embedding(Module):
         numbers = x.numpy().astype(np.int64)
 
         def backward(grad: np.ndarray) -> tuple[np.ndarray]:
-            found = np.zeros(self.weight.shape, np.float32)
-            np.add.at(found, numbers, grad)
-            return (found,)
+            result = np.zeros(self.weight.shape, np.float32)
+            np.add.at(result, numbers, grad)
+            return (result,)
 
         return Tensor.make(self.weight._array[numbers], (self.weight,), backward)
 
@@ -136,8 +136,8 @@ class SoftmaxLoss(Module):
         sums = np.exp(shifted).sum(1, keepdims=True)
 
         def backward(grad: np.ndarray) -> tuple[np.ndarray]:
-            found = np.exp(shifted) / sums
-            found[right] -= 1
-            return (found * (grad[0] / np.float32(len(found))),)
+            result = np.exp(shifted) / sums
+            result[right] -= 1
+            return (result * (grad[0] / np.float32(len(result))),)
 
         return Tensor.make((np.log(sums[:, 0]) - shifted[right]).mean(keepdims=True), (logits,), backward)

@@ -12,8 +12,8 @@ class Optimizer:
         self.params = params
 
     def reset_grad(self) -> None:
-        for each in self.params:
-            each.grad = None
+        for param in self.params:
+            param.grad = None
 
 
 class SGD(Optimizer):
@@ -24,14 +24,14 @@ class SGD(Optimizer):
         self.u: dict[Tensor, Tensor] = {}
 
     def step(self) -> None:
-        for each in self.params:
-            if each.grad is None:
+        for param in self.params:
+            if param.grad is None:
                 continue
-            grad = each.grad.numpy() + self.weight_decay * each.numpy()
-            if each in self.u:
-                grad = self.momentum * self.u[each].numpy() + (1 - self.momentum) * grad
-            self.u[each] = Tensor(grad, device=each.device, requires_grad=False)
-            each.data = Tensor(each.numpy() - self.lr * grad, device=each.device)
+            grad = param.grad.numpy() + self.weight_decay * param.numpy()
+            if param in self.u:
+                grad = self.momentum * self.u[param].numpy() + (1 - self.momentum) * grad
+            self.u[param] = Tensor(grad, device=param.device, requires_grad=False)
+            param.data = Tensor(param.numpy() - self.lr * grad, device=param.device)
 
 
 class Adam(Optimizer):
@@ -45,13 +45,13 @@ class Adam(Optimizer):
 
     def step(self) -> None:
         self.t += 1
-        for each in self.params:
-            if each.grad is None:
+        for param in self.params:
+            if param.grad is None:
                 continue
-            grad = each.grad.numpy() + self.weight_decay * each.numpy()
-            m = self.m[each].numpy() if each in self.m else 0
-            v = self.v[each].numpy() if each in self.v else 0
+            grad = param.grad.numpy() + self.weight_decay * param.numpy()
+            m = self.m[param].numpy() if param in self.m else 0
+            v = self.v[param].numpy() if param in self.v else 0
             m, v = self.beta1 * m + (1 - self.beta1) * grad, self.beta2 * v + (1 - self.beta2) * grad * grad
-            self.m[each], self.v[each] = (Tensor(x, device=each.device, requires_grad=False) for x in (m, v))
-            found = m / (1 - self.beta1**self.t) / ((v / (1 - self.beta2**self.t)) ** 0.5 + self.eps)
-            each.data = Tensor(each.numpy() - self.lr * found, device=each.device)
+            self.m[param], self.v[param] = (Tensor(x, device=param.device, requires_grad=False) for x in (m, v))
+            result = m / (1 - self.beta1**self.t) / ((v / (1 - self.beta2**self.t)) ** 0.5 + self.eps)
+            param.data = Tensor(param.numpy() - self.lr * result, device=param.device)
