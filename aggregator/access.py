@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnireduce.errors import ConfigError
-from omnireduce.protocol.joining.authentication import GIVE
+from omnireduce.protocol.joining.authentication import GIVE_SECRET
 from omnireduce.runtime.shard.access import Access
 from omnireduce.support.addresses import is_loopback, parse_listen, where_to_listen
 from omnireduce.support.config import Config
@@ -22,7 +22,7 @@ def make_access(config: Config) -> Access:
     if reach:
         raise ConfigError(
             f"aggregator.listen: {listen} {reach}, and without a secret all of them may join: "
-            f"give {GIVE}, here and to the workers, or say security.allow_no_secret = true"
+            f"give {GIVE_SECRET}, here and to the workers, or say security.allow_no_secret = true"
         )
     return Access(teams, config.security.local_users == "any", aggregator_context(config.security))
 

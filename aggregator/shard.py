@@ -213,6 +213,6 @@ class _Supervisor:
     def tell(self) -> None:
         """While the shard drains, report the number of its jobs, if it has changed."""
         administration = self._server.administration
-        here = administration.here if administration.draining else None
+        here = administration.remaining_jobs if administration.draining else None
         if here != self._told and (here is None or self._line.say(RemainingJobs(here))):
             self._told = here

@@ -150,7 +150,7 @@ class InprocCluster:
                 members,
                 arena,
                 results,
-                sizing=MessageSizing.up_to(message_bytes) if message_bytes else None,
+                sizing=MessageSizing.for_network(message_bytes) if message_bytes else None,
                 shard=shard,
                 sharding=self.sharding,
                 delegates=[each.delegate(shard) for each in hosts_ranks] if len(hosts) > 1 else (),
@@ -158,7 +158,7 @@ class InprocCluster:
             for shard, (arena, results) in enumerate(zip(self.arenas, self.results, strict=True))
         ]
         self.regions = [self._guarded(len(ranks), region_bytes(slots, slot_bytes, len(hosts))) for ranks in hosts]
-        self._sizing = [MessageSizing.up_to(message_bytes)] * shards if message_bytes else []
+        self._sizing = [MessageSizing.for_network(message_bytes)] * shards if message_bytes else []
         self.hosts = [self._host(rank, members) for rank in range(world_size)]
         self.workers = [self._worker(rank, members[rank], scan_span, timeout_s) for rank in range(world_size)]
         self.worker_drivers = [self._worker_driver(rank) for rank in range(world_size)]

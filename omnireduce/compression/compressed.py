@@ -114,7 +114,7 @@ class Compression:
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
             with told_to_others(comm):
                 coder = Coder(codec, codec_named(codec), block_size)
-                sent = coder.there_and_back(x, block_keys(key, np.arange(-(-x.size // block_size))))
+                sent = coder.round_trip(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
             comm.allreduce(sent, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
         else:

@@ -46,43 +46,43 @@ class Account:
         self._numbers = numbers
         self._late_s = [0.0] * len(numbers)
         self._begun_at = 0.0
-        self._senders = self._to_join = 0
+        self._senders = self._ranks_to_begin = 0
         self._reports: dict[int, tuple[Report, float]] = {}  # the last report of each rank, and when it came
 
     def begin(self, senders: int, now: float) -> None:
         """The first message of a collective is here. `senders`: the number of ranks that bring blocks to it."""
         self._begun_at = now
-        self._senders = self._to_join = senders
+        self._senders = self._ranks_to_begin = senders
 
     def join(self, rank: int, now: float) -> None:
         """The first message of `rank` is here."""
-        self._to_join -= 1
-        if not self._to_join:
+        self._ranks_to_begin -= 1
+        if not self._ranks_to_begin:
             self._late_s[rank] += now - self._begun_at
 
-    def complete(self, descriptor: Descriptor, done: Reduction) -> None:
+    def complete(self, descriptor: Descriptor, reduction: Reduction) -> None:
         """The last result has been sent."""
-        traffic, union = self.traffic, done.union
+        traffic, union = self.traffic, reduction.union
         traffic.collectives = min(traffic.collectives + 1, MOST)
         if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             blocks = union.shape.stripes.count(union.shape.blocks)
             traffic.blocks = min(traffic.blocks + blocks, MOST)
             traffic.rank_blocks = min(traffic.rank_blocks + blocks * self._senders, MOST)
             traffic.own_blocks = min(traffic.own_blocks + union.received_blocks, MOST)
-            traffic.union_blocks = min(traffic.union_blocks + done.sent_blocks, MOST)
+            traffic.union_blocks = min(traffic.union_blocks + reduction.sent_blocks, MOST)
 
     def report(self, rank: int, report: Report, now: float) -> None:
         """Take the report of a rank about its exchanges in memory. Raises ProtocolError for impossible numbers."""
-        before, ranks = self._reports.get(rank, (NOTHING, now))[0], len(self._late_s)
-        if any(getattr(report, name) < getattr(before, name) for name in TOTALS):
-            raise ProtocolError(f"a report with totals that have become smaller: {report} after {before}")
+        previous, ranks = self._reports.get(rank, (NOTHING, now))[0], len(self._late_s)
+        if any(getattr(report, name) < getattr(previous, name) for name in TOTALS):
+            raise ProtocolError(f"a report with totals that have become smaller: {report} after {previous}")
         if max(report.own_blocks, report.union_blocks) > report.blocks:
             raise ProtocolError(f"a report of more blocks than there were: {report}")
         if max([*report.late, *report.behind], default=0) >= ranks or len(report.late) != len(report.late_s):
             raise ProtocolError(f"a report about ranks that do not exist: {report}")
         self._reports[rank] = report, now
 
-    def last_of(self, ranks: Iterable[int]) -> list[int]:
+    def late_ranks_of(self, ranks: Iterable[int]) -> list[int]:
         """The ranks that `ranks` wait for, as their last reports say. A rank whose report names nobody is late itself.
         A named rank is not late if it has reported since: the rank that named it may have stopped."""
         late = set[int]()

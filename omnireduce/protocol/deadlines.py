@@ -8,7 +8,7 @@ from omnireduce.core.wire.control import Cause, Waiting
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.protocol.collective.stream import ShardStream
 
-MOST_COMPILING_S = 1800.0  # no collective waits longer for ranks that compile
+MAX_COMPILING_S = 1800.0  # no collective waits longer for ranks that compile
 LATE = 0.05  # part of the time limit: a worker that notices it this much later was stopped, or had no processor
 
 
@@ -17,20 +17,20 @@ class CollectiveDeadline:
 
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
-        self.since = self._begun = 0.0
+        self.since = self._begun_at = 0.0
         self._extra_s = 0.0  # time for ranks that know more to judge first
         self.late_s = 0.0  # how long after the time limit this was noticed; 0: in time
         self._longest: Waiting | None = None  # the longest wait
 
     def begin(self, now: float) -> None:
         """Another collective is the oldest one."""
-        self._begun = now
+        self._begun_at = now
         self._restart(now)
 
     def compiled(self, at: float) -> bool:
         """A rank that is late said at this time that it compiles kernels: the time limit begins anew then. Returns
         whether that is news."""
-        if not self.since < at < self._begun + MOST_COMPILING_S:
+        if not self.since < at < self._begun_at + MAX_COMPILING_S:
             return False
         self._restart(at)
         return True
@@ -63,18 +63,21 @@ class CollectiveDeadline:
         It knows that, and names the shard."""
         return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
 
-    def moments_of_hosts(self, now: float, sees_who: bool, owing: Sequence[ShardStream], after_own: bool) -> int:
+    def moments_of_hosts(
+        self, now: float, sees_late_rank: bool, owing: Sequence[ShardStream], previous_not_summed_by_host: bool
+    ) -> int:
         """The moments to wait before a cause is named, if there are several hosts. A rank that waits for shards which
-        hang speaks at once. Next is a rank that `sees_who` is late: only ranks of the same host see that. Then come
-        ranks that shards in `owing` still owe results: they see which delegates are late.
+        hang speaks at once. Next is a rank that `sees_late_rank` is late: only ranks of the same host see that. Then
+        come ranks that shards in `owing` still owe results: they see which delegates are late.
 
-        `after_own`: each rank got the result of the previous collective from the shards by itself, as for float16. A
-        rank that is late may still wait for a shard in that collective. It names the shard before others name the rank.
+        `previous_not_summed_by_host`: each rank got the result of the previous collective from the shards by itself, as
+        for float16. A rank that is late may still wait for a shard in that collective. It names the shard before others
+        name the rank.
         """
-        if not sees_who and self._hanging(now, owing):
+        if not sees_late_rank and self._hanging(now, owing):
             return 0
-        first = 3 if after_own else 0
-        return first if sees_who else first + 2 if owing else first + 4
+        first = 3 if previous_not_summed_by_host else 0
+        return first if sees_late_rank else first + 2 if owing else first + 4
 
     @property
     def moment_s(self) -> float:

@@ -23,7 +23,7 @@ from omnireduce.protocol.deadlines import CollectiveDeadline
 from omnireduce.protocol.host.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host.faults import HostError, ShortageError
 from omnireduce.protocol.host.groups import LocalRanks
-from omnireduce.protocol.stalls import in_words
+from omnireduce.protocol.stalls import wait_text
 
 WARN_AFTER_S = 1.0  # a wait in memory of this length makes this rank say whom it waits for
 REPORT_S = 1.0  # the least time between two reports of finished collectives
@@ -51,8 +51,8 @@ class WorkerMachine:
         local_ranks: LocalRanks | None = None,
         threads: ThreadPool | None = None,
     ) -> None:  # fmt: skip
-        long = sizing or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
-        self._streams = [ShardStream(i, *both, scan_span, long[i]) for i, both in enumerate(slots)]
+        message_sizes = sizing or [MessageSizing(send.shape[1], send.shape[1]) for send, _ in slots]
+        self._streams = [ShardStream(i, *both, scan_span, message_sizes[i]) for i, both in enumerate(slots)]
         self.rank, self.host = rank, host
         self._local_ranks = local_ranks or LocalRanks((rank,))
         largest = [largest_block(send.shape[1]) for send, _ in slots]
@@ -61,22 +61,24 @@ class WorkerMachine:
         self._collective_deadline = CollectiveDeadline(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
         self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
-        self._next, self._waiting_for = 0, ""
-        self._warned_at_s = self._said_at = self._report_at = self._accused_at = 0.0
+        self._next_number, self._waiting_for = 0, ""
+        self._warned_at_s = self._wait_reported_at = self._report_at = self._fault_at = 0.0
         # The collective before the oldest one was not summed by the host: each rank got its result from the shards.
-        self._after_own = False
-        self._said_whom = False  # the last report said whom this rank waits for: when the wait ends, it reports again
-        self._accused: Cause | None = None  # the reason to end the job that the memory of the host shows
+        self._previous_not_summed_by_host = False
+        self._reported_wait = (
+            False  # the last report said whom this rank waits for: when the wait ends, it reports again
+        )
+        self._fault: Cause | None = None  # the reason to end the job that the memory of the host shows
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
-        self._silent: set[int] = set()  # the retired shards whose link is over
+        self._unlinked: set[int] = set()  # the retired shards whose link is over
         self.newcomers = 0  # workers that wait to join the job, by the last message of a shard
         self.ended: End | None = None
 
     @property
     def submitted(self) -> int:
         """The number of collectives submitted so far."""
-        return self._next
+        return self._next_number
 
     @property
     def under_way(self) -> int:
@@ -88,8 +90,8 @@ class WorkerMachine:
         """The time to call `timer`, if nothing happens before; None: never."""
         if not self._under_way or self.ended is not None:
             return None
-        if self._is_judged:
-            return self._accused_at
+        if self._ends_for_fault:
+            return self._fault_at
         return (
             self._collective_deadline.ends_at
             if self.host is None
@@ -97,15 +99,15 @@ class WorkerMachine:
         )
 
     @property
-    def _is_judged(self) -> bool:
-        """Whether this rank ends the job for the fault in `_accused`: no other rank of the host has ended it yet."""
-        return self._accused is not None and not self._is_old_news
+    def _ends_for_fault(self) -> bool:
+        """Whether this rank ends the job for the fault in `_fault`: no other rank of the host has ended it yet."""
+        return self._fault is not None and not self._host_has_ended_job
 
     def _warn_at(self, host: HostExchange) -> float:
         """The time to say whom this rank waits for. It says so again each time that the wait has doubled."""
         if not host.is_busy:
             return self._collective_deadline.ends_at
-        return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._said_at - host.moved_at))
+        return host.moved_at + max(min(WARN_AFTER_S, self.timeout_s / 2), 2 * (self._wait_reported_at - host.moved_at))
 
     @property
     def said_goodbye(self) -> bool:
@@ -118,26 +120,26 @@ class WorkerMachine:
         collective = self._new_collective(descriptor, operand)
         if codec is not None:
             collective.use(codec)
-        taking_part = self._taking_part(collective)
-        collective.parts_left = len(taking_part) + (0 if self.host is None else self.host.submit(collective, now))
-        self._next += 1
+        streams = self._streams_for(collective)
+        collective.parts_left = len(streams) + (0 if self.host is None else self.host.submit(collective, now))
+        self._next_number += 1
         if not self._under_way:
             self._collective_deadline.begin(now)
         for stream in self._streams if not self._under_way else ():
             # The shard's last wait is over, or was most likely for the collective that begins here.
             stream.waiting = None
-        for stream in taking_part:
+        for stream in streams:
             stream.submit(collective)
         self._under_way.append(collective)
         return collective.number
 
     def _new_collective(self, descriptor: Descriptor, operand: Operand) -> Collective:
         if self._local_ranks.hosts == 1 or not descriptor.summed_by_host:
-            return Collective(self._next, descriptor, operand, self.rank)
+            return Collective(self._next_number, descriptor, operand, self.rank)
         host_sum = None if self.host is None else sum_of_host(operand)
-        return Collective(self._next, descriptor, operand, self._local_ranks.host, host_sum=host_sum)
+        return Collective(self._next_number, descriptor, operand, self._local_ranks.host, host_sum=host_sum)
 
-    def _taking_part(self, collective: Collective) -> list[ShardStream]:
+    def _streams_for(self, collective: Collective) -> list[ShardStream]:
         """The shards that this rank sends blocks to. All shards hear of a refusal, so that each knows the reason."""
         if self.host is not None and self._local_ranks.hosts == 1:
             return []
@@ -149,7 +151,7 @@ class WorkerMachine:
     def advance(self, now: float) -> Iterator[Effect]:
         """Take the steps that the other ranks of this host allow. Pack and send as long as there are free slots, shard
         by shard in turn."""
-        if self.host is not None and self.ended is None and self._accused is None:
+        if self.host is not None and self.ended is None and self._fault is None:
             yield from self._exchange(self.host, now)
         if self.parallel is not None and self.ended is None and self.parallel.is_on:
             yield from self.parallel.pack()
@@ -176,16 +178,16 @@ class WorkerMachine:
                         outcome.host_sum.ready = outcome.operand.layout.blocks
             self._hand_over(host)
         except MismatchError as error:
-            self._accuse(error.cause, now)
+            self._note_fault(error.cause, now)
         except HostError as error:
-            self._accuse(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
+            self._note_fault(Cause(host.names[error.rank], "protocol error: its shared memory is not in order"), now)
         except ShortageError as error:
-            self._accuse(Cause(self._me, str(error)), now)
+            self._note_fault(Cause(self._me, str(error)), now)
         if is_done and self.ended is None:
             yield from self._complete(now)
         if self.ended is not None:
             return
-        if (is_done and now >= self._report_at) or (self._said_whom and host.moved_at >= now):
+        if (is_done and now >= self._report_at) or (self._reported_wait and host.moved_at >= now):
             yield from self._report(host, now)
         yield from self._end_if_deserted(host, now)
 
@@ -195,38 +197,42 @@ class WorkerMachine:
         current = host.current
         if current is not None and current.host_sum is not None:
             current.host_sum.ready = host.summed_blocks
-            streams = self._taking_part(current)
-            host.arrived(min([shard.missing_from(current) for shard in streams], default=current.operand.layout.blocks))
+            streams = self._streams_for(current)
+            host.results_arrived(
+                min([shard.missing_from(current) for shard in streams], default=current.operand.layout.blocks)
+            )
 
-    def _accuse(self, cause: Cause, now: float) -> None:
+    def _note_fault(self, cause: Cause, now: float) -> None:
         """End the job because of a fault that memory shows, unless another rank of this host has ended it before."""
         assert self.host is not None
-        self._accused, self._accused_at = cause, now
-        self.host.rest()
+        self._fault, self._fault_at = cause, now
+        self.host.stop()
 
     def _end_if_deserted(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """End when the collective under way waits for ranks that have left."""
-        if gone := host.departed(BY_ITSELF):
-            self._accuse(Cause(self._named(gone), f"had shut down when {self._under_way[0]} began"), now)
+        if departed_ranks := host.departed(BY_ITSELF):
+            self._note_fault(
+                Cause(self._names_of(departed_ranks), f"had shut down when {self._under_way[0]} began"), now
+            )
         elif self._retired and host.departed(RETIRED):
             shard, cause = next(iter(self._retired.items()))
-            yield from self._end(cause, told_by=shard)
+            yield from self._end(cause, reported_by=shard)
 
     def received(self, shard: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A result message arrived in receive slot `slot` of `shard`."""
         if self.ended is not None:
             return
         try:
-            done = self._streams[shard].received(slot, nbytes)
+            completed = self._streams[shard].received(slot, nbytes)
         except ProtocolError as error:
             yield from self.violated(shard, str(error), now)
             return
         self._streams[shard].heard(now)
         self._waiting_for = ""
         yield ReturnCredit(shard, slot)
-        if done is not None:
-            done.parts_left -= 1
-        if done is not None or self._retired:
+        if completed is not None:
+            completed.parts_left -= 1
+        if completed is not None or self._retired:
             yield from self._complete(now, shard)
 
     def _complete(self, now: float, shard: int | None = None) -> Iterator[Effect]:
@@ -241,7 +247,7 @@ class WorkerMachine:
                 return
             self._under_way.popleft()
             self._collective_deadline.begin(now)
-            self._waiting_for, self._after_own = "", not collective.descriptor.summed_by_host
+            self._waiting_for, self._previous_not_summed_by_host = "", not collective.descriptor.summed_by_host
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -252,7 +258,7 @@ class WorkerMachine:
         self._streams[shard].heard(now)
         return iter(())
 
-    def told(self, shard: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+    def control_received(self, shard: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         """A control message arrived from `shard`."""
         if isinstance(message, Goodbye):
             self._goodbyes.add(shard)
@@ -261,17 +267,17 @@ class WorkerMachine:
         elif isinstance(message, Aborted) and message.cause.orderly:
             yield from self._retire(shard, message.cause, now)
         elif isinstance(message, Aborted):
-            yield from self._end(message.cause, told_by=shard)
+            yield from self._end(message.cause, reported_by=shard)
         elif isinstance(message, Waiting):
-            news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
+            is_news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
             message = message.heard_from(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
                 self._collective_deadline.heard(message, now)
-            if news and self._me not in message.who:  # one warning for all shards, and none about this rank itself
+            if is_news and self._me not in message.who:  # one warning for all shards, and none about this rank itself
                 self._warned_at_s = message.seconds
-                yield Warn(in_words(message))
+                yield Warn(wait_text(message))
         elif isinstance(message, Newcomers):
             self.newcomers = message.count
         else:
@@ -297,7 +303,7 @@ class WorkerMachine:
         if self.ended is None and shard not in self._retired:
             yield from self._end(Cause(f"aggregator {self._addresses[shard]}", reason))
         elif self.ended is None:
-            self._silent.add(shard)
+            self._unlinked.add(shard)
             yield from self._end_if_retired()
 
     def violated(self, shard: int, reason: str, now: float) -> Iterator[Effect]:
@@ -323,52 +329,52 @@ class WorkerMachine:
         if deadline is None or now < deadline:
             return
         deadline = self._collective_deadline.ends_at
-        if self._is_judged:
-            yield from self._end(self._accused)
+        if self._ends_for_fault:
+            yield from self._end(self._fault)
         elif self.host is not None and now < deadline:
-            yield from self._say_who(self.host, now)
+            yield from self._report_wait(self.host, now)
         elif self.host is not None and self._collective_deadline.compiled(min(now, self.host.compiled_at())):
             return
         elif not self._collective_deadline.late_s and (
-            now - deadline >= self._collective_deadline.moment_s or self._is_old_news
+            now - deadline >= self._collective_deadline.moment_s or self._host_has_ended_job
         ):
             self._collective_deadline.late_s = max(now - deadline, 1e-6)
-        elif not self._collective_deadline.defer(self._moments_more(cause := self._overdue(now), now)):
+        elif not self._collective_deadline.defer(self._moments_to_wait(cause := self._overdue(now), now)):
             yield from self._end(cause)
 
-    def _moments_more(self, cause: Cause, now: float) -> int:
+    def _moments_to_wait(self, cause: Cause, now: float) -> int:
         """The number of `moment_s` to wait, so that ranks that know more can name the cause first."""
         if self._local_ranks.hosts == 1:
             return 0 if self.host is not None else self._collective_deadline.moments_before(cause)
-        oldest, sees_who = self._under_way[0], self.host is not None and bool(self.host.waited_for())
+        oldest, sees_late_rank = self._under_way[0], self.host is not None and bool(self.host.awaited_ranks())
         owing = [stream for stream in self._streams if stream.owes(oldest)]
-        return self._collective_deadline.moments_of_hosts(now, sees_who, owing, self._after_own)
+        return self._collective_deadline.moments_of_hosts(now, sees_late_rank, owing, self._previous_not_summed_by_host)
 
     @property
-    def _is_old_news(self) -> bool:
+    def _host_has_ended_job(self) -> bool:
         """Another rank of this host has ended the job already: the aggregator will say why."""
         return self.host is not None and self.host.has_failed
 
-    def _say_who(self, host: HostExchange, now: float) -> Iterator[Effect]:
+    def _report_wait(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Warn the user, and name the ranks that this rank waits for."""
-        self._said_at = now
-        if self._accused is not None:
-            host.rest()  # another rank has ended the job since
+        self._wait_reported_at = now
+        if self._fault is not None:
+            host.stop()  # another rank has ended the job since
         yield from self._report(host, now)
-        if late := host.waited_for():
-            yield Warn(f"{self._under_way[0]}: waiting for {self._named(late)} since {now - host.moved_at:.1f} s")
+        if late := host.awaited_ranks():
+            yield Warn(f"{self._under_way[0]}: waiting for {self._names_of(late)} since {now - host.moved_at:.1f} s")
 
     def _report(self, host: HostExchange, now: float) -> Iterator[Effect]:
         """Report exchanges in memory to the first shard, which cannot see them. With several hosts all shards get a
         report."""
         report = host.report(now)
-        self._report_at, self._said_whom = now + REPORT_S, report.total > 0
+        self._report_at, self._reported_wait = now + REPORT_S, report.total > 0
         yield SendControl(0, report)
         yield from (
             SendControl(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._local_ranks.hosts > 1
         )
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _names_of(self, ranks: Sequence[int]) -> str:
         assert self.host is not None
         return listed([self.host.names[rank] for rank in ranks])
 
@@ -377,17 +383,17 @@ class WorkerMachine:
         if self.ended is not None:
             return
         if not reason and self._under_way:
-            many = "a collective" if self.under_way == 1 else f"{self.under_way} collectives"
-            reason = f"shut down with {many} under way"
+            count_text = "a collective" if self.under_way == 1 else f"{self.under_way} collectives"
+            reason = f"shut down with {count_text} under way"
         yield from self._end(reason if isinstance(reason, Cause) else Cause(self._me, reason) if reason else None)
 
     def _overdue(self, now: float) -> Cause:
         """The cause of the delay of the oldest collective: shards that hang, or ranks that come late."""
         oldest = self._under_way[0]
         reason = f"{oldest} not complete after {self.timeout_s:g} s"
-        if late := self.host and self.host.waited_for(except_left=FAILED):
-            return Cause(self._named(late), reason, timeout=True)
-        if self._is_old_news:  # no rank is late, and the first aggregator hangs
+        if late := self.host and self.host.awaited_ranks(except_departed=FAILED):
+            return Cause(self._names_of(late), reason, timeout=True)
+        if self._host_has_ended_job:  # no rank is late, and the first aggregator hangs
             reason += (
                 "; another rank of this host has ended the job, and this aggregator does not say why: is it stopped?"
             )
@@ -395,7 +401,7 @@ class WorkerMachine:
         owing = [stream for stream in self._streams if stream.owes(oldest)]
         if oldest.host_sum is not None and not owing:
             assert self.host is not None
-            others = self._named(self.host.owed()) or self._sender(None)
+            others = self._names_of(self.host.delayed_by_shards()) or self._sender(None)
             return self._collective_deadline.cause_behind(reason, self._streams, others)
         return self._collective_deadline.cause(now, reason, owing)
 
@@ -403,12 +409,12 @@ class WorkerMachine:
         """End as soon as a shard that has stopped is needed, for the oldest collective or for the next one. A
         collective in memory goes on as long as the link to the shard lasts."""
         for shard, cause in self._retired.items():
-            gone = self.host is not None and shard in self._silent
-            if not self._under_way or gone or self._streams[shard].owes(self._under_way[0]):
-                yield from self._end(cause, told_by=shard)
+            is_lost = self.host is not None and shard in self._unlinked
+            if not self._under_way or is_lost or self._streams[shard].owes(self._under_way[0]):
+                yield from self._end(cause, reported_by=shard)
                 return
 
-    def _end(self, cause: Cause | None, told_by: int | None = None) -> Iterator[Effect]:
+    def _end(self, cause: Cause | None, reported_by: int | None = None) -> Iterator[Effect]:
         self.ended = End(cause)
         if self.host is not None and cause is None:
             yield SendControl(0, self.host.report(self.host.moved_at))
@@ -416,6 +422,6 @@ class WorkerMachine:
             yield from self.host.leave(BY_ITSELF if cause is None else RETIRED if cause.orderly else FAILED)
         for stream in self._streams:
             # A shard that stops in order gets the Leave, too: it shows that this rank is alive.
-            if stream.shard != told_by or (cause is not None and cause.orderly):
+            if stream.shard != reported_by or (cause is not None and cause.orderly):
                 yield SendControl(stream.shard, Leave(cause))
         yield self.ended

@@ -71,19 +71,19 @@ class RelayMachine(AggregatorMachine):
     ) -> None:  # fmt: skip
         super().__init__(members, arena, sums, divisor=1, **options)  # the last aggregator on the way up divides
         self._senders.states = None  # programs work on sums of all ranks
-        self._address, self._upstream, self._returned = upstream, f"aggregator {upstream}", results
-        self._up = len(members)  # the number of members; also the first uplink
-        self._down = ResultSlots(len(results))  # slots with results that members still read
-        self._heads = [NO_HEADER] * len(members)  # the header of each member's open message
+        self._address, self._upstream, self._upstream_results = upstream, f"aggregator {upstream}", results
+        self._member_count = len(members)  # the number of members; also the first uplink
+        self._down_slots = ResultSlots(len(results))  # slots with results that members still read
+        self._headers = [NO_HEADER] * len(members)  # the header of each member's open message
         self._encodes_as = SUM + 1 + self._numbers[0]
-        self._passes = False  # the current collective is not summed here
+        self._is_passed_on = False  # the current collective is not summed here
         self.passing: list[set[int]] = [set() for _ in members]  # receive slots whose messages are on their way up
         self._awaited: deque[_PendingResult] = deque()
         self._confirmed: set[int] = set()  # members whose Leave the upstream has dealt with
         self._heard_at = 0.0  # when the upstream was heard last
         self._in_memory, self._leaves_later = in_memory, False
-        self._allowed: dict[int, tuple[float, float]] = {}  # reports that each member may send, and since when
-        self._told_wait: Wait | None = None  # the upstream believes that members are late
+        self._report_allowance: dict[int, tuple[float, float]] = {}  # reports that each member may send, and since when
+        self._reported_wait: Wait | None = None  # the upstream believes that members are late
         self._reports: dict[int, tuple[Report, float]] = {}  # the last report of each member, and when it came
 
     @property
@@ -91,67 +91,67 @@ class RelayMachine(AggregatorMachine):
         return not self._awaited and super().idle
 
     def has_left(self, peer: int) -> bool:
-        return peer % self._up in self._confirmed and not (peer == self._up and self._leaves_later)
+        return peer % self._member_count in self._confirmed and not (peer == self._member_count and self._leaves_later)
 
-    def named(self, ranks: Iterable[int]) -> str:
+    def names_of(self, ranks: Iterable[int]) -> str:
         ranks = list(ranks)
-        below = [rank for rank in ranks if rank < self._up]
-        return super().named(below) if below or not ranks else self._upstream
+        below = [rank for rank in ranks if rank < self._member_count]
+        return super().names_of(below) if below or not ranks else self._upstream
 
     # events from below
 
-    def told(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]:
-        if peer >= self._up:
-            yield from self._told_from_above(peer - self._up, message, now)
+    def control_received(self, peer: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+        if peer >= self._member_count:
+            yield from self._control_from_upstream(peer - self._member_count, message, now)
         elif isinstance(message, Report):
-            yield from self._heard_report(peer, message, now)
+            yield from self._pass_report_on(peer, message, now)
         else:
-            yield from super().told(peer, message, now)
+            yield from super().control_received(peer, message, now)
 
-    def _heard_report(self, peer: int, report: Report, now: float) -> Iterator[Effect]:
+    def _pass_report_on(self, peer: int, report: Report, now: float) -> Iterator[Effect]:
         """Pass a rank's report on to the upstream. A report of a relay below is only about a wait, and stays here: it
         says whom this relay waits for."""
-        level, at = self._allowed.get(peer, (REPORTS_AT_ONCE, now))
+        level, at = self._report_allowance.get(peer, (REPORTS_AT_ONCE, now))
         level = min(REPORTS_AT_ONCE, level + (now - at) * REPORTS_PER_S) - 1
-        self._allowed[peer] = level, now
+        self._report_allowance[peer] = level, now
         if level < 0:
             yield from self._violation(peer, ProtocolError(f"more than {REPORTS_PER_S:g} reports a second"))
             return
         self._reports[peer] = report, now
         if self._in_memory:
-            yield from self._reported(peer, report, now)
+            yield from self._take_report(peer, report, now)
         if self._ranks_report:
-            yield SendControl(self._up + peer, report if peer else self._report())
+            yield SendControl(self._member_count + peer, report if peer else self._report())
 
     @property
     def _ranks_report(self) -> bool:
         """Whether ranks share memory, and report their exchanges there."""
         return self._senders.has_hosts or self._in_memory
 
-    def _let_go(self, rank: int) -> Iterator[Effect]:
-        owed = next((awaited for awaited in self._awaited if rank in awaited.readers), None)
-        if owed is not None:  # its results would find nobody, and others would wait for its credit
-            what = f"had shut down when collective {owed.number} was under way"
-            yield from self.abort(Cause(self._ranks[rank].name, what), "left")
+    def _release_rank(self, rank: int) -> Iterator[Effect]:
+        unfinished = next((awaited for awaited in self._awaited if rank in awaited.readers), None)
+        if unfinished is not None:  # its results would find nobody, and others would wait for its credit
+            reason = f"had shut down when collective {unfinished.number} was under way"
+            yield from self.abort(Cause(self._inboxes[rank].name, reason), "left")
             return
         if rank == 0 and not self.idle:
             self._leaves_later = True  # its uplink carries the sums of others, which are not done yet
         else:
-            yield SendControl(self._up + rank, Leave())  # the Goodbye comes from above
-        yield from (ReturnCredit(self._up, slot) for slot in self._down.release_all(rank))
+            yield SendControl(self._member_count + rank, Leave())  # the Goodbye comes from above
+        yield from (ReturnCredit(self._member_count, slot) for slot in self._down_slots.release_all(rank))
 
     def lost(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
-        if peer >= self._up:
-            yield from self._upstream_lost(peer - self._up, reason, "lost")
-        elif peer in self._gone:
+        if peer >= self._member_count:
+            yield from self._upstream_lost(peer - self._member_count, reason, "lost")
+        elif peer in self._departed:
             yield from self._confirm(peer)  # this member does not wait for the Goodbye
         else:
             yield from super().lost(peer, reason, now)
 
     def violated(self, peer: int, reason: str, now: float) -> Iterator[Effect]:
-        if peer >= self._up:
-            yield from self._upstream_lost(peer - self._up, f"protocol error: {reason}", "violation")
-        elif peer in self._gone:
+        if peer >= self._member_count:
+            yield from self._upstream_lost(peer - self._member_count, f"protocol error: {reason}", "violation")
+        elif peer in self._departed:
             yield from self._confirm(peer)
         else:
             yield from super().violated(peer, reason, now)
@@ -160,39 +160,41 @@ class RelayMachine(AggregatorMachine):
         """End the job on every rank. The upstream tells the ranks that do not come through this relay."""
         if self.ended is None:
             yield from (
-                SendControl(self._up + member, Leave(cause)) for member in range(self._up) if member not in self._gone
+                SendControl(self._member_count + member, Leave(cause))
+                for member in range(self._member_count)
+                if member not in self._departed
             )
         yield from super().abort(cause, kind, rank)
 
-    def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
-        if cause is not None and rank not in self._gone:
-            yield SendControl(self._up + rank, Leave(cause))
-        yield from super()._left(rank, cause)
+    def _rank_left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
+        if cause is not None and rank not in self._departed:
+            yield SendControl(self._member_count + rank, Leave(cause))
+        yield from super()._rank_left(rank, cause)
 
     # events from above
 
     def received(self, peer: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
-        if peer < self._up:
+        if peer < self._member_count:
             yield from super().received(peer, slot, nbytes, now)
             return
         self._heard_at = now
         try:
-            readers = self._admit_result(peer, read_header(self._returned[slot], nbytes))
+            readers = self._admit_result(peer, read_header(self._upstream_results[slot], nbytes))
         except ProtocolError as error:
             yield from self.violated(peer, str(error), now)
             return
         self._stalls.begin(now)
-        yield from self._take_back()
-        self._down.free.remove(slot)
-        self._down.send(slot, readers)
+        yield from self._withdraw_wait()
+        self._down_slots.free.remove(slot)
+        self._down_slots.send(slot, readers)
         yield Send(readers, slot, nbytes)
         if self._leaves_later and self.idle:
             self._leaves_later = False
-            yield SendControl(self._up, Leave())
+            yield SendControl(self._member_count, Leave())
 
     def _admit_result(self, peer: int, header: Header) -> Sequence[int]:
         """The members that get a result. Raises ProtocolError for an invalid result."""
-        if peer != self._up:
+        if peer != self._member_count:
             raise ProtocolError("a result for a rank that gets none here")
         awaited = self._awaited[0] if self._awaited else None
         if awaited is None or header.collective != awaited.number:
@@ -207,20 +209,20 @@ class RelayMachine(AggregatorMachine):
         return awaited.readers
 
     def credited(self, peer: int, slot: int, now: float) -> Iterator[Effect]:
-        if peer > self._up:
+        if peer > self._member_count:
             self._heard_at = now
-            self.passing[peer - self._up].discard(slot)
-            yield ReturnCredit(peer - self._up, slot)
-        elif peer == self._up:
+            self.passing[peer - self._member_count].discard(slot)
+            yield ReturnCredit(peer - self._member_count, slot)
+        elif peer == self._member_count:
             self._heard_at = now
             self._slots.release(peer, slot)
-        elif self._down.release(peer, slot):
-            yield from self._take_back()
-            yield ReturnCredit(self._up, slot)
+        elif self._down_slots.release(peer, slot):
+            yield from self._withdraw_wait()
+            yield ReturnCredit(self._member_count, slot)
 
-    def _told_from_above(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+    def _control_from_upstream(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         self._heard_at = now
-        if isinstance(message, Goodbye) and rank in self._gone:
+        if isinstance(message, Goodbye) and rank in self._departed:
             yield SendControl(rank, message)
             yield from self._confirm(rank)
         elif isinstance(message, Aborted):
@@ -233,17 +235,17 @@ class RelayMachine(AggregatorMachine):
         elif isinstance(message, Newcomers):
             yield SendControl(rank, message)
         else:
-            yield from self.violated(self._up + rank, f"unexpected {type(message).__name__}", now)
+            yield from self.violated(self._member_count + rank, f"unexpected {type(message).__name__}", now)
 
     def _confirm(self, rank: int) -> Iterator[Effect]:
         """The upstream knows that this member has left."""
         self._confirmed.add(rank)
-        if len(self._confirmed) == self._up and self.ended is None:
+        if len(self._confirmed) == self._member_count and self.ended is None:
             self.ended = End(None)
             yield self.ended
 
     def _upstream_lost(self, rank: int, reason: str, kind: AbortKind) -> Iterator[Effect]:
-        if not self.has_left(self._up + rank):
+        if not self.has_left(self._member_count + rank):
             yield from self.abort(Cause(self._upstream, reason), kind)
 
     # waiting
@@ -251,39 +253,43 @@ class RelayMachine(AggregatorMachine):
     def waiting(self, now: float) -> Wait | None:
         if not self._awaited or self.ended is not None:
             return super().waiting(now)
-        what = f"collective {self._awaited[0].number}"
-        if not self._down.free:  # members have not read the last results
-            return self._wait(what, self._late(self._down.readers), now)
+        collective = f"collective {self._awaited[0].number}"
+        if not self._down_slots.free:  # members have not read the last results
+            return self._wait(collective, self._late_members(self._down_slots.readers), now)
         if self._current is None:
-            return Wait(what, [], 0, self._upstream, now - self._stalls.since)
+            return Wait(collective, [], 0, self._upstream, now - self._stalls.since)
         return super().waiting(now)
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
-        if self._up in ranks:  # the upstream has not read the last sums
+        if self._member_count in ranks:  # the upstream has not read the last sums
             return Wait(what, [], 0, self._upstream, now - self._stalls.since)
         return super()._wait(what, ranks, now)
 
-    def _waited_for(self, current: Reduction) -> list[int]:
-        ranks = super()._waited_for(current)
-        if max(ranks, default=0) >= self._up or any(self.passing[rank] for rank in ranks):
-            return [self._up]  # the upstream has not read the last messages
-        return self._late(ranks)
+    def _awaited_ranks(self, current: Reduction) -> list[int]:
+        ranks = super()._awaited_ranks(current)
+        if max(ranks, default=0) >= self._member_count or any(self.passing[rank] for rank in ranks):
+            return [self._member_count]  # the upstream has not read the last messages
+        return self._late_members(ranks)
 
-    def _late(self, members: Iterable[int]) -> list[int]:
+    def _late_members(self, members: Iterable[int]) -> list[int]:
         """The late members: those of `members` that wait for nobody, and those that the others wait for."""
-        return sorted({late for member in members for late in self._behind(member) or [member]})
+        return sorted({late for member in members for late in self._awaited_by(member) or [member]})
 
-    def _behind(self, rank: int) -> list[int]:
+    def _awaited_by(self, rank: int) -> list[int]:
         """The members that this member waits for, as its report says: it is a relay below, or a rank that shares
         memory. A member that has reported since is not late."""
         report, came_at = self._reports.get(rank, (Report(), 0.0))
         latest = {member: at for member, (_, at) in self._reports.items() if at > came_at}
-        return [member for member in range(self._up) if self._numbers[member] in report.behind and member not in latest]
+        return [
+            member
+            for member in range(self._member_count)
+            if self._numbers[member] in report.behind and member not in latest
+        ]
 
     def _report(self) -> Report:
         """The first member's report, with the wait of this relay, if the upstream was told of one."""
         totals = self._reports[0][0] if self._ranks_report and 0 in self._reports else Report()
-        wait = self._told_wait
+        wait = self._reported_wait
         if wait is None:
             return totals
         behind = wait.ranks[:LISTED]
@@ -297,45 +303,47 @@ class RelayMachine(AggregatorMachine):
             return
         yield Warn(f"{wait.what} waits for {wait.who} since {wait.seconds:.0f} s")
         if wait.ranks:
-            self._told_wait = wait
-            yield SendControl(self._up, self._report())
+            self._reported_wait = wait
+            yield SendControl(self._member_count, self._report())
         is_silent = now - self._heard_at > SILENT * wait.seconds and wait.seconds >= 2 * self._stalls.after_s
         if wait.who != self._upstream or is_silent:
             yield from self._tell_all(Waiting(wait.what, wait.who, wait.seconds))
 
     def _tell_all(self, message: ControlMessage) -> Iterator[Effect]:
-        return (SendControl(rank, message) for rank in range(self._up))
+        return (SendControl(rank, message) for rank in range(self._member_count))
 
     # progress
 
     def advance(self, now: float) -> Iterator[Effect]:
         for effect in super().advance(now):
             if isinstance(effect, Send):
-                yield from self._take_back()
+                yield from self._withdraw_wait()
             yield effect
 
-    def _take_back(self) -> Iterator[Effect]:
+    def _withdraw_wait(self) -> Iterator[Effect]:
         """Work goes on: tell the upstream that nobody is late any more, if it was told so."""
-        if self._told_wait is not None:
-            self._told_wait = None
-            yield SendControl(self._up, self._report())
+        if self._reported_wait is not None:
+            self._reported_wait = None
+            yield SendControl(self._member_count, self._report())
 
     def _begin(self, rank: int, row: int, header: Header) -> None:
         super()._begin(rank, row, header)
         assert self._descriptor is not None
-        blocks, self._passes = self._descriptor.layout.blocks, not self._descriptor.summed_by_host
-        sent = blocks if self._passes else NOTHING_YET
+        blocks, self._is_passed_on = self._descriptor.layout.blocks, not self._descriptor.summed_by_host
+        sent = blocks if self._is_passed_on else NOTHING_YET
         program = self._descriptor.program
-        behind = 0 if program is None else program.total_bytes
-        self._awaited.append(_PendingResult(self._number, blocks, self._senders.readers, sent, total_bytes=behind))
-        self._senders.readers, self._extra = (self._up,), self._first[1]
+        totals_bytes = 0 if program is None else program.total_bytes
+        self._awaited.append(
+            _PendingResult(self._number, blocks, self._senders.readers, sent, total_bytes=totals_bytes)
+        )
+        self._senders.readers, self._extra = (self._member_count,), self._first_call[1]
 
     def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
         header = state.messages[0][1]
-        opened = super()._open_next(rank, state, now)
-        if opened:
-            self._heads[rank] = header
-        return opened
+        is_open = super()._open_next(rank, state, now)
+        if is_open:
+            self._headers[rank] = header
+        return is_open
 
     def _emit(self, current: Reduction) -> Send:
         send = super()._emit(current)
@@ -343,36 +351,36 @@ class RelayMachine(AggregatorMachine):
         return send
 
     def _merge(self, current: Reduction) -> bool:
-        return not self._passes and super()._merge(current)
+        return not self._is_passed_on and super()._merge(current)
 
-    def _worth_sending(self, current: Reduction, moved: bool) -> bool:
-        return not self._passes and super()._worth_sending(current, moved)
+    def _should_send(self, current: Reduction, moved: bool) -> bool:
+        return not self._is_passed_on and super()._should_send(current, moved)
 
-    def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
-        if not self._passes:
-            return (yield from super()._return_used(current))
+    def _return_credits(self, current: Reduction) -> Generator[Effect, None, bool]:
+        if not self._is_passed_on:
+            return (yield from super()._return_credits(current))
         moved = False
-        for rank, state in enumerate(self._ranks):
+        for rank, state in enumerate(self._inboxes):
             if state.open_row >= 0 and (rank or self._slots.free):
                 yield from self._pass_on(rank, state.open_row)
                 current.union.skip(rank)
                 state.open_row, moved = -1, True
-        if current.union.complete and all(state.open_row < 0 for state in self._ranks):
+        if current.union.complete and all(state.open_row < 0 for state in self._inboxes):
             self._complete(current)
         return moved
 
     def _pass_on(self, rank: int, row: int) -> Iterator[Effect]:
         """Send a member's message up. It is sent from its receive slot, and the member's credit returns with that of
         the uplink. Only the uplink of the first member has its own send slots."""
-        slot, head = row - rank * self._slot_count, self._heads[rank]
-        nbytes = head.list_stop + head.extra_bytes
+        slot, header = row - rank * self._slot_count, self._headers[rank]
+        nbytes = header.list_stop + header.extra_bytes
         self.spent += nbytes
         if rank:
             self.passing[rank].add(slot)
-            yield Send((self._up + rank,), slot, nbytes)
+            yield Send((self._member_count + rank,), slot, nbytes)
             return
-        own = self._slots.free.pop()
-        self._results[own, :nbytes] = self._arena[row, :nbytes]
-        self._slots.send(own, (self._up,))
-        yield Send((self._up,), own, nbytes)
+        own_slot = self._slots.free.pop()
+        self._results[own_slot, :nbytes] = self._arena[row, :nbytes]
+        self._slots.send(own_slot, (self._member_count,))
+        yield Send((self._member_count,), own_slot, nbytes)
         yield ReturnCredit(rank, slot)

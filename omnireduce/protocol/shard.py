@@ -99,8 +99,8 @@ class Senders:
 
     If hosts or relays send sums, the ranks `delegates` send them. In a collective that must not be summed on the way,
     every rank sends for itself, and `readers` get the results. `waits`: hosts wait for each result to go on, as for
-    tensors. `make` gives the work space for a number of ranks. `states`: the states of programs on this shard; None on
-    a relay, which only passes sums on. `running`: the program of the current collective.
+    tensors. `make_reduction` gives the work space for a number of ranks. `states`: the states of programs on this
+    shard; None on a relay, which only passes sums on. `running`: the program of the current collective.
     """
 
     def __init__(
@@ -109,21 +109,21 @@ class Senders:
         delegates: Sequence[int],
         sharding: Sharding,
         shard: int,
-        make: Callable[[int], Reduction],
+        make_reduction: Callable[[int], Reduction],
         *,
         readers: Sequence[int] | None = None,
         states: ShardStates | None = None,
     ) -> None:
-        self._everybody, self.delegates = tuple(range(ranks)), tuple(delegates)
-        self._readers, self._marks = tuple(readers or self._everybody), readers is None
+        self._all_ranks, self.delegates = tuple(range(ranks)), tuple(delegates)
+        self._readers, self._marks_single_senders = tuple(readers or self._all_ranks), readers is None
         self._sharding, self._shard = sharding, shard
         self.has_hosts = sharding.slot_bytes > 0
         self.states = states
         self.running: ProgramRun | None = None
-        self._of_ranks = make(ranks)
-        self._of_hosts = make(len(delegates)) if delegates else self._of_ranks
-        self.ranks, self.readers, self.reduction = self._everybody, self._readers, self._of_ranks
-        self.places = {rank: rank for rank in self.ranks}  # the place of each sender in the reduction
+        self._rank_reduction = make_reduction(ranks)
+        self._host_reduction = make_reduction(len(delegates)) if delegates else self._rank_reduction
+        self.ranks, self.readers, self.reduction = self._all_ranks, self._readers, self._rank_reduction
+        self.positions = {rank: rank for rank in self.ranks}  # the place of each sender in the reduction
         self.waits = False
 
     def begin(self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0) -> Reduction:
@@ -131,30 +131,37 @@ class Senders:
         CodecError, and ProtocolError when there is no room for the state of a program."""
         by_host = self.delegates != () and descriptor.summed_by_host
         self.waits = by_host and not descriptor.has_rows and self.has_hosts
-        self.ranks = self.delegates if by_host else self._everybody
+        self.ranks = self.delegates if by_host else self._all_ranks
         self.readers = self.delegates if by_host else self._readers
-        self.places = {rank: place for place, rank in enumerate(self.ranks)}
-        self.reduction = self._of_hosts if by_host else self._of_ranks
+        self.positions = {rank: position for position, rank in enumerate(self.ranks)}
+        self.reduction = self._host_reduction if by_host else self._rank_reduction
         stripes = self._sharding.layout(descriptor).stripes(self._shard)
         self.running = None
         if descriptor.program is not None and self.states is not None:
             self.running = self.states.begin(descriptor, descriptor.program, stripes)
-        self.reduction.begin(descriptor, stripes, codec=codec, key=key, marks=self._marks, running=self.running)
+        self.reduction.begin(
+            descriptor,
+            stripes,
+            codec=codec,
+            key=key,
+            marks_single_senders=self._marks_single_senders,
+            running=self.running,
+        )
         return self.reduction
 
     def end(self) -> bytes:
         """The program of the current collective has run on all blocks. Returns its totals."""
         assert self.running is not None
         assert self.states is not None
-        done, self.running = self.running, None
-        if done.program.drops:
-            self.states.drop(done.program.state)
-        return done.totals.tobytes()
+        ended_run, self.running = self.running, None
+        if ended_run.program.drops:
+            self.states.drop(ended_run.program.state)
+        return ended_run.totals.tobytes()
 
 
 BUDGET = Budget()
 ONE_SHARD = Sharding()
-WHAT_CHARACTERS = 500  # the longest text of a rank about the collective under way that is shown
+WAIT_TEXT_CHARACTERS = 500  # the longest text of a rank about the collective under way that is shown
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
@@ -186,26 +193,27 @@ class AggregatorMachine:
         budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
         divisor: int | None = None, codecs: Codecs = BUILT_IN, states: ShardStates | None = None,
     ) -> None:  # fmt: skip
-        self._ranks, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
-        self._gone = set[int]()  # ranks that have left
+        self._inboxes, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
+        self._departed = set[int]()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
         sizing = sizing or MessageSizing(results.shape[1], results.shape[1])
         shape = self._slot_count, min(results.shape[1], room_for(sizing.longest))
-        self._shorter = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
+        self._short_results = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._slots = ResultSlots(self._slot_count)
-        self._filling = -1  # the result slot being filled, -1 for none
+        self._filling_slot = -1  # the result slot being filled, -1 for none
         work_space = divisor or len(members), arena, results, sizing, budget
         self._senders = Senders(
-            len(members), delegates, sharding, shard, lambda many: reduction(many, *work_space),
+            len(members), delegates, sharding, shard, lambda count: reduction(count, *work_space),
             readers=readers, states=states or ShardStates(0),
         )  # fmt: skip
-        first = dict.fromkeys([*delegates, *range(len(members))])  # delegates first: they can begin a collective
-        self._in_turn = [(rank, self._ranks[rank]) for rank in first]
+        # Delegates first: they can begin a collective
+        reading_order = dict.fromkeys([*delegates, *range(len(members))])
+        self._reading_order = [(rank, self._inboxes[rank]) for rank in reading_order]
         self._current: Reduction | None = None  # while a collective is under way
         self.quantum, self.spent, self.more = budget.work, 0, False
         self._round_work = ROUND_WORK + RANK_WORK * len(members)
         self._descriptor: Descriptor | None = None
-        self._first = 0, b""  # the rank that opened the current collective, and its encoded descriptor
+        self._first_call = 0, b""  # the rank that opened the current collective, and its encoded descriptor
         self._number = 0  # number of the current collective, or the lowest that may follow: some skip this shard
         self._extra = b""  # the bytes behind the blocks of the next result
         self._awaited: Collection[object] = ()  # collectives whose results come from elsewhere
@@ -216,7 +224,7 @@ class AggregatorMachine:
     @property
     def idle(self) -> bool:
         """No collective is under way on any rank."""
-        return self._current is None and not any(rank.messages for rank in self._ranks)
+        return self._current is None and not any(rank.messages for rank in self._inboxes)
 
     @property
     def deadline(self) -> float | None:
@@ -230,35 +238,35 @@ class AggregatorMachine:
         if self.ended is not None:
             return None
         if self._current is None and not self.idle:
-            late = [rank for rank in self._senders.delegates if not self._ranks[rank].messages]
-            return self._wait(self._what, late, now)
+            late = [rank for rank in self._senders.delegates if not self._inboxes[rank].messages]
+            return self._wait(self._current_name, late, now)
         if self._current is None:
             wait = self.account.waiting(now)
-            return wait and wait._replace(what=shown(wait.what[:WHAT_CHARACTERS]), who=self.named(wait.ranks))
-        ranks = [] if self.more else self.account.last_of(self._waited_for(self._current))
-        return self._wait(self._what, ranks, now)
+            return wait and wait._replace(what=shown(wait.what[:WAIT_TEXT_CHARACTERS]), who=self.names_of(wait.ranks))
+        ranks = [] if self.more else self.account.late_ranks_of(self._awaited_ranks(self._current))
+        return self._wait(self._current_name, ranks, now)
 
     @property
-    def _what(self) -> str:
+    def _current_name(self) -> str:
         return f"collective {self._number} ({self._descriptor})" if self._current else "the next collective"
 
     def _wait(self, what: str, ranks: list[int], now: float) -> Wait:
         numbers = [self._numbers[rank] for rank in ranks]
-        return Wait(what, numbers, len(ranks), self.named(ranks) or BUSY, now - self._stalls.since)
+        return Wait(what, numbers, len(ranks), self.names_of(ranks) or BUSY, now - self._stalls.since)
 
     @property
     def slots_in_use(self) -> tuple[int, int]:
         """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
-        held = sum(len(rank.messages) + (rank.open_row >= 0) for rank in self._ranks)
+        held = sum(len(rank.messages) + (rank.open_row >= 0) for rank in self._inboxes)
         return held, self._slot_count - len(self._slots.free)
 
-    def named(self, ranks: Iterable[int]) -> str:
+    def names_of(self, ranks: Iterable[int]) -> str:
         """The names of these ranks, for errors."""
-        return listed([self._ranks[rank].name for rank in ranks])
+        return listed([self._inboxes[rank].name for rank in ranks])
 
     def has_left(self, rank: int) -> bool:
         """The rank has said that it leaves."""
-        return rank in self._gone
+        return rank in self._departed
 
     def received(self, rank: int, slot: int, nbytes: int, now: float) -> Iterator[Effect]:
         """A block message arrived in receive slot `slot` of `rank`."""
@@ -266,7 +274,7 @@ class AggregatorMachine:
         if self._current is None and self._senders.delegates and self.idle:
             self._stalls.begin(now)  # no result was awaited before
         try:
-            self._ranks[rank].messages.append((row, read_header(self._arena[row], nbytes)))
+            self._inboxes[rank].messages.append((row, read_header(self._arena[row], nbytes)))
         except ProtocolError as error:
             yield from self._violation(rank, error)
 
@@ -275,16 +283,16 @@ class AggregatorMachine:
         self._slots.release(rank, slot)
         return iter(())
 
-    def told(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
+    def control_received(self, rank: int, message: ControlMessage, now: float) -> Iterator[Effect]:
         """A control message arrived from `rank`."""
         if isinstance(message, Report):
-            yield from self._reported(rank, message, now)
+            yield from self._take_report(rank, message, now)
         elif not isinstance(message, Leave):
             yield from self._violation(rank, ProtocolError(f"unexpected {type(message).__name__}"))
         else:
-            yield from self._left(rank, message.cause)
+            yield from self._rank_left(rank, message.cause)
 
-    def _reported(self, rank: int, report: Report, now: float) -> Iterator[Effect]:
+    def _take_report(self, rank: int, report: Report, now: float) -> Iterator[Effect]:
         if self.ended is not None:
             return
         try:
@@ -301,12 +309,12 @@ class AggregatorMachine:
 
     def lost(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """The link to `rank` is over."""
-        if rank not in self._gone:
-            yield from self.abort(Cause(self._ranks[rank].name, reason), "lost", rank)
+        if rank not in self._departed:
+            yield from self.abort(Cause(self._inboxes[rank].name, reason), "lost", rank)
 
     def violated(self, rank: int, reason: str, now: float) -> Iterator[Effect]:
         """`rank` broke the rules of its link, or sent a message that cannot be decoded; the link may be over."""
-        if rank not in self._gone:
+        if rank not in self._departed:
             yield from self._violation(rank, ProtocolError(reason))
 
     def timer(self, now: float) -> Iterator[Effect]:
@@ -346,9 +354,11 @@ class AggregatorMachine:
             except BrokenRuleError as broken:
                 yield from self._violation(broken.rank, broken.error)
                 return
-            missed = self._missed if self._gone else []
-            if missed:
-                yield from self.abort(Cause(self.named(missed), f"had shut down when {self._what} began"), "left")
+            departed = self._departed_but_needed if self._departed else []
+            if departed:
+                yield from self.abort(
+                    Cause(self.names_of(departed), f"had shut down when {self._current_name} began"), "left"
+                )
                 return
             if self._current is None:
                 return
@@ -356,8 +366,8 @@ class AggregatorMachine:
                 continue
             # Messages that were taken are merged now, or wait for other ranks: they are no reason for another round.
             moved = self._merge(self._current)
-            moved |= yield from self._return_used(self._current)
-            if self._current is not None and self._worth_sending(self._current, moved):
+            moved |= yield from self._return_credits(self._current)
+            if self._current is not None and self._should_send(self._current, moved):
                 moved = True
                 self._stalls.begin(now)
                 yield self._emit(self._current)
@@ -365,13 +375,13 @@ class AggregatorMachine:
     def _take_messages(self, now: float) -> bool:
         """Open the next messages, and go on with long ones; return whether there were any. Raises BrokenRuleError."""
         moved, senders = False, self._senders
-        for rank, state in self._in_turn:
+        for rank, state in self._reading_order:
             union = senders.reduction.union
-            awaits_window = union.awaiting_window and senders.places.get(rank) in union.awaiting_window
+            awaits_window = union.awaiting_window and senders.positions.get(rank) in union.awaiting_window
             if (state.messages and state.open_row < 0) or awaits_window:
                 try:
                     if awaits_window:
-                        self.spent += union.feed(senders.places[rank])
+                        self.spent += union.feed(senders.positions[rank])
                         moved = True
                     else:
                         moved |= self._open_next(rank, state, now)
@@ -393,14 +403,14 @@ class AggregatorMachine:
         elif not state.joined:
             if not self._compare(rank, row, header):
                 return False
-        elif senders.reduction.union.ended(senders.places[rank]):
+        elif senders.reduction.union.ended(senders.positions[rank]):
             return False  # the message belongs to a later collective
         elif header.extra_bytes:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
         state.messages.popleft()
-        self.spent += senders.reduction.union.open(senders.places[rank], row, header)
+        self.spent += senders.reduction.union.open(senders.positions[rank], row, header)
         state.open_row = row
         if not state.joined:
             state.joined = True
@@ -419,57 +429,63 @@ class AggregatorMachine:
         coding = coding_of(descriptor, self._codecs, header.collective, self._encodes_as) if descriptor.codec else ()
         self._current = self._senders.begin(descriptor, *coding)
         self._descriptor, self._number = descriptor, header.collective
-        self._first = rank, extra
+        self._first_call = rank, extra
 
     def _compare(self, rank: int, row: int, header: Header) -> bool:
         """Check that the rank has begun the same collective as the first rank. Returns False if it has no part in this
         collective, and has begun a later one. Raises ProtocolError."""
-        if rank not in self._senders.places and header.collective > self._number:
+        if rank not in self._senders.positions and header.collective > self._number:
             return False
         extra = message_extra(self._arena[row], header)
-        if (header.collective, extra) != (self._number, self._first[1]):
-            check_refusals(self._begun(*self._first, self._number), self._begun(rank, extra, header.collective))
-        if rank not in self._senders.places:
+        if (header.collective, extra) != (self._number, self._first_call[1]):
+            check_refusals(
+                self._begun_call(*self._first_call, self._number), self._begun_call(rank, extra, header.collective)
+            )
+        if rank not in self._senders.positions:
             raise ProtocolError(f"a message of collective {self._number}; another rank sends the sum of its host")
         return True
 
-    def _begun(self, rank: int, encoded: bytes, number: int) -> BegunCall:
-        return BegunCall(self._numbers[rank], self._ranks[rank].name, number, decode_descriptor(encoded))
+    def _begun_call(self, rank: int, encoded: bytes, number: int) -> BegunCall:
+        return BegunCall(self._numbers[rank], self._inboxes[rank].name, number, decode_descriptor(encoded))
 
     def _merge(self, current: Reduction) -> bool:
-        if self._filling < 0:
+        if self._filling_slot < 0:
             if not self._slots.free:
                 return False
-            self._filling = self._slots.free.pop()
-        work = 0 if current.full else current.merge(self._filling, self.quantum - self.spent)
+            self._filling_slot = self._slots.free.pop()
+        work = 0 if current.full else current.merge(self._filling_slot, self.quantum - self.spent)
         self.spent += work
         return work > 0
 
-    def _return_used(self, current: Reduction) -> Generator[Effect, None, bool]:
+    def _return_credits(self, current: Reduction) -> Generator[Effect, None, bool]:
         """Return the credits of messages that are used up; return whether there were any. Other messages may wait
         behind them."""
         returned = False
-        for rank, place in self._senders.places.items():
-            state = self._ranks[rank]
-            if state.open_row >= 0 and current.union.exhausted(place):
+        for rank, position in self._senders.positions.items():
+            state = self._inboxes[rank]
+            if state.open_row >= 0 and current.union.exhausted(position):
                 yield ReturnCredit(rank, state.open_row - rank * self._slot_count)
                 state.open_row, returned = -1, True
         return returned
 
-    def _worth_sending(self, current: Reduction, moved: bool) -> bool:
+    def _should_send(self, current: Reduction, moved: bool) -> bool:
         """Whether to send the result slot now: when it is full or the last one; when it is half full and no input
         waits; and, if hosts wait for results, when it has any news and no input waits."""
-        if self._filling < 0:
+        if self._filling_slot < 0:
             return False
         if current.union.complete or current.full:
             return True
         return not moved and (current.has_news if self._senders.waits else current.half_full)
 
     def _emit(self, current: Reduction) -> Send:
-        slot, self._filling = self._filling, -1
+        slot, self._filling_slot = self._filling_slot, -1
         complete = current.union.complete
         senders = self._senders.ranks
-        memories = {self._senders.places[rank]: self._shorter[rank][slot] for rank in senders if rank in self._shorter}
+        memories = {
+            self._senders.positions[rank]: self._short_results[rank][slot]
+            for rank in senders
+            if rank in self._short_results
+        }
         readers = self._senders.readers
         extra = self._extra if not complete or self._senders.running is None else self._senders.end()
         nbytes, shorter = current.seal(slot, self._number, memories, extra)
@@ -477,51 +493,51 @@ class AggregatorMachine:
         self._slots.send(slot, readers)
         if complete:
             self._complete(current)
-        return Send(readers, slot, nbytes, shorter and {senders[at]: shorter[at] for at in shorter})
+        return Send(readers, slot, nbytes, shorter and {senders[position]: shorter[position] for position in shorter})
 
     def _complete(self, current: Reduction) -> None:
         assert self._descriptor is not None
         self.account.complete(self._descriptor, current)
         self._current = self._descriptor = None
         self._number += 1
-        for state in self._ranks:
+        for state in self._inboxes:
             state.joined = False
 
-    def _waited_for(self, current: Reduction) -> list[int]:
+    def _awaited_ranks(self, current: Reduction) -> list[int]:
         """The ranks that have not read their results, if no result slot is free; else those with the lowest
         frontier."""
-        if self._filling < 0 and not self._slots.free:
+        if self._filling_slot < 0 and not self._slots.free:
             return self._slots.readers
-        return [self._senders.ranks[place] for place in current.union.laggards]
+        return [self._senders.ranks[position] for position in current.union.laggards]
 
     # departures
 
-    def _left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
-        if rank in self._gone:
+    def _rank_left(self, rank: int, cause: Cause | None) -> Iterator[Effect]:
+        if rank in self._departed:
             yield from self._violation(rank, ProtocolError("left twice"))
             return
-        self._gone.add(rank)
+        self._departed.add(rank)
         if cause is not None:
-            own = cause.culprit == self._ranks[rank].name.partition(THROUGH)[0]
-            yield from self.abort(cause, kind_of(cause, own=own), rank if own else None)
+            blames_itself = cause.culprit == self._inboxes[rank].name.partition(THROUGH)[0]
+            yield from self.abort(cause, kind_of(cause, blames_itself=blames_itself), rank if blames_itself else None)
             return
-        yield from self._let_go(rank)
+        yield from self._release_rank(rank)
 
-    def _let_go(self, rank: int) -> Iterator[Effect]:
+    def _release_rank(self, rank: int) -> Iterator[Effect]:
         """The rank leaves in order."""
         self._slots.release_all(rank)
         yield SendControl(rank, Goodbye())
-        if len(self._gone) == len(self._ranks) and self.ended is None:
+        if len(self._departed) == len(self._inboxes) and self.ended is None:
             self.ended = End(None)
             yield self.ended
 
     @property
-    def _missed(self) -> list[int]:
+    def _departed_but_needed(self) -> list[int]:
         """The ranks that have left, though their blocks are needed. Only the delegates bring sums of hosts."""
         needed = self._senders.delegates if self._current is None else self._senders.ranks
-        return [] if self.idle else [rank for rank in needed if rank in self._gone]
+        return [] if self.idle else [rank for rank in needed if rank in self._departed]
 
     def _violation(self, rank: int, error: ProtocolError) -> Iterator[Effect]:
         if isinstance(error, MismatchError):
             return self.abort(error.cause, "mismatch")
-        return self.abort(Cause(self._ranks[rank].name, f"protocol error: {error}"), "violation", rank)
+        return self.abort(Cause(self._inboxes[rank].name, f"protocol error: {error}"), "violation", rank)

@@ -9,10 +9,10 @@ BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 
-def in_words(message: Waiting) -> str:
+def wait_text(message: Waiting) -> str:
     """The text of a Waiting message for the user of a worker."""
-    how = "for" if message.who.endswith(STOOD_STILL.removeprefix(ITSELF)) else "since"
-    return f"{shown(message.what)}: waiting for {shown(message.who)} {how} {message.seconds:.1f} s"
+    preposition = "for" if message.who.endswith(STOOD_STILL.removeprefix(ITSELF)) else "since"
+    return f"{shown(message.what)}: waiting for {shown(message.who)} {preposition} {message.seconds:.1f} s"
 
 
 class StallDetector:
@@ -31,25 +31,25 @@ class StallDetector:
     def begin(self, now: float) -> None:
         """A result has left now, or is awaited from now on."""
         self.since = self._turn_at = now
-        self.deadline = self._say_at = now + self.after_s  # `deadline`: the next turn is due; `_say_at`: time to warn
+        self.deadline = self._warn_at = now + self.after_s  # `deadline`: the next turn is due; `_warn_at`: time to warn
 
     def turn(self, now: float) -> float:
         """The shard has a turn while a result is awaited. Returns how long it stood still before; 0 if it did not."""
         late_s = now - self._turn_at - self.after_s
         self._turn_at, next_at = now, now + self.after_s
-        self.deadline = next_at if next_at < self._say_at else self._say_at
+        self.deadline = next_at if next_at < self._warn_at else self._warn_at
         if late_s < self.after_s:
             return 0.0
         self.since += late_s
-        self.deadline = self._say_at = now
+        self.deadline = self._warn_at = now
         return late_s
 
     def is_due(self, now: float) -> bool:
         """Whether to name the ranks that the shard waits for now. If so, the caller does."""
-        if now < self._say_at:
+        if now < self._warn_at:
             return False
-        self._say_at = self.since + 2 * (now - self.since)
-        self.deadline = min(self._turn_at + self.after_s, self._say_at)
+        self._warn_at = self.since + 2 * (now - self.since)
+        self.deadline = min(self._turn_at + self.after_s, self._warn_at)
         return True
 
     def may_warn(self, wait_s: float, now: float) -> bool:

@@ -81,7 +81,7 @@ def _advance(link: StreamLink, candidate: Candidate) -> bool:
         if proven:
             raise TransportError(f"aggregator {link.peer} said {type(message).__name__} before the hello")
         try:
-            answer = candidate.told(message)
+            answer = candidate.answer(message)
         except ProtocolError as error:
             raise TransportError(f"aggregator {link.peer} {error}") from None
         proven = answer is None

@@ -83,7 +83,7 @@ class RawPeer:
         candidate = Candidate(secret, nonce)
         self.send(framed(candidate.greeting))
         answer = self.control()
-        while not isinstance(answer, Refused) and (reply := candidate.told(answer)) is not None:
+        while not isinstance(answer, Refused) and (reply := candidate.answer(answer)) is not None:
             self.send(framed(reply))
             answer = self.control()
         return answer

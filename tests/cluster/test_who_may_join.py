@@ -120,7 +120,7 @@ def played_back(peer: RawPeer) -> None:
     with RawPeer("{}:{}".format(*peer.sock.getpeername())) as first:
         candidate = Candidate(SECRET, bytes(32))
         first.send(framed(candidate.greeting))
-        recorded = candidate.told(first.control())
+        recorded = candidate.answer(first.control())
     assert isinstance(recorded, Proof)
     peer.send(framed(candidate.greeting))
     peer.control()
@@ -182,7 +182,7 @@ def test_memory_is_passed_after_the_proof_only(closed: Daemon) -> None:
             data, results, _, _ = socket.recv_fds(peer.sock, 65536, 4)
             length = FRAME.unpack_from(data)[2]
             said.append(decode_control(data[FRAME.size : FRAME.size + length]))
-            reply = candidate.told(said[-1]) if isinstance(said[-1], Challenge | Proof) else None
+            reply = candidate.answer(said[-1]) if isinstance(said[-1], Challenge | Proof) else None
             if reply is not None:
                 peer.send(framed(reply))
             elif isinstance(said[-1], Proof):

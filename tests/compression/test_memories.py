@@ -53,7 +53,7 @@ def test_the_error_of_a_codec_is_kept(codec: str, seed: int, size: int) -> None:
     given_ = gradients(seed, 5, size)
     for gradient in given_:
         coder = Coder(codec, codec_named(codec), 16)
-        sent = coder.there_and_back(memory.compensate(gradient, "w"), np.zeros(-(-size // 16), np.uint64))
+        sent = coder.round_trip(memory.compensate(gradient, "w"), np.zeros(-(-size // 16), np.uint64))
         memory.keep_rest("w", sent)
         total += sent
     left = memory.state_dict()["residuals"]["w"].astype(np.float64)

@@ -154,7 +154,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
         server._status_requests,
     ]
     kept += [server._jobs, server._teardown._members, membership._pending_jobs, membership._running, membership._held]
-    kept += [membership._compilers._all, membership._compilers._waited_for]
+    kept += [membership._compilers._by_connection, membership._compilers._last_connections]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
         broken, counted = said.count(b"protocol error: "), server._pages._aborts["violation"]

@@ -170,7 +170,7 @@ def _unpacked(said: dict[int, int], numbers: Array, rows: Array, width: int) -> 
     """Outcome of the packets, if each item has `width` numbers of 4 bytes."""
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
     own = packed(np.ones((3, width), np.int32))
-    operand = Packets(own, like, layout, Pool().take, rank=0, senders=range(2), most=MOST_PACKETS)
+    operand = Packets(own, like, layout, Pool().take, rank=0, senders=range(2), max_packets=MOST_PACKETS)
     operand.put(rows, numbers, np.zeros(len(said), np.bool_), False)
     try:
         operand.finish()

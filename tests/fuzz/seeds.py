@@ -129,7 +129,7 @@ TEAM_HELLO = msgspec.structs.replace(HELLO, job="team.job")
 
 def proven_aggregator() -> bytes:
     candidate = Candidate(SECRET, WORKER_NONCE)
-    assert candidate.told(Challenge(AGGREGATOR_NONCE)) is not None
+    assert candidate.answer(Challenge(AGGREGATOR_NONCE)) is not None
     return control(Challenge(AGGREGATOR_NONCE), Proof(SECRET.proof("aggregator", WORKER_NONCE, AGGREGATOR_NONCE)))
 
 

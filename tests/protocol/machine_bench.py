@@ -75,7 +75,7 @@ class Bench:
         self.perform(self.machine.timer(self.now))
 
     def told(self, peer: int, message: ControlMessage) -> None:
-        self.perform(self.machine.told(peer, message, self.now))
+        self.perform(self.machine.control_received(peer, message, self.now))
 
     def lost(self, peer: int) -> None:
         self.perform(self.machine.lost(peer, "connection closed", self.now))

@@ -128,9 +128,9 @@ def test_only_reductions_count_for_the_density(kind: Any) -> None:
 def test_who_has_reported_later_is_not_late() -> None:
     account = Account(range(3))
     account.report(0, Report(behind=[1], total=1, what="x", waited_s=1.0), 1.0)
-    assert account.last_of([0, 2]) == [1, 2]
+    assert account.late_ranks_of([0, 2]) == [1, 2]
     account.report(1, Report(), 2.0)
-    assert account.last_of([0, 2]) == [0, 2]
+    assert account.late_ranks_of([0, 2]) == [0, 2]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=4), st.data())

@@ -45,7 +45,7 @@ def test_who_comes_or_goes_starts_the_wait_anew() -> None:
     membership = Membership(LIMITS)
     come(membership, 0, now=0.0, survivor=True)
     come(membership, 1, now=3.0, survivor=True)
-    membership.gone(0, 6.0)
+    membership.connection_ended(0, 6.0)
     assert not any(isinstance(each, Admit) for each in membership.expire(10.9))
     (admit,) = membership.expire(11.0)
     assert isinstance(admit, Admit)
@@ -89,7 +89,7 @@ def test_a_newcomer_that_gives_up_is_taken_back() -> None:
     old = with_a_free_place(membership)
     come(membership, 2, now=6.0)
     list(membership.expire(7.0))
-    membership.gone(2, 7.25)
+    membership.connection_ended(2, 7.25)
     assert list(membership.expire(7.25)) == []
     assert membership.deadline == 8.0
     assert list(membership.expire(8.0)) == [Announce(old.generation, 0)]
@@ -102,7 +102,7 @@ def test_newcomers_that_come_and_go_make_no_news_for_the_others() -> None:
     old = with_a_free_place(membership)
     for at in range(64):
         come(membership, 2, now=6.0 + at / 32)
-        membership.gone(2, 6.0 + at / 32)
+        membership.connection_ended(2, 6.0 + at / 32)
         assert list(membership.expire(6.0 + at / 32)) == []
     assert membership.deadline is None
     told: list[tuple[float, Announce]] = []
@@ -110,7 +110,7 @@ def test_newcomers_that_come_and_go_make_no_news_for_the_others() -> None:
         now = 10.0 + 1.0625 * at
         come(membership, 2, now=now)
         told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
-        membership.gone(2, now + 1)
+        membership.connection_ended(2, now + 1)
         told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
     assert len(told) == 1, told
     assert told[0] == (11.0, Announce(old.generation, 1))
@@ -271,7 +271,7 @@ def test_a_formation_starts_as_soon_as_there_is_room(max_jobs: int, events: list
             said = hello(0, max_ranks=1 + number % 2, **there)
             running += admitted(membership.hello(waiting[-1], said, 0.0), waiting)
         elif what == "g" and waiting:
-            membership.gone(waiting.pop(number % len(waiting)), 0.0)
+            membership.connection_ended(waiting.pop(number % len(waiting)), 0.0)
         elif what == "f" and running:
             over.append(running.pop(number % len(running)))
             membership.finished(over[-1], 0.0)
@@ -301,7 +301,7 @@ def test_a_random_life(data: st.DataObject) -> None:
         elif what == "goes" and waiting:
             gone = data.draw(st.sampled_from(sorted(waiting)))
             del waiting[gone]
-            membership.gone(gone, now)
+            membership.connection_ended(gone, now)
         elif what == "ends" and job is not None:
             membership.finished(job.generation, now)
             membership.released(job.generation)

@@ -56,7 +56,7 @@ def test_after_a_restart_of_the_daemon_survivors_are_believed_but_put_nobody_out
     (answer,) = membership.hello("claims", hello(0, survived=7), 0.0)
     assert "already in job" in answer.message.reason
     assert answer.message.temporary  # the newcomer may give up
-    membership.gone("newcomer", 1.0)
+    membership.connection_ended("newcomer", 1.0)
     list(membership.hello("claims", hello(0, survived=7), 1.0))
     list(membership.hello("claims, too", hello(2, survived=7), 1.0))
     (admit,) = membership.expire(1.0 + SETTLE_S)
@@ -81,10 +81,10 @@ def test_who_only_claims_to_survive_keeps_nobody_waiting() -> None:
     come(membership, 1, now=1.0, survivor=True, max_ranks=9)
     for number in range(5):
         list(membership.hello(("false", number), hello(10 + number, **claims), 1.5 + number))
-        membership.gone(("false", number), 1.6 + number)
+        membership.connection_ended(("false", number), 1.6 + number)
     list(membership.expire(5.9))
     assert membership.deadline == 1.0 + SETTLE_S
-    membership.gone("claims", 5.95)
+    membership.connection_ended("claims", 5.95)
     (admit,) = [each for each in membership.expire(1.0 + SETTLE_S) if isinstance(each, Admit)]
     assert places(admit) == [(0, 0, 2), (1, 1, 2)]
 

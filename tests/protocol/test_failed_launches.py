@@ -61,7 +61,7 @@ def test_a_rank_that_compiles_hears_it_when_it_comes() -> None:
     for attempt in range(3):
         compiles = hello(2, 4, launch=LAUNCH, compiling=True)
         assert refusals(list(membership.hello(("compiles", attempt), compiles, 0.0))) == {}
-        membership.gone(("compiles", attempt), 1.0)
+        membership.connection_ended(("compiles", attempt), 1.0)
     for rank in (2, 3):
         assert refusal(join(membership, rank, world_size=4, launch=LAUNCH, now=2.0)).startswith(WHY)
 

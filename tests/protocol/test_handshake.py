@@ -37,14 +37,14 @@ HELLO = Hello(PROTOCOL_VERSION, "job", 0, 1, 0, 1, 2, 65536, "host", 7, 64)
 
 def test_both_prove_it_and_then_the_worker_may_say_hello() -> None:
     gate, candidate = Gate(TEAMS, A), Candidate(SECRET, W)
-    challenge = gate.told(candidate.greeting)
+    challenge = gate.answer(candidate.greeting)
     assert challenge == Challenge(A)
-    mine = candidate.told(challenge)
+    mine = candidate.answer(challenge)
     assert isinstance(mine, Proof)
-    theirs = gate.told(mine)
+    theirs = gate.answer(mine)
     assert isinstance(theirs, Proof)
-    assert candidate.told(theirs) is None
-    assert gate.told(HELLO) is None
+    assert candidate.answer(theirs) is None
+    assert gate.answer(HELLO) is None
 
 
 def test_a_proof_is_an_hmac_of_role_and_nonces() -> None:
@@ -65,7 +65,7 @@ def test_no_two_proofs_are_alike() -> None:
 def opened(teams: Teams | None = TEAMS) -> Gate:
     """A gate that waits for the worker's proof."""
     gate = Gate(teams, A)
-    gate.told(Greeting(PROTOCOL_VERSION, W))
+    gate.answer(Greeting(PROTOCOL_VERSION, W))
     return gate
 
 
@@ -82,9 +82,9 @@ FALSE_PROOFS = {
 def test_a_worker_with_a_false_proof_stays_out(what: str) -> None:
     gate = opened()
     with pytest.raises(ProtocolError, match="another secret than the aggregator"):
-        gate.told(Proof(FALSE_PROOFS[what]))
+        gate.answer(Proof(FALSE_PROOFS[what]))
     with pytest.raises(ProtocolError, match="wants proof of a shared secret"):
-        gate.told(HELLO)
+        gate.answer(HELLO)
 
 
 @pytest.mark.parametrize("message", [HELLO, Leave(), Goodbye(), Challenge(A), Proof(SECRET.proof("worker", W, A))])
@@ -92,26 +92,26 @@ def test_before_the_greeting_only_the_greeting_may_come(message: ControlMessage)
     with pytest.raises(
         ProtocolError, match=r"wants proof of a shared secret: give the client the same security\.secret"
     ):
-        Gate(TEAMS, A).told(message)
+        Gate(TEAMS, A).answer(message)
 
 
 @pytest.mark.parametrize("message", [HELLO, Leave(), Greeting(PROTOCOL_VERSION, FRESH), Challenge(A)])
 def test_before_the_proof_only_the_proof_may_come(message: ControlMessage) -> None:
     with pytest.raises(ProtocolError, match="wants proof of a shared secret"):
-        opened().told(message)
+        opened().answer(message)
 
 
 def test_a_gate_is_opened_once() -> None:
     """Further messages of the handshake are left to who deals with a Hello; they are none."""
     gate, proof = opened(), Proof(SECRET.proof("worker", W, A))
-    gate.told(proof)
-    assert gate.told(proof) is None
-    assert gate.told(Greeting(PROTOCOL_VERSION, FRESH)) is None
+    gate.answer(proof)
+    assert gate.answer(proof) is None
+    assert gate.answer(Greeting(PROTOCOL_VERSION, FRESH)) is None
 
 
 def test_only_one_of_both_has_a_secret() -> None:
-    assert Gate(None, A).told(HELLO) is None
-    assert Gate(None, A).told(Proof(bytes(32))) is None  # no handshake, so not its business
+    assert Gate(None, A).answer(HELLO) is None
+    assert Gate(None, A).answer(Proof(bytes(32))) is None  # no handshake, so not its business
     with pytest.raises(ProtocolError, match=r"the client has a secret, the aggregator has none: give it the same"):
         opened(None)
 
@@ -120,13 +120,13 @@ def test_an_objection_comes_first() -> None:
     for teams in (None, TEAMS):
         for message in (HELLO, Greeting(PROTOCOL_VERSION, W)):
             with pytest.raises(ProtocolError, match="not you"):
-                Gate(teams, A, "not you").told(message)
+                Gate(teams, A, "not you").answer(message)
 
 
 @pytest.mark.parametrize("teams", [None, TEAMS])
 def test_a_greeting_of_another_version(teams: Teams | None) -> None:
     with pytest.raises(ProtocolError, match=f"protocol version 77, expected {PROTOCOL_VERSION}"):
-        Gate(teams, A).told(Greeting(77, W))
+        Gate(teams, A).answer(Greeting(77, W))
 
 
 # teams
@@ -146,13 +146,13 @@ def prove(secret: Secret, teams: Teams = SEVERAL) -> Gate:
     """A gate to which a worker has proved this secret, and it to the worker."""
     gate, candidate = Gate(teams, A), Candidate(secret, W)
     assert candidate.greeting.team == secret.team
-    challenge = gate.told(candidate.greeting)
+    challenge = gate.answer(candidate.greeting)
     assert isinstance(challenge, Challenge)
-    proof = candidate.told(challenge)
+    proof = candidate.answer(challenge)
     assert isinstance(proof, Proof)
-    answer = gate.told(proof)
+    answer = gate.answer(proof)
     assert answer is not None
-    assert candidate.told(answer) is None
+    assert candidate.answer(answer) is None
     return gate
 
 
@@ -165,7 +165,7 @@ def test_each_team_proves_its_own_secret_and_so_does_the_aggregator(secret: Secr
 def test_what_a_worker_says_of_its_team_in_a_hello_does_not_count() -> None:
     said = msgspec.structs.replace(HELLO, job="one", team="two")
     gate = prove(MINE)
-    assert gate.told(said) is None
+    assert gate.answer(said) is None
     assert gate.signed(said).team == "one"
     assert Gate(None, A).signed(said).team == ""
 
@@ -182,12 +182,12 @@ def test_a_team_has_job_names_of_its_own(team: str) -> None:
     secret, yes, no = ALLOWED[team]
     gate = prove(secret)
     for job in yes:
-        assert gate.told(hello_of(job)) is None
+        assert gate.answer(hello_of(job)) is None
     for job in no:
         with pytest.raises(
             ProtocolError, match=f"does not belong to team '{team}': set cluster.job to '{team}'"
         ) as caught:
-            gate.told(hello_of(job))
+            gate.answer(hello_of(job))
         assert repr(job) in str(caught.value)
 
 
@@ -196,11 +196,11 @@ def test_a_team_that_does_not_exist_is_refused_like_a_wrong_secret() -> None:
     said = []
     for team in ("one", "none"):
         gate, candidate = Gate(SEVERAL, A), Candidate(Secret(b"a guess of a stranger", team), W)
-        proof = candidate.told(Challenge(A))
-        assert gate.told(candidate.greeting) == Challenge(A)
+        proof = candidate.answer(Challenge(A))
+        assert gate.answer(candidate.greeting) == Challenge(A)
         assert isinstance(proof, Proof)
         with pytest.raises(ProtocolError) as caught:
-            gate.told(proof)
+            gate.answer(proof)
         said.append(str(caught.value).replace(f"'{team}'", "'…'"))
     assert "has another secret than the aggregator of team '…', or there is no such team: give both" in said[0]
     assert said[0] == said[1]
@@ -213,9 +213,9 @@ def test_a_team_that_does_not_exist_is_refused_like_a_wrong_secret() -> None:
 def test_the_secret_of_all_is_no_teams_and_the_other_way_round() -> None:
     for secret, team in ((SECRET, "one"), (MINE, ""), (MINE, "two"), (THEIRS, "one")):
         gate = Gate(SEVERAL, A)
-        gate.told(Greeting(PROTOCOL_VERSION, W, team))
+        gate.answer(Greeting(PROTOCOL_VERSION, W, team))
         with pytest.raises(ProtocolError, match="another secret than the aggregator"):
-            gate.told(Proof(secret.proof("worker", W, A)))
+            gate.answer(Proof(secret.proof("worker", W, A)))
 
 
 def test_a_proof_is_of_one_team_even_if_another_has_the_same_secret() -> None:
@@ -252,9 +252,9 @@ def test_whatever_comes_a_hello_needs_the_proof_of_its_team(messages: list[Contr
                 proved, expected = fits[0], Proof(fits[0].proof("aggregator", greeting.nonce, A))
         if expected is ProtocolError:
             with pytest.raises(ProtocolError):
-                gate.told(message)
+                gate.answer(message)
         else:
-            assert gate.told(message) == expected
+            assert gate.answer(message) == expected
 
 
 FALSE_ANSWERS: dict[str, tuple[list[ControlMessage], str]] = {
@@ -274,6 +274,6 @@ def test_a_worker_does_not_believe_a_false_aggregator(what: str) -> None:
     messages, expected = FALSE_ANSWERS[what]
     candidate = Candidate(SECRET, W)
     for message in messages[:-1]:
-        candidate.told(message)
+        candidate.answer(message)
     with pytest.raises(ProtocolError, match=expected):
-        candidate.told(messages[-1])
+        candidate.answer(messages[-1])

@@ -211,10 +211,10 @@ def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monke
     first, second = cluster.hosts
     assert first is not None
     assert second is not None
-    waited_for = HostExchange.waited_for
+    awaited_ranks = HostExchange.awaited_ranks
 
     def late_look(self: HostExchange) -> list[int]:
-        result = waited_for(self)
+        result = awaited_ranks(self)
         if self is first and second.is_busy:
             monkeypatch.undo()
             cluster.settle(paused=[cluster.worker_drivers[0]])
@@ -222,7 +222,7 @@ def test_a_rank_that_takes_its_last_step_and_leaves_has_not_left_too_early(monke
         return result
 
     cluster.worker_drivers[0].advance()
-    monkeypatch.setattr(HostExchange, "waited_for", late_look)
+    monkeypatch.setattr(HostExchange, "awaited_ranks", late_look)
     assert first.departed(BY_ITSELF) == []
     cluster.settle()
     assert cluster.worker_ends[0] is None

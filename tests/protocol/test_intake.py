@@ -16,7 +16,7 @@ WHY = "the operator ended this job"
 
 
 def drained(membership: Membership) -> Membership:
-    membership.intake.drain(membership.here)
+    membership.intake.drain(membership.held_hellos)
     return membership
 
 
@@ -41,7 +41,7 @@ def test_an_elastic_job_may_be_formed_anew_and_taken_up_again() -> None:
     first = running(membership, 0, 1)
     drained(membership)
     assert isinstance(come(membership, 5, max_ranks=2)[0].message, Pending)  # it was started again
-    membership.gone(5, 0.0)
+    membership.connection_ended(5, 0.0)
     membership.finished(first.generation, 0.0)
     membership.released(first.generation)
     come(membership, 0, max_ranks=2, survivor=True)
@@ -79,7 +79,7 @@ def test_a_job_that_was_ended_does_not_come_back() -> None:
     membership.finished(old.generation, 5.0)
     assert refusal(come(membership, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
     assert isinstance(come(membership, 1, max_ranks=2, now=6.0)[0].message, Pending)  # by hand: perhaps another start
-    membership.gone(1, 6.0)
+    membership.connection_ended(1, 6.0)
     late = 5.0 + LIMITS.join_timeout_s
     assert isinstance(come(membership, 0, max_ranks=2, survivor=True, now=late)[0].message, Pending)
 

@@ -57,7 +57,7 @@ def begun(hello: Hello = HELLO, secret: Secret | None = None, shards: int = 2) -
 
 
 def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0.0) -> list[Any]:
-    return [effect for message in messages for effect in joining.told(shard, message, now)]
+    return [effect for message in messages for effect in joining.control_received(shard, message, now)]
 
 
 def after_leaves(effects: Iterable[object]) -> Any:
@@ -505,7 +505,7 @@ class Life:
         elif what in ("told", "lost") and self.links:
             shard %= self.links
             self.perform(
-                self.joining.told(shard, message, self.now)
+                self.joining.control_received(shard, message, self.now)
                 if what == "told"
                 else self.joining.lost(shard, "connection closed", self.now)
             )

@@ -317,9 +317,9 @@ def test_a_crowd_that_is_waited_for_is_named_in_part() -> None:
     names = [f"rank {rank} (host {'h' * 200}, pid {rank})" for rank in range(1000)]
     machine = AggregatorMachine(names, np.zeros((2000, 4096), np.uint8), np.zeros((2, 4096), np.uint8))
     for rank in range(999):
-        assert [effect.message for effect in machine.told(rank, Leave(), 0.0) if isinstance(effect, SendControl)] == [
-            Goodbye()
-        ]
+        assert [
+            effect.message for effect in machine.control_received(rank, Leave(), 0.0) if isinstance(effect, SendControl)
+        ] == [Goodbye()]
     slot = machine._arena[1998]
     nbytes = message(0, BLOCKS, first=True)(slot)
     assert list(machine.received(999, 0, nbytes, 0.0)) == []

@@ -110,8 +110,8 @@ def test_all_who_wait_get_one_list_of_the_missing() -> None:
     """All ranks that wait get the same list, whatever the order in which ranks come and go."""
     membership = Membership(LIMITS)
     join(membership, 7, 3, 5, 0, world_size=40)
-    membership.gone(("job", 3), 0.0)
-    membership.gone(("job", 3), 0.0)  # only once
+    membership.connection_ended(("job", 3), 0.0)
+    membership.connection_ended(("job", 3), 0.0)  # only once
     answers = list(membership.expire(1.0))
     assert {answer.key for answer in answers} == {("job", rank) for rank in (7, 5, 0)}
     missing = [rank for rank in range(40) if rank not in (7, 5, 0)]
@@ -137,7 +137,7 @@ def test_those_who_wait_hear_of_newcomers_at_most_once_a_second() -> None:
     assert list(membership.expire(11.0)) == [Answer(("job", rank), news) for rank in range(30)]
     assert membership.deadline == 40.0
     assert list(membership.expire(20.0)) == []
-    membership.gone(("job", 29), 0.0)
+    membership.connection_ended(("job", 29), 0.0)
     assert membership.deadline == 12.0
     assert next(membership.expire(20.0)) == Answer(("job", 0), Pending([29, 30, 31], 3))
 
@@ -272,7 +272,7 @@ def test_no_more_memory_than_allowed() -> None:
         f"{2 * each} bytes of slots and state of other jobs and {each} of this one are more than aggregator.max_bytes"
     )
     assert reason in refusal(join(membership, 0, job="c"))
-    membership.gone(("b", 0), 0.0)
+    membership.connection_ended(("b", 0), 0.0)
     assert isinstance(join(membership, 0, job="c")[0], Answer)
     assert reason in refusal(join(membership, 0, job="d"))
     membership.finished(running.generation, 0.0)
@@ -284,7 +284,7 @@ def test_no_more_memory_than_allowed() -> None:
 def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
     membership = Membership(LIMITS)
     join(membership, 0, 1, world_size=3)
-    membership.gone(("job", 0), 0.0)
+    membership.connection_ended(("job", 0), 0.0)
     assert list(membership.expire(1.0)) == [Answer(("job", 1), Pending([0, 2], 2))]
     join(membership, 0, world_size=3)
     assert isinstance(join(membership, 2, world_size=3)[0], Admit)
@@ -293,7 +293,7 @@ def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
 def test_the_last_one_to_go_takes_the_job_along() -> None:
     membership = Membership(LIMITS)
     join(membership, 0)
-    membership.gone(("job", 0), 0.0)
+    membership.connection_ended(("job", 0), 0.0)
     assert membership.deadline is None
     join(membership, 0, 1, world_size=3)  # another size: nothing was left of the first one
 
@@ -301,7 +301,7 @@ def test_the_last_one_to_go_takes_the_job_along() -> None:
 def test_going_unknown_is_nothing() -> None:
     membership = Membership(LIMITS)
     join(membership, 0)
-    membership.gone("stranger", 0.0)
+    membership.connection_ended("stranger", 0.0)
     membership.departed(99, 0)
     membership.finished(99, 0.0)
     assert isinstance(join(membership, 1)[0], Admit)
@@ -447,7 +447,7 @@ class Life(RuleBasedStateMachine):
         if self.waiting:
             key = data.draw(st.sampled_from(sorted(self.waiting)))  # type: ignore[type-var]
             del self.waiting[key]
-            self.membership.gone(key, 0.0)
+            self.membership.connection_ended(key, 0.0)
 
     @rule(generation=generations, rank=st.integers(0, 2))
     def departs(self, generation: int, rank: int) -> None:
@@ -515,7 +515,7 @@ def test_time_does_not_go_by_while_kernels_compile() -> None:
         assert membership.deadline <= second  # type: ignore[operator]
         told = [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
         assert list(membership.expire(second)) == told
-    membership.gone(("compiles", 2), 3 * limit_s)
+    membership.connection_ended(("compiles", 2), 3 * limit_s)
     assert join(membership, 2, world_size=3, now=3 * limit_s) == [Answer(("job", 2), Pending([1], 1))]
     assert not [each for each in membership.expire(4 * limit_s - 0.5) if isinstance(each.message, Refused)]  # type: ignore[union-attr]
     late = list(membership.expire(4 * limit_s))
@@ -537,7 +537,7 @@ def test_a_rank_that_says_again_and_again_that_it_compiles_keeps_a_job_for_a_bou
     membership, limit_s = Membership(LIMITS), LIMITS.join_timeout_s
     join(membership, 0, world_size=3)
     for now in range(10, int(COMPILING_S), 10):
-        membership.gone(("compiles", 1), now - 5.0)
+        membership.connection_ended(("compiles", 1), now - 5.0)
         compile_as(membership, 1, now=float(now))
         assert not refused(membership.expire(float(now)))
     (answer,) = [each for each in membership.expire(COMPILING_S) if isinstance(each, Answer)]
@@ -558,7 +558,7 @@ def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() ->
     assert "3 ranks of team 'red' compile already, which is max_ranks in red.toml" in refusal(compiles(3, team="red"))
     assert [compiles(number)[0].message for number in (4, 5)] == [Pending([], 0)] * 2
     assert "5 ranks compile already, which is aggregator.max_ranks" in refusal(compiles(6))
-    membership.gone(0, 1.0)
+    membership.connection_ended(0, 1.0)
     assert compiles(7, team="red") == [Answer(7, Pending([], 0))]
 
 
@@ -578,7 +578,7 @@ def test_of_several_connections_of_a_rank_that_compiles_the_last_one_counts() ->
     for number, now in enumerate((0.0, 5.0)):
         list(membership.hello(("again", number), hello(1, 3, compiling=True), now))
     join(membership, 0, world_size=3, now=5.0)
-    membership.gone(("again", 0), 6.0)
+    membership.connection_ended(("again", 0), 6.0)
     (told,) = membership.expire(10.0)
     assert told == Answer(("job", 0), Pending([1, 2], 2, compiling=[1]))
     join(membership, 1, world_size=3, now=11.0)
@@ -605,7 +605,7 @@ def test_a_job_starts_though_the_connection_of_a_rank_that_compiled_is_still_the
     join(membership, 0, 2, world_size=3)
     (admit,) = join(membership, 1, world_size=3)
     assert admit.keys == [("job", 0), ("job", 1), ("job", 2)]
-    membership.gone(("compiles", 1), 1.0)
+    membership.connection_ended(("compiles", 1), 1.0)
 
 
 def test_who_compiles_is_told_at_once_that_it_cannot_join() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from omnireduce.protocol.collective.block_lists import LONGER, SHARE, MessageSizing
 
-LENGTHS = MessageSizing.up_to(1 << 20)
+LENGTHS = MessageSizing.for_network(1 << 20)
 BLOCK_BYTES = 1 << 10
 LEAST, MOST = 256, 1024  # blocks
 
@@ -36,11 +36,11 @@ def test_every_message_has_room_for_a_block_and_keeps_its_limit(
     end = data.draw(st.integers(0, 1 << 40))
     at = data.draw(st.integers(0, end))
     sent = data.draw(st.integers(0, at))
-    sizing = MessageSizing.up_to(longest)
+    sizing = MessageSizing.for_network(longest)
     assert sizing.longest // LONGER == sizing.shortest
     for each in (sizing, MessageSizing(longest, longest)):
         blocks = each.blocks(block_bytes, sent, at, end)
-        assert 1 <= blocks <= each.most(block_bytes)
+        assert 1 <= blocks <= each.max_blocks(block_bytes)
         assert blocks == 1 or blocks * block_bytes <= longest
 
 

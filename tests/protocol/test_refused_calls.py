@@ -102,7 +102,7 @@ def unpacked(rows: Array) -> Packets:
     called = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=most)
     own = packed(np.arange(9, dtype=np.uint8))
     layout = cluster.sharding.layout(called)
-    packets = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), most=most)
+    packets = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=most)
     numbers = np.concatenate((np.arange(len(own)), most + np.arange(len(rows))))
     packets.put(np.concatenate((own, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
     packets.finish()

@@ -110,7 +110,7 @@ def test_who_is_late_is_told_above_and_below(bench: Bench) -> None:
 
 def test_a_relay_below_says_whom_it_waits_for(bench: Bench) -> None:
     bench.bring(0, 8)
-    assert list(bench.machine.told(1, Report(what="a sum", behind=[6], total=1, waited_s=1.0), 1.0)) == []
+    assert list(bench.machine.control_received(1, Report(what="a sum", behind=[6], total=1, waited_s=1.0), 1.0)) == []
     wait = bench.machine.waiting(1.5)
     assert wait is not None
     assert (wait.ranks, wait.who) == ([6], NAMES[2])
@@ -125,20 +125,20 @@ def test_a_silent_upstream_is_named_after_a_while(bench: Bench) -> None:
         told.append([each for each in bench.machine.timer(now) if isinstance(each, SendControl)])
         list(bench.machine.advance(now))
     assert [bool(each) for each in told] == [False, True, True]
-    (passed,) = bench.machine.told(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
+    (passed,) = bench.machine.control_received(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
     assert passed == SendControl(2, Waiting("a sum", "aggregator top:1", 4.0))
     assert not [each for each in bench.machine.timer(8.0) if isinstance(each, SendControl)]
 
 
 def test_a_member_has_left_when_the_upstream_says_so(bench: Bench) -> None:
-    assert list(bench.machine.told(0, Leave(), 0.0)) == [SendControl(UP, Leave())]
+    assert list(bench.machine.control_received(0, Leave(), 0.0)) == [SendControl(UP, Leave())]
     assert not bench.machine.has_left(0)
-    assert list(bench.machine.told(UP, Goodbye(), 0.0)) == [SendControl(0, Goodbye())]
+    assert list(bench.machine.control_received(UP, Goodbye(), 0.0)) == [SendControl(0, Goodbye())]
     assert bench.machine.has_left(0)
     assert bench.machine.has_left(UP)
     for member in (1, 2):
         assert bench.machine.ended is None
-        list(bench.machine.told(member, Leave(), 0.0))
+        list(bench.machine.control_received(member, Leave(), 0.0))
         list(bench.machine.lost(member, "connection closed", 0.0))  # it does not wait for the Goodbye
     assert bench.machine.ended == End(None)
 
@@ -162,7 +162,7 @@ def test_who_leaves_although_results_are_to_come_ends_the_job(bench: Bench) -> N
     """Above it could be too late to see, and the others would wait for its credits."""
     bench.bring(0, 8)
     bench.bring(1, 8)
-    effects = list(bench.machine.told(1, Leave(), 0.0))
+    effects = list(bench.machine.control_received(1, Leave(), 0.0))
     (end,) = [effect for effect in effects if isinstance(effect, End)]
     assert end.kind == "left"
     assert end.cause is not None
@@ -176,7 +176,7 @@ def test_who_leaves_although_results_are_to_come_ends_the_job(bench: Bench) -> N
 
 
 def test_a_goodbye_that_nobody_asked_for_is_a_violation(bench: Bench) -> None:
-    (end,) = [each for each in bench.machine.told(UP, Goodbye(), 0.0) if isinstance(each, End)]
+    (end,) = [each for each in bench.machine.control_received(UP, Goodbye(), 0.0) if isinstance(each, End)]
     assert end.kind == "violation"
 
 
@@ -197,14 +197,14 @@ def test_a_relay_below_says_who_has_not_read(bench: Bench) -> None:
     for slot in range(2):
         bench.result(4, slot=slot)
         list(bench.machine.credited(0, slot, 0.5))
-    list(bench.machine.told(1, Report(what="collective 0", behind=[6], total=1, waited_s=1.0), 1.2))
+    list(bench.machine.control_received(1, Report(what="collective 0", behind=[6], total=1, waited_s=1.0), 1.2))
     wait = bench.machine.waiting(1.5)
     assert wait is not None
     assert (wait.ranks, wait.who) == ([6], NAMES[2])
 
 
 def test_reports_without_end_are_a_violation(bench: Bench) -> None:
-    ends = [each for number in range(101) for each in bench.machine.told(0, Report(), 0.0) if isinstance(each, End)]
+    ends = [each for number in range(101) for each in bench.machine.control_received(0, Report(), 0.0) if isinstance(each, End)]
     assert [end.kind for end in ends] == ["violation"]
 
 
@@ -215,7 +215,7 @@ def test_reports_of_ranks_that_share_all_in_memory_go_up() -> None:
         in_memory=True,
     )  # fmt: skip
     report = Report(collectives=3, blocks=9)
-    assert list(bench.machine.told(0, report, 0.0)) == [SendControl(UP, report)]
+    assert list(bench.machine.control_received(0, report, 0.0)) == [SendControl(UP, report)]
     assert bench.machine.account.total().collectives == 3
 
 
@@ -241,7 +241,7 @@ def test_the_uplink_of_the_sums_stays_until_they_are_done() -> None:
     )  # fmt: skip
     bench.bring(1, 8)
     bench.bring(2, 8)
-    assert list(bench.machine.told(0, Leave(), 0.0)) == []
+    assert list(bench.machine.control_received(0, Leave(), 0.0)) == []
     list(bench.machine.lost(0, "connection closed", 0.0))
     assert bench.machine.has_left(0)
     assert not bench.machine.has_left(UP)

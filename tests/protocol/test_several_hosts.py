@@ -204,7 +204,7 @@ def test_a_host_shares_rows_when_all_its_shards_have_answered(late: int) -> None
     results = [cluster.rows(rank, *brought, 600) for rank, brought in enumerate(inputs)]
     cluster.settle(paused=[cluster.aggregator_drivers[late]])
     assert cluster.finished == [[], [], []]
-    assert [worker.host.waited_for() for worker in cluster.workers if worker.host is not None] == [[], []]
+    assert [worker.host.awaited_ranks() for worker in cluster.workers if worker.host is not None] == [[], []]
     cluster.run()
     union, sums = expected_rows(hosts, inputs, 600, "sum")
     for result in results:
@@ -358,9 +358,9 @@ def test_a_delegate_that_stops_before_it_has_summed_is_late() -> None:
         knows_all = state["has_agreed"] and not state["is_listing"] and not state["wants_room"]
         if not (knows_all and state["staged"] == state["chunks"] == state["combined"] + 1):
             cluster.worker_drivers[0].advance()
-    assert (first._begun, second._begun) == (0, 1)
+    assert (first._begun_passes, second._begun_passes) == (0, 1)
     cluster.settle(paused=[cluster.worker_drivers[0]])
-    assert second.waited_for() == [0]
+    assert second.awaited_ranks() == [0]
 
 
 def test_packets_that_a_shard_loses_are_not_the_fault_of_neighbours_alone() -> None:

@@ -90,7 +90,7 @@ def test_the_formats_that_were_used_last_are_kept_and_no_more() -> None:
         results,
         divisor=RANKS,
         sizing=MessageSizing(SLOT_BYTES, SLOT_BYTES),
-        most_blocks=100,
+        max_blocks=100,
         piece_bytes=1 << 20,
     )
 

@@ -200,13 +200,13 @@ def test_who_goes_does_not_count_any_more() -> None:
     bench, third, first = two()
     bench.say(third, welcome(3))
     heard(third)
-    bench.relaying.gone("worker 3", 0.0, Cause("rank 3", "has had enough"))
+    bench.relaying.connection_ended("worker 3", 0.0, Cause("rank 3", "has had enough"))
     bench.say(first, welcome(1))
     assert bench.admitted == []
     leave, lost = heard(third)
     assert leave == Leave(Cause("rank 3", "has had enough"))
     assert isinstance(lost, Lost)
-    bench.relaying.gone("worker 1", 0.0)
+    bench.relaying.connection_ended("worker 1", 0.0)
     assert bench.is_empty()
 
 
@@ -243,7 +243,7 @@ def test_nobody_connects_for_a_worker_that_has_gone() -> None:
     bench = Bench()
     bench.come(0)
     (done,) = bench.calls
-    bench.relaying.gone("worker 0", 0.0)
+    bench.relaying.connection_ended("worker 0", 0.0)
     assert bench.calls == []
     ours, theirs = pair(UP, NAME)
     done(ours)  # it was under way
@@ -439,5 +439,5 @@ def test_a_relay_passes_on_that_kernels_compile() -> None:
     assert [effect.message for effect in bench.effects if isinstance(effect, Answer)] == [
         Pending([0], 1, compiling=[2])
     ]
-    bench.relaying.gone("worker 1", 0.0)
+    bench.relaying.connection_ended("worker 1", 0.0)
     assert [type(each) for each in heard(link)] == [Leave, Lost]

@@ -65,7 +65,7 @@ def audit_turn(server: ShardServer, budget: Budget, merged: dict[int, int]) -> I
         machine, current = job.machine, job.machine._current
         total = machine.account.traffic.union_blocks
         total += current.sent_blocks + current.written if current is not None else 0
-        ranks, senders = len(machine._ranks), len(machine._senders.delegates or machine._ranks)
+        ranks, senders = len(machine._inboxes), len(machine._senders.delegates or machine._inboxes)
         most = 1 + max(0, budget.work - ROUND_WORK - ranks * RANK_WORK) // (senders * BLOCK_WORK)
         if total - merged.get(job.generation, 0) > most:
             yield f"{job} merged {total - merged.get(job.generation, 0)} blocks in one turn, of {most}"
@@ -107,9 +107,9 @@ def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
         return
     yield from (f"{job}: {wrong}" for wrong in _audit_machine(job.machine))
     for rank, link in enumerate(job.links[: job._members]):
-        held = {row - rank * job.machine._slot_count for row, _ in job.machine._ranks[rank].messages}
-        if job.machine._ranks[rank].open_row >= 0:
-            held.add(job.machine._ranks[rank].open_row - rank * job.machine._slot_count)
+        held = {row - rank * job.machine._slot_count for row, _ in job.machine._inboxes[rank].messages}
+        if job.machine._inboxes[rank].open_row >= 0:
+            held.add(job.machine._inboxes[rank].open_row - rank * job.machine._slot_count)
         if isinstance(job.machine, RelayMachine):
             held |= job.machine.passing[rank]
         if not link.over and held != link._held:
@@ -118,22 +118,22 @@ def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
 
 def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
     unread, free = machine._slots.unread, machine._slots.free
-    filling = [machine._filling] if machine._filling >= 0 else []
+    filling = [machine._filling_slot] if machine._filling_slot >= 0 else []
     if sorted(free + unread + filling) != list(range(machine._slot_count)):
         yield f"result slots: {free} free, {unread} unread, {filling} being filled, of {machine._slot_count}"
-    if machine._senders.reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._ranks):
-        yield f"{machine._senders.reduction.work_bytes} bytes of work space for {len(machine._ranks)} ranks"
+    if machine._senders.reduction.work_bytes > WORK_BYTES + RANK_BYTES * len(machine._inboxes):
+        yield f"{machine._senders.reduction.work_bytes} bytes of work space for {len(machine._inboxes)} ranks"
     if isinstance(machine, RelayMachine):
         yield from _audit_relay(machine)
-    elif len(machine._gone) == len(machine._ranks):
+    elif len(machine._departed) == len(machine._inboxes):
         yield "all ranks have left, and it goes on"
 
 
 def _audit_relay(machine: RelayMachine) -> Iterator[str]:
-    unread, free = machine._down.unread, machine._down.free
+    unread, free = machine._down_slots.unread, machine._down_slots.free
     if sorted(free + unread) != list(range(machine._slot_count)):
         yield f"slots of results: {free} free, {unread} unread"
-    if len(machine._confirmed) == len(machine._ranks):
+    if len(machine._confirmed) == len(machine._inboxes):
         yield "all ranks have left, and it goes on"
 
 

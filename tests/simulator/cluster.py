@@ -12,7 +12,7 @@ import numpy as np
 
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.rank import Meet
+from omnireduce.protocol.joining.rank import MeetLocalRanks
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relay_admission import Connected, Upstream
 from omnireduce.support.secret import Secret
@@ -224,7 +224,7 @@ class Cluster:
         self.world.at(self.world.now() + delay_s(), lambda: target.accept(theirs))
         return ours
 
-    def meet(self, worker: Worker, meet: Meet) -> None:
+    def meet(self, worker: Worker, meet: MeetLocalRanks) -> None:
         """Ranks of one host come to where they meet. When all are there, each learns it after a while."""
         here = self._meetings.setdefault(meet.token, {})
         here[meet.rank] = worker

@@ -212,7 +212,7 @@ class Shard(Process):
             "links of jobs": server._teardown._members,
             "gathering": membership._pending_jobs,
             "running": membership._running,
-            "names": membership._welcome if isinstance(membership, Relaying) else membership._of_name,
+            "names": membership._welcome if isinstance(membership, Relaying) else membership._by_name,
             "held": membership._held,
             "selector": self.selector.links,
         }

@@ -189,7 +189,9 @@ class Verdicts:
         turns = [shard.turns(blocks, block_bytes, worker.job.ranks) for shard in self._cluster.shards]
         return max(
             blocks
-            / max(1, min(MessageSizing.up_to(protocol.message_bytes).shortest // block_bytes, protocol.scan_span)),
+            / max(
+                1, min(MessageSizing.for_network(protocol.message_bytes).shortest // block_bytes, protocol.scan_span)
+            ),
             *turns,
         )
 

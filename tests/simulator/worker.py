@@ -21,7 +21,16 @@ from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import worker_name
-from omnireduce.protocol.joining.rank import Connect, HangUp, JoinAction, Joined, JoinEffect, Joining, Meet, perform
+from omnireduce.protocol.joining.rank import (
+    Connect,
+    HangUp,
+    JoinAction,
+    Joined,
+    JoinEffect,
+    Joining,
+    MeetLocalRanks,
+    perform,
+)
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.calls.single import Pool
@@ -59,7 +68,7 @@ class Cluster(Protocol):
     def connect(self, client: Process, address: str) -> SimLink | None:
         """A connection to a shard, or None when nobody listens there."""
 
-    def meet(self, worker: Worker, meet: Meet) -> None:
+    def meet(self, worker: Worker, meet: MeetLocalRanks) -> None:
         """The worker has come to where the ranks of its host meet."""
 
     def finished(self, worker: Worker, work: Work, number: int) -> None:
@@ -240,7 +249,7 @@ class Worker(Process):
             elif isinstance(told, Leave) and told.cause is not None:
                 self.excuses.add(str(error_of(told.cause)))
             self.links[action.peer].send_control(encode_control(told))
-        elif isinstance(action, Meet):
+        elif isinstance(action, MeetLocalRanks):
             self.meets_at = action.token
             self.cluster.meet(self, action)
         elif isinstance(action, HangUp):
@@ -262,7 +271,7 @@ class Worker(Process):
     def met(self, group: Group) -> None:
         """All ranks of this worker's host have come to where they meet."""
         self._group, self.meets_at = group, b""
-        self._perform(self.joining.met(self.now()))
+        self._perform(self.joining.local_ranks_met(self.now()))
         self.wake()
 
     def ring(self) -> None:
@@ -301,7 +310,7 @@ class Worker(Process):
             scan_span=protocol.scan_span,
             timeout_s=protocol.timeout_s,
             sizing=[
-                MessageSizing.up_to(protocol.message_bytes)
+                MessageSizing.for_network(protocol.message_bytes)
                 if link.kind == "tcp"
                 else MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
                 for link in self.links

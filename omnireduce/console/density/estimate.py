@@ -130,7 +130,7 @@ def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
         sent = sent.astype(ELEMENTS_AS[method.codec]).astype(np.float32)
     elif method.codec is not None:
         coder = Coder(method.codec, codec_named(method.codec), BLOCK)
-        sent = coder.there_and_back(sent, block_keys(0, np.arange(-(-x.size // BLOCK))))
+        sent = coder.round_trip(sent, block_keys(0, np.arange(-(-x.size // BLOCK))))
     return sent, places
 
 

@@ -97,7 +97,7 @@ class Messages(NamedTuple):
     """Messages are as long as `lengths` says, and a sender scans up to `span` blocks for one. A sender is at most
     `slots` messages ahead of a shard."""
 
-    lengths: MessageSizing = MessageSizing.up_to(1 << 20)
+    lengths: MessageSizing = MessageSizing.for_network(1 << 20)
     slots: int = 3
     span: int = 1 << 14
 
@@ -142,7 +142,7 @@ class Prediction(NamedTuple):
 
 def windows_for(blocks: int, density: float, block_bytes: int, shards: int, messages: Messages) -> int:
     """In how many windows to look at a tensor: so that each makes about one message to each shard."""
-    message_bytes = messages.lengths.of(int(blocks * density * block_bytes / shards))
+    message_bytes = messages.lengths.message_bytes(int(blocks * density * block_bytes / shards))
     fitting = message_bytes * shards / (block_bytes * max(density, 1e-9))
     wanted = math.ceil(blocks / max(1.0, min(messages.span, fitting)))
     return max(1, min(wanted, MOST))
@@ -185,8 +185,8 @@ class _Exchange:
     def __init__(self, load: Load, block_bytes: int, hosts: Hosts, plan: Plan, messages: Messages) -> None:
         self._load, self._hosts, self._plan, self._messages = load, hosts, plan, messages
         self._block_bytes = block_bytes
-        self._message_bytes = messages.lengths.of(int(load.own.sum(1).mean() * block_bytes))
-        self._result_bytes = messages.lengths.of(int(load.union.sum(0).mean() * block_bytes))
+        self._message_bytes = messages.lengths.message_bytes(int(load.own.sum(1).mean() * block_bytes))
+        self._result_bytes = messages.lengths.message_bytes(int(load.union.sum(0).mean() * block_bytes))
         self._home = np.arange(hosts.number * plan.senders) // plan.senders  # node of each sender
         shards = np.arange(plan.shards)
         self._node = hosts.number + shards if plan.dedicated else shards % hosts.number  # of each shard
@@ -353,7 +353,9 @@ class _Tree:
         self._result = load.union.T * block_bytes + HEADER_BYTES  # (shards, windows)
         self._down = self._result.sum(0)  # (windows,)
         lengths = messages.lengths
-        self._lengths = [lengths.of(int(nbytes)) for nbytes in (self._up.sum(1).mean(), self._lifted.sum(1).mean())]
+        self._lengths = [
+            lengths.message_bytes(int(nbytes)) for nbytes in (self._up.sum(1).mean(), self._lifted.sum(1).mean())
+        ]
 
     def run(self) -> Prediction:
         seconds, racks = self._seconds(), self._hosts.racks

@@ -27,15 +27,15 @@ class MessageSizing(NamedTuple):
     longest: int
 
     @classmethod
-    def up_to(cls, longest: int) -> MessageSizing:
+    def for_network(cls, longest: int) -> MessageSizing:
         """Sizing for a network."""
         return cls(longest // LONGER, longest)
 
-    def of(self, nbytes: int) -> int:
+    def message_bytes(self, nbytes: int) -> int:
         """The bytes of a message, if `nbytes` go to its shard in all."""
         return min(self.longest, max(self.shortest, nbytes // SHARE))
 
-    def most(self, block_bytes: int) -> int:
+    def max_blocks(self, block_bytes: int) -> int:
         """The most blocks of any message."""
         return max(1, self.longest // block_bytes)
 
@@ -44,11 +44,11 @@ class MessageSizing(NamedTuple):
         The rest of the tensor is taken to be as dense."""
         if self.shortest == self.longest or at <= 0:
             return max(1, self.shortest // block_bytes)
-        return max(1, self.of(sent * end // at * block_bytes) // block_bytes)
+        return max(1, self.message_bytes(sent * end // at * block_bytes) // block_bytes)
 
 
 TINY_BYTES = 16  # blocks up to this size are listed as steps, and results do not mark them: a mark costs more
-MOST_OF_STEP = INDEX_BYTES // 2  # the most bytes of one step, on average
+MAX_STEP_BYTES = INDEX_BYTES // 2  # the most bytes of one step, on average
 ListPosition = tuple[
     int, int
 ]  # in a list: the run, or the byte of steps, and then the index inside the run, or among all
@@ -58,9 +58,9 @@ START: ListPosition = (0, 0)
 class Lister:
     """Lists up to `most` indices in memory that it keeps."""
 
-    def __init__(self, most: int) -> None:
-        self._runs = np.empty((most // 2, 2), np.int64)
-        self._steps = np.empty(MOST_OF_STEP * most + STEP_BYTES, np.uint8)
+    def __init__(self, capacity: int) -> None:
+        self._runs = np.empty((capacity // 2, 2), np.int64)
+        self._steps = np.empty(MAX_STEP_BYTES * capacity + STEP_BYTES, np.uint8)
 
     @property
     def nbytes(self) -> int:
@@ -72,23 +72,26 @@ class Lister:
         runs = self._runs[: list_runs(indices, shards, stripe_blocks, self._runs)]
         if block_bytes > TINY_BYTES:
             return runs, NO_STEPS
-        run_bytes, most = RUN_BYTES * len(runs), MOST_OF_STEP * indices.size
+        run_bytes, max_step_bytes = RUN_BYTES * len(runs), MAX_STEP_BYTES * indices.size
         if 0 < run_bytes <= indices.size:  # a step takes a byte
             return runs, NO_STEPS
-        steps = self._steps[: list_steps(indices, min(most, run_bytes - 1) if run_bytes else most, self._steps)]
+        steps = self._steps[
+            : list_steps(indices, min(max_step_bytes, run_bytes - 1) if run_bytes else max_step_bytes, self._steps)
+        ]
         return (NO_RUNS, steps) if steps.size else (runs, NO_STEPS)
 
 
-def expand(listed: Array, place: ListPosition, stripes: Stripes, own: Array) -> tuple[int, ListPosition]:
-    """Fill `own`, int64, with the next indices of a list: of runs, int64, or of steps, uint8, as they lie in a message.
+def expand(listed: Array, position: ListPosition, stripes: Stripes, indices: Array) -> tuple[int, ListPosition]:
+    """Fill `indices`, int64, with the next indices of a list: of runs, int64, or of steps, uint8, as they lie in a
+    message.
 
     Returns how many indices it has filled in, and the place behind them. It fills in fewer than fit if the list ends or
     is invalid. A list is used up when the place is behind its last run, or its last byte.
     """
     if listed.itemsize == 1:
-        filled, *after = expand_steps(listed, *place, own)
+        filled, *next_position = expand_steps(listed, *position, indices)
     else:
-        filled, *after = expand_runs(
-            listed, *place, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, own=own
+        filled, *next_position = expand_runs(
+            listed, *position, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, own=indices
         )  # fmt: skip
-    return filled, (after[0], after[1])
+    return filled, (next_position[0], next_position[1])

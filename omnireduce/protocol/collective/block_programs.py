@@ -18,16 +18,16 @@ class Totals:
     """The totals that a program has added up on each shard that took part."""
 
     def __init__(self, count: int) -> None:
-        self._of_shards, self._count = dict[int, Array](), count
+        self._by_shard, self._count = dict[int, Array](), count
 
     def take(self, shard: int, totals: Array) -> None:
-        self._of_shards[shard] = totals.copy()
+        self._by_shard[shard] = totals.copy()
 
     @property
     def sums(self) -> Array:
         """The totals over all shards: float64 (totals,). They are added in the order of the shards, so all ranks get
         the same bits."""
-        parts = [self._of_shards[shard] for shard in sorted(self._of_shards)]
+        parts = [self._by_shard[shard] for shard in sorted(self._by_shard)]
         return np.sum(parts, axis=0) if parts else np.zeros(self._count)
 
 
@@ -107,10 +107,10 @@ def row_numbers(columns: int, cells: int, block_size: int) -> int:
 
 
 class ShardStates:
-    """The states of one job on one shard, by number. Together they take no more than `most_bytes`."""
+    """The states of one job on one shard, by number. Together they take no more than `max_bytes`."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self.nbytes = most_bytes, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self.nbytes = max_bytes, 0
         self._states: dict[int, tuple[tuple[object, ...], Array]] = {}
 
     def begin(self, descriptor: Descriptor, program: BlockProgram, stripes: Stripes) -> ProgramRun:
@@ -120,7 +120,7 @@ class ShardStates:
         kind = layout, stripes, program.columns, program.cells
         made_for, state = self._states.get(program.state, (kind, None))
         if state is None:
-            state = self._new(program, stripes.count(layout.blocks), layout.block_size)
+            state = self._new_state(program, stripes.count(layout.blocks), layout.block_size)
             if state.size:  # an empty state takes no memory: then peers could make any number of them
                 self._states[program.state] = kind, state
         if made_for != kind:
@@ -130,15 +130,15 @@ class ShardStates:
             )
         return ProgramRun(program, state, stripes, layout.elements, layout.block_size)
 
-    def _new(self, program: BlockProgram, blocks: int, block_size: int) -> Array:
+    def _new_state(self, program: BlockProgram, blocks: int, block_size: int) -> Array:
         width = row_numbers(program.columns, program.cells, block_size)
-        wanted = blocks * width * NUMBER_BYTES
-        if self.nbytes + wanted > self._most_bytes:
+        needed_bytes = blocks * width * NUMBER_BYTES
+        if self.nbytes + needed_bytes > self._max_bytes:
             raise ProtocolError(
-                f"state {program.state} needs {wanted} bytes; {self.nbytes} of the {self._most_bytes} that this job "
-                "may keep on a shard are taken: raise protocol.state_bytes"
+                f"state {program.state} needs {needed_bytes} bytes; {self.nbytes} of the {self._max_bytes} that this "
+                "job may keep on a shard are taken: raise protocol.state_bytes"
             )
-        self.nbytes += wanted
+        self.nbytes += needed_bytes
         return np.zeros((blocks, width), np.float32)  # no memory before it is used
 
     def drop(self, number: int) -> None:

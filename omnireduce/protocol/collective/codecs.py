@@ -36,8 +36,8 @@ class Coder:
 
     def __init__(self, name: str, codec: Codec, block_size: int) -> None:
         self.name, self._codec, self.block_size = name, codec, block_size
-        self._calling = _CodecErrors(name)
-        with self._calling:
+        self._codec_errors = _CodecErrors(name)
+        with self._codec_errors:
             self.block_bytes = codec.block_bytes(block_size)
         if not (isinstance(self.block_bytes, int) and 1 <= self.block_bytes <= FLOAT_BYTES * block_size):
             raise CodecError(
@@ -56,9 +56,9 @@ class Coder:
         packed = operand.find(shard, cursor, span, indices[: len(rows)])
         present: Array = indices[: packed.block_count]
 
-        def encode(some: slice, where: Array, source: Array) -> None:
-            with self._calling:
-                self._codec.encode_at(source, where, rows[some], block_keys(key, present[some]))
+        def encode(part: slice, where: Array, source: Array) -> None:
+            with self._codec_errors:
+                self._codec.encode_at(source, where, rows[part], block_keys(key, present[part]))
 
         operand.pack_found(present, encode)
         return packed
@@ -66,11 +66,11 @@ class Coder:
     def put(self, operand: Operand, rows: Array, indices: Array) -> None:
         """As `operand.put`, with encoded `rows`, uint8 (blocks, block bytes)."""
 
-        def place(some: slice, where: Array, target: Array) -> None:
-            with self._calling:
-                self._codec.place(rows[some], where, target)
+        def write(part: slice, where: Array, target: Array) -> None:
+            with self._codec_errors:
+                self._codec.place(rows[part], where, target)
 
-        operand.put_placed(indices, place)
+        operand.put_encoded(indices, write)
 
     def combine(
         self, slots: Array, parts: Array, out: Array, *, divisor: int, numbers: Array, key: int, scratch: Array
@@ -79,16 +79,16 @@ class Coder:
         bytes). A mean is their sum, divided by `divisor`. `numbers`: the block numbers; `key`: the key of the random
         numbers for sums. `scratch`: float32 (PIECE_ELEMENTS,)."""
         for piece in pieces(len(parts), self.block_size):
-            some = parts[piece]
-            totals = scratch[: len(some) * self.block_size].reshape(-1, self.block_size)
-            with self._calling:
-                self._codec.sum(slots, some, totals)
+            piece_parts = parts[piece]
+            totals = scratch[: len(piece_parts) * self.block_size].reshape(-1, self.block_size)
+            with self._codec_errors:
+                self._codec.sum(slots, piece_parts, totals)
             if divisor != 1:
                 totals /= divisor
-            with self._calling:
+            with self._codec_errors:
                 self._codec.encode(totals, out[piece], block_keys(key, numbers[piece]))
 
-    def there_and_back(self, x: Array, keys: Array) -> Array:
+    def round_trip(self, x: Array, keys: Array) -> Array:
         """Encode and decode the blocks of `x`, float32 (elements,); return an array like it. `keys`: uint64 (blocks,),
         the key of each block's random numbers."""
         padded = np.zeros(keys.size * self.block_size, np.float32)
@@ -96,11 +96,11 @@ class Coder:
         values = padded.reshape(keys.size, self.block_size)
         present = np.flatnonzero(find_blocks(padded, self.block_size))  # blocks of zeros do not travel
         for piece in pieces(present.size, self.block_size):
-            own = present[piece]
-            encoded = np.empty((own.size, self.block_bytes), np.uint8)
-            with self._calling:
-                self._codec.encode_at(values, own, encoded, keys[own])
-                self._codec.place(encoded, own, values)
+            indices = present[piece]
+            encoded = np.empty((indices.size, self.block_bytes), np.uint8)
+            with self._codec_errors:
+                self._codec.encode_at(values, indices, encoded, keys[indices])
+                self._codec.place(encoded, indices, values)
         return padded[: x.size]
 
 

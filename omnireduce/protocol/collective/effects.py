@@ -79,11 +79,11 @@ class Warn(NamedTuple):
 Effect = Send | ReturnCredit | SendControl | Wake | Finish | End | Warn
 
 
-def kind_of(cause: Cause, *, own: bool) -> AbortKind:
-    """The kind of the cause that a worker gives when it leaves. `own`: the worker blames itself."""
+def kind_of(cause: Cause, *, blames_itself: bool) -> AbortKind:
+    """The kind of the cause that a worker gives when it leaves. `blames_itself`: the worker blames itself."""
     if cause.timeout:
         return "timeout"
-    return "mismatch" if cause.mismatch else "worker" if own else "relayed"
+    return "mismatch" if cause.mismatch else "worker" if blames_itself else "relayed"
 
 
 def error_of(cause: Cause) -> OmniReduceError:

@@ -49,11 +49,11 @@ class Union:
         self._counters = np.zeros((4, ranks), np.int64)
         # for each rank: the next index, the number of indices, the start of its first block, and the number of blocks
         # that it alone has brought
-        self._position, self._count, self._start, self._soles = self._counters
-        self._open: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and header
+        self._position, self._count, self._start, self._single_sender_counts = self._counters
+        self._messages: list[tuple[int, Header]] = [(0, NO_HEADER)] * ranks  # each rank's message: its row and header
         self._unused = [0] * ranks  # blocks of each rank's open message that are still to be used
-        self._ahead: dict[int, int] = {}  # by rank, the blocks of its message that are not in its window yet
-        self._next = [START] * ranks  # in a list of runs or steps: the place behind the window
+        self._blocks_ahead: dict[int, int] = {}  # by rank, the blocks of its message that are not in its window yet
+        self._list_positions = [START] * ranks  # in a list of runs or steps: the place behind the window
         self.awaiting_window: set[int] = set()
         self._frontier = [NOT_STARTED] * ranks
 
@@ -75,17 +75,17 @@ class Union:
     def open(self, rank: int, row: int, header: Header) -> int:
         """Take `rank`'s blocks from now on from the message in row `row` of the slots; return the work done. Raises
         ProtocolError."""
-        before = self._frontier[rank]  # each message must raise it: else a peer could send messages without end
+        previous = self._frontier[rank]  # each message must raise it: else a peer could send messages without end
         blocks, block_bytes = self.shape.blocks, self.shape.block_bytes
-        if header.left_out or header.block_bytes != block_bytes or not before < header.frontier <= blocks:
+        if header.left_out or header.block_bytes != block_bytes or not previous < header.frontier <= blocks:
             raise ProtocolError(
-                f"a message that does not fit its collective of {blocks} blocks, after frontier {before}: {header}"
+                f"a message that does not fit its collective of {blocks} blocks, after frontier {previous}: {header}"
             )
         work = self._unused[rank] = self._position[rank] = self._count[rank] = 0
         if header.block_count:
-            self._open[rank], self._next[rank] = (row, header), START
-            self._unused[rank] = self._ahead[rank] = header.block_count
-            work = self._admit(rank, max(0, before))
+            self._messages[rank], self._list_positions[rank] = (row, header), START
+            self._unused[rank] = self._blocks_ahead[rank] = header.block_count
+            work = self._fill_window(rank, max(0, previous))
         self._frontier[rank] = header.frontier
         self.received_blocks += header.block_count
         self.watermark = min(self._frontier)
@@ -94,98 +94,99 @@ class Union:
     def feed(self, rank: int) -> int:
         """Go on with the message of a rank whose window is used up; return the work done. Raises ProtocolError."""
         self.awaiting_window.remove(rank)
-        return self._admit(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
+        return self._fill_window(rank, int(self._indices[rank, self._count[rank] - 1]) + 1)
 
-    def _admit(self, rank: int, low: int) -> int:
+    def _fill_window(self, rank: int, low: int) -> int:
         """Fill the window of `rank` with its message's next indices, which must be `low` or higher.
 
         They must leave room below the frontier for the indices that follow. So no collective completes before all
         indices have been seen.
         """
-        row, header = self._open[rank]
+        row, header = self._messages[rank]
         _, (shard, shards, stripe_blocks), block_size, block_bytes, _ = self.shape
-        ahead = self._ahead.pop(rank)
-        first, count = header.block_count - ahead, min(ahead, self._window)
-        later = ahead - count
-        if later:
-            self._ahead[rank] = later
-        own, start = self._indices[rank, :count], header.list_start
-        at = start // INDEX_BYTES
+        blocks_ahead = self._blocks_ahead.pop(rank)
+        first, count = header.block_count - blocks_ahead, min(blocks_ahead, self._window)
+        blocks_later = blocks_ahead - count
+        if blocks_later:
+            self._blocks_ahead[rank] = blocks_later
+        window, start = self._indices[rank, :count], header.list_start
+        first_word = start // INDEX_BYTES
         if header.runs:
-            listed = self._expanded(rank, self._words[row, at : at + 2 * header.runs], own)
+            listed = self._expand_list(rank, self._words[row, first_word : first_word + 2 * header.runs], window)
         elif header.steps:
-            listed = self._expanded(rank, self._slots[row, start : start + header.steps], own)
+            listed = self._expand_list(rank, self._slots[row, start : start + header.steps], window)
         else:
-            listed = self._words[row, at + first : at + first + count]
-        high = header.frontier - later
+            listed = self._words[row, first_word + first : first_word + first + count]
+        high = header.frontier - blocks_later
         fitting = admit_indices(
             listed, low, high,
-            shard=shard, shards=shards, stripe_blocks=stripe_blocks, own=own,
+            shard=shard, shards=shards, stripe_blocks=stripe_blocks, own=window,
         )  # fmt: skip
         if fitting < count:
-            raise ProtocolError(self.shape.stripes.misfit(own[fitting], low, high))
+            raise ProtocolError(self.shape.stripes.misfit(window[fitting], low, high))
         start = (row * self._slots.shape[1] + HEADER_BYTES) * block_size // block_bytes
         self._start[rank] = start + first * block_size
         self._position[rank], self._count[rank] = 0, count
         return count * INDEX_WORK
 
-    def _expanded(self, rank: int, listed: Array, own: Array) -> Array:
-        """Fill `own` with the next indices of the runs or steps of `rank`, and return `own`. Raises ProtocolError."""
-        header = self._open[rank][1]
-        filled, self._next[rank] = expand(listed, self._next[rank], self.shape.stripes, own)
-        is_used_up = self._next[rank][0] == (header.steps or header.runs)
-        if filled < own.size or (rank not in self._ahead and not is_used_up):
+    def _expand_list(self, rank: int, listed: Array, window: Array) -> Array:
+        """Fill `window` with the next indices of the runs or steps of `rank`, and return `window`. Raises
+        ProtocolError."""
+        header = self._messages[rank][1]
+        filled, self._list_positions[rank] = expand(listed, self._list_positions[rank], self.shape.stripes, window)
+        is_used_up = self._list_positions[rank][0] == (header.steps or header.runs)
+        if filled < window.size or (rank not in self._blocks_ahead and not is_used_up):
             raise ProtocolError(f"a message whose {header.listed} do not list its blocks: {header}")
-        return own
+        return window
 
-    def plan(self, numbers: Array, parts: Array, mark_sole: bool) -> int:
+    def plan(self, numbers: Array, parts: Array, mark_single_sender: bool) -> int:
         """List the next blocks of the union in `numbers`, int64 (blocks,); return how many were listed.
 
         `parts`, int64 (blocks or more, ranks), says for each block where each rank's part begins, in elements from the
-        start of the slots, or ABSENT. With `mark_sole`, the number of a block that a single rank has brought also says
-        which rank; see `take_soles`.
+        start of the slots, or ABSENT. With `mark_single_sender`, the number of a block that a single rank has brought
+        also says which rank; see `take_single_sender_counts`.
         """
-        known = self.watermark
-        if self._ahead:
-            known = min([known, *(int(self._indices[rank, -1]) + 1 for rank in self._ahead)])
+        limit = self.watermark
+        if self._blocks_ahead:
+            limit = min([limit, *(int(self._indices[rank, -1]) + 1 for rank in self._blocks_ahead)])
         if self.shape.every:
-            return self._plan_every(known, numbers, parts)
-        added: int = plan_union(
+            return self._plan_every(limit, numbers, parts)
+        listed: int = plan_union(
             self._indices, self._position, self._count, self._start,
-            block_size=self.shape.block_size, watermark=known, out_indices=numbers, parts=parts,
-            mark_sole=mark_sole, soles=self._soles,
+            block_size=self.shape.block_size, watermark=limit, out_indices=numbers, parts=parts,
+            mark_sole=mark_single_sender, soles=self._single_sender_counts,
         )  # fmt: skip
-        return added
+        return listed
 
-    def _plan_every(self, known: int, numbers: Array, parts: Array) -> int:
+    def _plan_every(self, limit: int, numbers: Array, parts: Array) -> int:
         """As `plan`, but list also the blocks that no rank has brought."""
-        added, self._cursor = plan_every(
+        listed, self._cursor = plan_every(
             self._indices, self._position, self._count, self._start,
-            block_size=self.shape.block_size, cursor=self._cursor, stop=known,
+            block_size=self.shape.block_size, cursor=self._cursor, stop=limit,
             shards=self.shape.stripes.shards, stripe_blocks=self.shape.stripes.stripe_blocks,
             out_indices=numbers, parts=parts,
         )  # fmt: skip
-        return added
+        return listed
 
-    def take_soles(self) -> list[int]:
+    def take_single_sender_counts(self) -> list[int]:
         """For each rank, the number of blocks that it alone has brought, among those planned since the last call."""
-        soles: list[int] = self._soles.tolist()
-        self._soles[:] = 0
-        return soles
+        counts: list[int] = self._single_sender_counts.tolist()
+        self._single_sender_counts[:] = 0
+        return counts
 
     def use(self) -> None:
         """The blocks planned last are in a result: their parts in the slots are not needed any more."""
         self._unused = (self._count - self._position).tolist()
-        for rank in self._ahead:
+        for rank in self._blocks_ahead:
             if not self._unused[rank]:
                 self.awaiting_window.add(rank)
-            self._unused[rank] += self._ahead[rank]
+            self._unused[rank] += self._blocks_ahead[rank]
 
     def skip(self, rank: int) -> None:
         """The rank's open message has been passed on as it is: its blocks are not needed here."""
         self._unused[rank] = 0
         self._position[rank] = self._count[rank]
-        self._ahead.pop(rank, None)
+        self._blocks_ahead.pop(rank, None)
 
     def exhausted(self, rank: int) -> bool:
         """All blocks of the rank's open message are used."""
@@ -251,19 +252,19 @@ class Combiner:
     """Combines the parts of `senders` ranks in `slots`, uint8 (rows, bytes), into blocks of `results`, uint8 (slots,
     slot bytes). A mean is their sum, divided by `divisor`.
 
-    A result takes at most `most_blocks`, and is no longer than `sizing` allows. `piece_bytes`: the most bytes of one
+    A result takes at most `max_blocks`, and is no longer than `sizing` allows. `piece_bytes`: the most bytes of one
     block, with the parts of all senders, that are combined in one step.
     """
 
     def __init__(
         self, senders: int, slots: Array, results: Array,
-        *, divisor: int, sizing: MessageSizing, most_blocks: int, piece_bytes: int,
+        *, divisor: int, sizing: MessageSizing, max_blocks: int, piece_bytes: int,
     ) -> None:  # fmt: skip
         self._divisor = divisor
         self._senders, self._slots, self._results = senders, slots, results
-        self._sizing, self._most_blocks, self._piece_bytes = sizing, most_blocks, piece_bytes
+        self._sizing, self._max_blocks, self._piece_bytes = sizing, max_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
-        self._plain = _NOTHING  # scratch memory for the float32 of encoded blocks, once a codec is used
+        self._decoded = _NOTHING  # scratch memory for the float32 of encoded blocks, once a codec is used
         self._formats: dict[
             tuple[str, int, str], Format
         ] = {}  # by dtype, block size and codec; the last used at the end
@@ -271,7 +272,7 @@ class Combiner:
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        return self._scratch.nbytes + self._plain.nbytes
+        return self._scratch.nbytes + self._decoded.nbytes
 
     def begin(
         self, descriptor: Descriptor, codec: Codec | None = None, key: int = 0, running: ProgramRun | None = None
@@ -285,12 +286,14 @@ class Combiner:
         if len(self._formats) > FORMATS:
             del self._formats[next(iter(self._formats))]
         self._op = op_code(descriptor.op, descriptor.element)
-        self._mean_of = self._divisor if descriptor.op == "mean" else 1
+        self._mean_divisor = self._divisor if descriptor.op == "mean" else 1
         self._running = running
         if running is not None:
-            form = self._format
-            work = form.block_bytes * running.work
-            self._format = form._replace(columns=form.block_size, block_work=form.block_work + work)
+            block_format = self._format
+            work = block_format.block_bytes * running.work
+            self._format = block_format._replace(
+                columns=block_format.block_size, block_work=block_format.block_work + work
+            )
         return self._format
 
     def _new_format(self, descriptor: Descriptor, codec: Codec | None) -> Format:
@@ -299,7 +302,7 @@ class Combiner:
         columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
         if codec is not None:
             coder, storage = Coder(descriptor.codec, codec, block_size), BYTES
-            self._plain = self._plain if self._plain.size else np.empty(PIECE_ELEMENTS, np.float32)
+            self._decoded = self._decoded if self._decoded.size else np.empty(PIECE_ELEMENTS, np.float32)
             byte_work = max(1, CODED_WORK * FLOAT_BYTES * block_size // coder.block_bytes)
             block_size = block_bytes = columns = coder.block_bytes
         fitting = capacity(self._slots.shape[1], block_bytes)
@@ -311,7 +314,7 @@ class Combiner:
             brain=element.name == "bfloat16",
             source=self._slots.reshape(-1).view(storage),
             rows=blocks.reshape(len(blocks), fitting, -1),
-            capacity=min(fitting, self._most_blocks, self._sizing.most(block_bytes)),
+            capacity=min(fitting, self._max_blocks, self._sizing.max_blocks(block_bytes)),
             columns=min(columns, HALF_COLUMNS) if element.is_narrow else columns,
             byte_work=byte_work,
             block_work=self._senders * (block_bytes * byte_work + BLOCK_WORK),
@@ -321,21 +324,27 @@ class Combiner:
     def combine(self, parts: Array, out: Array, numbers: Array) -> None:
         """Combine `parts`, as `Union.plan` lists them, into `out`, (blocks, block size). `numbers`: the block
         numbers."""
-        form = self._format
-        if form.coder is not None:
-            form.coder.combine(
-                form.source, parts, out, divisor=self._mean_of, numbers=numbers, key=self._key, scratch=self._plain
+        block_format = self._format
+        if block_format.coder is not None:
+            block_format.coder.combine(
+                block_format.source,
+                parts,
+                out,
+                divisor=self._mean_divisor,
+                numbers=numbers,
+                key=self._key,
+                scratch=self._decoded,
             )
-        elif form.half:
+        elif block_format.half:
             scratch = self._scratch[: 2 * out.shape[1]].reshape(2, -1)
             reduce_half_blocks(
-                self._op, form.brain, form.source, parts, out,
+                self._op, block_format.brain, block_format.source, parts, out,
                 scratch=scratch, bits=scratch.view(np.uint32), divisor=self._divisor,
             )  # fmt: skip
         elif self._running is not None:
-            self._running.run(self._op, form.source, parts, out, divisor=self._divisor, numbers=numbers)
+            self._running.run(self._op, block_format.source, parts, out, divisor=self._divisor, numbers=numbers)
         else:
-            reduce_blocks(self._op, form.source, parts, out, self._divisor)
+            reduce_blocks(self._op, block_format.source, parts, out, self._divisor)
 
     def combine_piece(self, part: Array, row: Array, column: int) -> int:
         """Combine one block from element `column` on, as far as one step goes; return the element where to go on."""

@@ -30,29 +30,29 @@ class MismatchError(ProtocolError):
         self.cause = cause
 
 
-def check_refusals(one: BegunCall, other: BegunCall) -> None:
+def check_refusals(call: BegunCall, other_call: BegunCall) -> None:
     """Raises MismatchError for two ranks that have begun different calls, unless both have refused theirs."""
-    first, second = sorted((one, other))
+    first, second = sorted((call, other_call))
     if first.number == second.number and first.descriptor.refused and second.descriptor.refused:
         return
     for refusing, calling in ((first, second), (second, first)):
         if refusing.descriptor.refused and refusing.number <= calling.number:
-            raise MismatchError(_refused(refusing, calling))
+            raise MismatchError(_refusal_cause(refusing, calling))
     words = distinguish(first.descriptor, second.descriptor)
-    place = "" if first.number == second.number else " as number {}"
-    said = "; ".join(
-        f"rank {begun.rank} called {what}{place.format(begun.number)}"
-        for begun, what in zip((first, second), words, strict=True)
+    number_text = "" if first.number == second.number else " as number {}"
+    calls_text = "; ".join(
+        f"rank {begun.rank} called {text}{number_text.format(begun.number)}"
+        for begun, text in zip((first, second), words, strict=True)
     )
-    reason = f"submitted different collectives: collective {one.number}: {said}"
+    reason = f"submitted different collectives: collective {call.number}: {calls_text}"
     raise MismatchError(Cause(f"ranks {first.rank} and {second.rank}", reason, mismatch=True))
 
 
-def _refused(refusing: BegunCall, calling: BegunCall) -> Cause:
+def _refusal_cause(refusing: BegunCall, calling: BegunCall) -> Cause:
     """The cause of the job's end if one rank refuses its call and another rank does not. The other rank may be at a
     later collective, because this shard had no part in its call."""
-    called = f", which rank {calling.rank} called"
+    call_text = f", which rank {calling.rank} called"
     if refusing.number == calling.number:
-        called += f" as {calling.descriptor}"
-    reason = f"refused collective {refusing.number}{called}: {refusing.descriptor.refused}"
+        call_text += f" as {calling.descriptor}"
+    reason = f"refused collective {refusing.number}{call_text}: {refusing.descriptor.refused}"
     return Cause(refusing.name, reason, mismatch=True)

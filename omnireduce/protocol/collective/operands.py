@@ -58,15 +58,15 @@ class RowBlocks(NamedTuple):
 
 
 class EncodeBlocks(Protocol):
-    """Encodes blocks `source[where]`, float32 (blocks, block size), as blocks `some` of a message."""
+    """Encodes blocks `source[where]`, float32 (blocks, block size), as blocks `part` of a message."""
 
-    def __call__(self, some: slice, where: Array, source: Array, /) -> None: ...
+    def __call__(self, part: slice, where: Array, source: Array, /) -> None: ...
 
 
 class WriteBlocks(Protocol):
-    """Writes blocks `some` of a result to `target[where]`, float32 (blocks, block size)."""
+    """Writes blocks `part` of a result to `target[where]`, float32 (blocks, block size)."""
 
-    def __call__(self, some: slice, where: Array, target: Array, /) -> None: ...
+    def __call__(self, part: slice, where: Array, target: Array, /) -> None: ...
 
 
 class Operand(Protocol):
@@ -112,8 +112,8 @@ class Operand(Protocol):
         """
         ...
 
-    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
-        """Take result blocks, which `place` writes as float32."""
+    def put_encoded(self, indices: Array, write: WriteBlocks) -> None:
+        """Take result blocks, which `write` writes as float32."""
         ...
 
     def take_totals(self, shard: int, totals: Array) -> None:
@@ -188,7 +188,7 @@ class _Tensor:
         return count, block + 1
 
     def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
-        self._each_part(indices, encode, self.blocks.source, self.blocks.source_tail)
+        self._call_for_parts(indices, encode, self.blocks.source, self.blocks.source_tail)
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         blocks = self.blocks
@@ -201,16 +201,16 @@ class _Tensor:
             indices, unchanged = indices[:-1], unchanged[:-1]
         scatter_blocks(blocks.target, rows, indices, unchanged, left_out)
         if left_out and not blocks.in_place:
-            own = indices[unchanged]
-            blocks.target[own] = blocks.source[own]
+            unchanged_indices = indices[unchanged]
+            blocks.target[unchanged_indices] = blocks.source[unchanged_indices]
 
-    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
-        self._each_part(indices, place, self.blocks.target, self.blocks.target_tail)
+    def put_encoded(self, indices: Array, write: WriteBlocks) -> None:
+        self._call_for_parts(indices, write, self.blocks.target, self.blocks.target_tail)
 
     def take_totals(self, shard: int, totals: Array) -> None:
         raise AssertionError("no program has run")
 
-    def _each_part(self, indices: Array, call: EncodeBlocks | WriteBlocks, full: Array, tail: Array) -> None:
+    def _call_for_parts(self, indices: Array, call: EncodeBlocks | WriteBlocks, full: Array, tail: Array) -> None:
         """Call with the blocks of the tensor, and with the short last one."""
         count = indices.size
         if count and indices[-1] == self.layout.full_blocks:
@@ -223,8 +223,8 @@ class _Tensor:
         if unchanged[-1]:
             self.blocks.target_tail[0] = self.blocks.source_tail[0]
         else:
-            left = np.count_nonzero(unchanged) if left_out else 0
-            self.blocks.target_tail[0] = rows[unchanged.size - 1 - left]
+            left_out_count = np.count_nonzero(unchanged) if left_out else 0
+            self.blocks.target_tail[0] = rows[unchanged.size - 1 - left_out_count]
 
 
 class DenseTensor(_Tensor):
@@ -238,9 +238,15 @@ class DenseTensor(_Tensor):
     def __init__(self, source: Array | None, target: Array, layout: Layout, zero_mask: np.uint64) -> None:
         block_bytes, in_place = layout.block_size * target.itemsize, source is target
         self._target = result = _Blocks(target, block_bytes)
-        own = result if source is None or in_place else _Blocks(source, block_bytes)
+        source_blocks = result if source is None or in_place else _Blocks(source, block_bytes)
         blocks = TensorBlocks(
-            own.full, own.tail, result.full, result.tail, in_place=in_place, silent=source is None, mask=zero_mask
+            source_blocks.full,
+            source_blocks.tail,
+            result.full,
+            result.tail,
+            in_place=in_place,
+            silent=source is None,
+            mask=zero_mask,
         )
         super().__init__(blocks, layout, block_bytes, target.nbytes)
         self._cleared = False
@@ -291,13 +297,16 @@ class HostSum(_Tensor):
     `kernels.chunk` defines."""
 
     def __init__(self, operand: Operand) -> None:
-        own = operand.blocks
-        assert isinstance(own, TensorBlocks)
-        result = own._replace(source=own.target, source_tail=own.target_tail, in_place=True, silent=False)
+        rank_blocks = operand.blocks
+        assert isinstance(rank_blocks, TensorBlocks)
+        result = rank_blocks._replace(
+            source=rank_blocks.target, source_tail=rank_blocks.target_tail, in_place=True, silent=False
+        )
         super().__init__(result, operand.layout, operand.block_bytes, operand.nbytes)
         self._ready = -1  # not even an empty tensor is summed yet
         self.notes = np.zeros(operand.layout.blocks, np.uint8)
-        self._full = np.zeros(operand.layout.blocks + 1, np.int32)  # at i: how many blocks before block i are not 0
+        # At i: how many blocks before block i are not 0
+        self._non_zero_before = np.zeros(operand.layout.blocks + 1, np.int32)
 
     @property
     def ready(self) -> int:
@@ -306,23 +315,23 @@ class HostSum(_Tensor):
 
     @ready.setter
     def ready(self, ready: int) -> None:
-        known = max(0, self._ready)
-        if ready > known:
-            fresh = self._full[known + 1 : ready + 1]
-            np.cumsum(self.notes[known:ready] & NON_ZERO != 0, out=fresh)
-            fresh += self._full[known]
+        previous = max(0, self._ready)
+        if ready > previous:
+            new_counts = self._non_zero_before[previous + 1 : ready + 1]
+            np.cumsum(self.notes[previous:ready] & NON_ZERO != 0, out=new_counts)
+            new_counts += self._non_zero_before[previous]
         self._ready = ready
 
     def start(self, shard: int) -> int:
         return self.layout.first_block(shard)
 
-    def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
+    def is_worth_packing(self, cursor: int, span: int, max_blocks: int) -> bool:
         """Whether enough blocks behind this cursor are summed for a message: the rest of the tensor, a good part of it,
-        `span` blocks, or `most` non-zero blocks of all shards together."""
+        `span` blocks, or `max_blocks` non-zero blocks of all shards together."""
         ready, blocks = self.ready, self.layout.blocks
         if ready == blocks or ready - cursor >= min(span, max(1, blocks // SHARES)):
             return True
-        return cursor < ready and int(self._full[ready] - self._full[cursor]) >= most
+        return cursor < ready and int(self._non_zero_before[ready] - self._non_zero_before[cursor]) >= max_blocks
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         packed = self.find(shard, cursor, span, indices[: len(rows)])
@@ -350,8 +359,8 @@ class HostSum(_Tensor):
         super().put(rows, indices, unchanged, left_out)
         self.notes[indices] |= RETURNED
 
-    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
-        super().put_placed(indices, place)
+    def put_encoded(self, indices: Array, write: WriteBlocks) -> None:
+        super().put_encoded(indices, write)
         self.notes[indices] |= RETURNED
 
     def finish(self) -> None:

@@ -24,17 +24,25 @@ IS_REFUSAL = 1 << 63
 class Packets(RowSet):
     """This worker's part, and in the end the parts of all `senders`.
 
-    `own`: the packets of worker `rank`, this one; none if it sends nothing. `like`: (0, ...), an empty array of the
-    items of all parts. A part has at most `most` packets. After `finish`, `parts` holds an array (items, ...) of each
-    sender. `refused` then says why ranks have refused; their parts are empty.
+    `packets`: the packets of worker `rank`, this one; none if it sends nothing. `like`: (0, ...), an empty array of the
+    items of all parts. A part has at most `max_packets` packets. After `finish`, `parts` holds an array (items, ...) of
+    each sender. `refused` then says why ranks have refused; their parts are empty.
     """
 
     def __init__(
-        self, own: Array, like: Array, layout: Layout, memory: Memory, *, rank: int, senders: Sequence[int], most: int
+        self,
+        packets: Array,
+        like: Array,
+        layout: Layout,
+        memory: Memory,
+        *,
+        rank: int,
+        senders: Sequence[int],
+        max_packets: int,
     ) -> None:
-        super().__init__(rank * most + np.arange(len(own)), own, layout, memory)
-        self.nbytes = own.nbytes  # the sizes of the other parts are not known
-        self._senders, self._most, self._like = senders, most, like
+        super().__init__(rank * max_packets + np.arange(len(packets)), packets, layout, memory)
+        self.nbytes = packets.nbytes  # the sizes of the other parts are not known
+        self._senders, self._max_packets, self._like = senders, max_packets, like
         self.parts: list[Array] = []
         self.refused: dict[int, str] = {}
 
@@ -42,14 +50,14 @@ class Packets(RowSet):
         super().finish()
         numbers, rows = self.result
         ranks = np.asarray(self._senders)
-        starts = np.searchsorted(numbers, ranks * self._most)
-        stops = np.searchsorted(numbers, (ranks + 1) * self._most)
+        starts = np.searchsorted(numbers, ranks * self._max_packets)
+        stops = np.searchsorted(numbers, (ranks + 1) * self._max_packets)
         if np.sum(stops - starts) != len(numbers):
             raise ProtocolError("a result with packets of a rank that has nothing to send")
         for rank, start, stop in zip(self._senders, starts.tolist(), stops.tolist(), strict=True):
             if start == stop:
                 raise ProtocolError(f"a result without packets of rank {rank}")
-            if not np.array_equal(numbers[start:stop] - rank * self._most, np.arange(stop - start)):
+            if not np.array_equal(numbers[start:stop] - rank * self._max_packets, np.arange(stop - start)):
                 raise ProtocolError(f"a result that lacks packets of rank {rank}")
             self.parts.append(self._unpacked(rank, rows[start:stop].reshape(-1)))
 
@@ -92,9 +100,9 @@ def packed(x: Array) -> Array:
     return rows.reshape(-1, PACKET_BYTES)
 
 
-def packed_refusal(why: str) -> Array:
-    """The packets of a rank that refuses its part: uint8 (packets, PACKET_BYTES). `why`: printable, up to
+def packed_refusal(reason: str) -> Array:
+    """The packets of a rank that refuses its part: uint8 (packets, PACKET_BYTES). `reason`: printable, up to
     REFUSED_BYTES."""
-    rows = packed(np.frombuffer(why.encode(), np.uint8))
+    rows = packed(np.frombuffer(reason.encode(), np.uint8))
     rows.reshape(-1)[-COUNT_BYTES:].view(np.uint64)[0] |= np.uint64(IS_REFUSAL)
     return rows

@@ -65,43 +65,53 @@ class Reduction:
         self.union = Union(senders, arena, budget.window)
         self._combiner = Combiner(
             senders, arena, results,
-            divisor=divisor, sizing=sizing, most_blocks=self._numbers.size,
+            divisor=divisor, sizing=sizing, max_blocks=self._numbers.size,
             piece_bytes=budget.piece_bytes,
         )  # fmt: skip
 
     @property
     def work_bytes(self) -> int:
         """Memory of this work space."""
-        own = self._numbers.nbytes + self._lister.nbytes + self._parts.nbytes
-        return own + self.union.work_bytes + self._combiner.work_bytes
+        own_bytes = self._numbers.nbytes + self._lister.nbytes + self._parts.nbytes
+        return own_bytes + self.union.work_bytes + self._combiner.work_bytes
 
     def begin(
         self, descriptor: Descriptor, stripes: Stripes,
-        *, codec: Codec | None = None, key: int = 0, marks: bool = True, running: ProgramRun | None = None,
+        *, codec: Codec | None = None, key: int = 0, marks_single_senders: bool = True,
+        running: ProgramRun | None = None,
     ) -> None:  # fmt: skip
         """Start a collective. Its blocks are all in `stripes`, and encoded by `codec`; `key`: the key of the codec's
-        random numbers for sums. `marks`: results say which blocks a single sender has brought. `running`: the program
-        that works on sums. Raises CodecError."""
-        self._format = form = self._combiner.begin(descriptor, codec, key, running)
+        random numbers for sums. `marks_single_senders`: results say which blocks a single sender has brought.
+        `running`: the program that works on sums. Raises CodecError."""
+        self._format = block_format = self._combiner.begin(descriptor, codec, key, running)
         every = descriptor.program is not None and descriptor.program.every_block and running is not None
-        self.union.begin(Shape(descriptor.layout.blocks, stripes, form.block_size, form.block_bytes, every))
+        self.union.begin(
+            Shape(descriptor.layout.blocks, stripes, block_format.block_size, block_format.block_bytes, every)
+        )
         # A result does not always equal the single rank's block: the way of 16-bit floats through float32 may change a
         # NaN, and the rank's block is not encoded.
-        may_mark = marks and codec is None and descriptor.program is None and form.block_bytes > TINY_BYTES
-        self._sole_is_result = may_mark and descriptor.op == "sum" and not form.half
+        may_mark = (
+            marks_single_senders
+            and codec is None
+            and descriptor.program is None
+            and block_format.block_bytes > TINY_BYTES
+        )
+        self._marks_single_sender = may_mark and descriptor.op == "sum" and not block_format.half
         self._returns = running is None or running.program.returns
         self.written = 0
         self._column = 0  # how many elements of the result's next block are combined
         self.sent_blocks = 0  # blocks in the results of this collective so far, without `written`
         self.sealed = 0  # the frontier of the last result
-        self._room = form.capacity
+        self._room = block_format.capacity
         if self._lengths_vary:
-            self._make_room()
+            self._size_next_result()
 
-    def _make_room(self) -> None:
+    def _size_next_result(self) -> None:
         """Decide how many blocks the next result takes."""
-        wanted = self._sizing.blocks(self._format.block_bytes, self.sent_blocks, self.sealed, self.union.shape.blocks)
-        self._room = min(self._format.capacity, wanted)
+        block_count = self._sizing.blocks(
+            self._format.block_bytes, self.sent_blocks, self.sealed, self.union.shape.blocks
+        )
+        self._room = min(self._format.capacity, block_count)
 
     @property
     def full(self) -> bool:
@@ -116,40 +126,43 @@ class Reduction:
     def half_full(self) -> bool:
         return 2 * self.written >= self._room
 
-    def merge(self, slot: int, most: int) -> int:
-        """Reduce the blocks that the watermark allows into result slot `slot`: `most` work, or up to one block more.
+    def merge(self, slot: int, work_limit: int) -> int:
+        """Reduce the blocks that the watermark allows into result slot `slot`: `work_limit` work, or up to one block
+        more.
 
         Returns the work done; 0 means that there was nothing to add.
         """
         if not self.union.begun:
             return 0
-        first, form = self.written, self._format
-        if form.columns < form.block_size:
+        first, block_format = self.written, self._format
+        if block_format.columns < block_format.block_size:
             return self._merge_piece(slot)
-        wanted = max(1, -(-most // form.block_work))  # rounded up: a rest of the budget would cost one more step
-        added = self._plan(min(len(self._parts), self._room - first, wanted))
+        # Rounded up: a rest of the budget would cost one more step
+        max_blocks = max(1, -(-work_limit // block_format.block_work))
+        added = self._plan(min(len(self._parts), self._room - first, max_blocks))
         if added:
-            out, numbers = form.rows[slot, first : first + added], self._numbers[first : first + added]
+            out, numbers = block_format.rows[slot, first : first + added], self._numbers[first : first + added]
             self._combiner.combine(self._parts[:added], out, numbers)
             self._use(added if self._returns else 0)
-        return added * form.block_work
+        return added * block_format.block_work
 
     def _merge_piece(self, slot: int) -> int:
         """As `merge`, for blocks that are too large for one step."""
         if self._column == 0 and not self._plan(1):
             return 0
-        form, before = self._format, self._column
-        self._column = self._combiner.combine_piece(self._parts[:1], form.rows[slot, self.written], before)
-        piece_bytes = (self._column - before) * form.source.itemsize
-        if self._column == form.block_size:
+        block_format, before = self._format, self._column
+        self._column = self._combiner.combine_piece(self._parts[:1], block_format.rows[slot, self.written], before)
+        piece_bytes = (self._column - before) * block_format.source.itemsize
+        if self._column == block_format.block_size:
             self._column = 0
             self._use(1)
-        return self._senders * (piece_bytes * form.byte_work + BLOCK_WORK)
+        return self._senders * (piece_bytes * block_format.byte_work + BLOCK_WORK)
 
-    def _plan(self, most: int) -> int:
-        """List the next blocks of the union, at most `most`, behind those written; return how many were listed."""
-        numbers = self._numbers[self.written : self.written + most]
-        return self.union.plan(numbers, self._parts, self._sole_is_result)
+    def _plan(self, max_blocks: int) -> int:
+        """List the next blocks of the union, at most `max_blocks`, behind those written; return how many were
+        listed."""
+        numbers = self._numbers[self.written : self.written + max_blocks]
+        return self.union.plan(numbers, self._parts, self._marks_single_sender)
 
     def _use(self, added: int) -> None:
         self.written += added
@@ -169,15 +182,20 @@ class Reduction:
         self.sent_blocks += self.written
         self.written, self.sealed = 0, frontier
         if self._lengths_vary:
-            self._make_room()
+            self._size_next_result()
         _, shards, stripe_blocks = self.union.shape.stripes
         runs, steps = self._lister.shortest(numbers, shards, stripe_blocks, block_bytes)
         nbytes = seal(self._results[slot], number, frontier, numbers, block_bytes, extra, runs=runs, steps=steps)
         shorter: dict[int, Array] = {}
-        soles, worth = self.union.take_soles(), max(1, numbers.size // WORTH_LEAVING_OUT)
+        single_sender_counts, minimum = (
+            self.union.take_single_sender_counts(),
+            max(1, numbers.size // WORTH_LEAVING_OUT),
+        )
         for rank, memory in memories.items():
-            if soles[rank] >= worth and self._leave_out(rank, self._results[slot], numbers, memory):
-                size = seal(memory, number, frontier, numbers, block_bytes, left_out=soles[rank], runs=runs)
+            if single_sender_counts[rank] >= minimum and self._leave_out(rank, self._results[slot], numbers, memory):
+                size = seal(
+                    memory, number, frontier, numbers, block_bytes, left_out=single_sender_counts[rank], runs=runs
+                )
                 shorter[rank] = memory[:size]
         return nbytes, shorter
 

@@ -67,7 +67,7 @@ class NumberedRows:
             self._reserve(max(stop, 2 * start, min(2 * len(self.numbers), self.layout.blocks)))
         self._union_numbers[start:stop] = indices
         if left_out:
-            self._union[start:stop][unchanged] = self._brought(indices[unchanged])
+            self._union[start:stop][unchanged] = self._rank_rows(indices[unchanged])
             self._union[start:stop][~unchanged] = rows[: indices.size - np.count_nonzero(unchanged)]
         else:
             self._union[start:stop] = rows[: indices.size]
@@ -79,18 +79,18 @@ class NumberedRows:
     def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         raise AssertionError("rows have no codec")
 
-    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
+    def put_encoded(self, indices: Array, write: WriteBlocks) -> None:
         raise AssertionError("rows have no codec")
 
     def take_totals(self, shard: int, totals: Array) -> None:
         raise AssertionError("no program has run")
 
-    def _brought(self, wanted: Array) -> Array:
+    def _rank_rows(self, numbers: Array) -> Array:
         """This worker's rows of these numbers. Raises ProtocolError when it lacks one of them."""
-        places = np.searchsorted(self.numbers, wanted)
-        if places.size and (places[-1] == len(self.numbers) or np.any(self.numbers[places] != wanted)):
+        positions = np.searchsorted(self.numbers, numbers)
+        if positions.size and (positions[-1] == len(self.numbers) or np.any(self.numbers[positions] != numbers)):
             raise ProtocolError("a result that leaves out rows which this worker does not have")
-        return self._rows[places]
+        return self._rows[positions]
 
     def _reserve(self, count: int) -> None:
         """Make room for `count` rows of the union, or more."""
@@ -158,8 +158,8 @@ class RowsInto(RowSet):
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         if left_out:
-            own = indices[unchanged]
-            self._scatter(own, self._brought(own))
+            unchanged_numbers = indices[unchanged]
+            self._scatter(unchanged_numbers, self._rank_rows(unchanged_numbers))
             indices = indices[~unchanged]
         self._scatter(indices, rows[: indices.size])
 
@@ -176,16 +176,16 @@ class RowSum(NumberedRows):
     rank. It shares the results of the shards with its host."""
 
     def __init__(self, operand: Operand) -> None:
-        own = operand.blocks
-        assert isinstance(own, RowBlocks)
-        super().__init__(own.numbers[:0], own.rows[:0], operand.layout, own.memory)
-        self.nbytes, self._own = operand.nbytes, own
+        rank_blocks = operand.blocks
+        assert isinstance(rank_blocks, RowBlocks)
+        super().__init__(rank_blocks.numbers[:0], rank_blocks.rows[:0], operand.layout, rank_blocks.memory)
+        self.nbytes, self._rank_blocks = operand.nbytes, rank_blocks
         self.ready = -1  # the number of blocks once the rows are summed
 
     @property
     def blocks(self) -> RowBlocks:
         """This rank's rows, for the sums of the host."""
-        return self._own._replace(hold=self._hold)
+        return self._rank_blocks._replace(hold=self._hold)
 
     def _hold(self, numbers: Array) -> Array:
         self.numbers, self._rows, self._order = numbers, self.room_for(numbers.size), []
@@ -196,9 +196,9 @@ class RowSum(NumberedRows):
         numbers, rows = self.collected()
         self.numbers, self._rows = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
         self._union = self._rows  # `collected` may have copied it: free its memory
-        return self._own._replace(numbers=numbers, rows=rows)
+        return self._rank_blocks._replace(numbers=numbers, rows=rows)
 
-    def is_worth_packing(self, cursor: int, span: int, most: int) -> bool:
+    def is_worth_packing(self, cursor: int, span: int, max_blocks: int) -> bool:
         """Whether the rows are summed."""
         return self.ready == self.layout.blocks
 

@@ -93,19 +93,21 @@ class ShardStream:
         operand, host_sum = collective.sent, collective.host_sum
         blocks, coder = operand.layout.blocks, None if collective.codec is None else self._coder_of(collective)
         block_bytes = operand.block_bytes if coder is None else coder.block_bytes
-        most = self._sizing.blocks(block_bytes, self._sent_blocks, self._sent_frontier, blocks)
+        max_blocks = self._sizing.blocks(block_bytes, self._sent_blocks, self._sent_frontier, blocks)
         if host_sum is not None:
             cursor = max(self._cursor, host_sum.start(self.shard))
-            if not host_sum.is_worth_packing(cursor, self._span, most):
+            if not host_sum.is_worth_packing(cursor, self._span, max_blocks):
                 return None
         slot = self._free.pop()
         if self._cursor < 0:
             self._cursor, extra = operand.start(self.shard), collective.descriptor.encoded
         memory = self._send_slots[slot]
-        rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)[:most]
+        rows = block_rows(memory, block_bytes, operand.row_dtype if coder is None else BYTES)[:max_blocks]
         indices = self._scratch(len(rows))
-        where = self.shard, self._cursor, self._span, rows, indices
-        packed = operand.pack(*where) if coder is None else coder.pack(operand, *where, collective.key)
+        scan_arguments = self.shard, self._cursor, self._span, rows, indices
+        packed = (
+            operand.pack(*scan_arguments) if coder is None else coder.pack(operand, *scan_arguments, collective.key)
+        )
         count, self._cursor, frontier = packed
         indices, layout = indices[:count], operand.layout
         runs, steps = self._lister.shortest(indices, layout.shards, layout.stripe_blocks, block_bytes)
@@ -144,14 +146,14 @@ class ShardStream:
         blocks, block_bytes = operand.layout.blocks, operand.block_bytes if coder is None else coder.block_bytes
         packed = self._sent_frontier if self._outgoing and self._outgoing[0] is collective else blocks
         program, is_last = collective.descriptor.program, header.frontier == blocks
-        behind = program.total_bytes if program is not None and is_last else 0
-        fits = header.block_bytes == block_bytes and header.extra_bytes == behind
+        totals_bytes = program.total_bytes if program is not None and is_last else 0
+        fits = header.block_bytes == block_bytes and header.extra_bytes == totals_bytes
         if not (fits and self._result_frontier <= header.frontier <= packed):
             raise ProtocolError(f"a result that does not fit {collective.descriptor}: {header}")
         indices = self._scratch(header.block_count)[: header.block_count]
         unchanged = self._unchanged[: header.block_count]
         low, high, stripes = self._result_frontier, header.frontier, operand.layout.stripes(self.shard)
-        listed = self._listed(memory, header, stripes, indices)
+        listed = self._result_indices(memory, header, stripes, indices)
         fitting = admit_marked(
             listed, collective.sender, low, high, shard=stripes.shard, shards=stripes.shards,
             stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
@@ -172,7 +174,7 @@ class ShardStream:
         self._result_frontier = header.frontier
         if not is_last:
             return None
-        if behind:
+        if totals_bytes:
             operand.take_totals(self.shard, np.frombuffer(message_extra(memory, header)))
         self._result_frontier = 0
         return self._incoming.popleft()
@@ -186,13 +188,13 @@ class ShardStream:
         return self._coder
 
     @staticmethod
-    def _listed(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
+    def _result_indices(memory: Array, header: Header, stripes: Stripes, indices: Array) -> Array:
         """The indices of a result. Runs or steps are expanded into `indices`. Raises ProtocolError."""
         listed = message_steps(memory, header) if header.steps else message_list(memory, header)
         if not (header.runs or header.steps):
             return listed
-        filled, place = expand(listed, START, stripes, indices)
-        if filled < header.block_count or place[0] != (header.steps or header.runs):
+        filled, position = expand(listed, START, stripes, indices)
+        if filled < header.block_count or position[0] != (header.steps or header.runs):
             raise ProtocolError(f"a result whose {header.listed} do not list its blocks: {header}")
         return indices
 

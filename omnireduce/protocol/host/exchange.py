@@ -64,25 +64,25 @@ _NO_NOTES = np.zeros(0, np.uint8)
 
 
 class MemoryPass(NamedTuple):
-    """One pass of `blocks` through memory. `notes`: for a sum, the flags of each block, as in `HostSum`. `owed`: the
-    ranks, counted within the host, that have to wait for a shard before they begin."""
+    """One pass of `blocks` through memory. `notes`: for a sum, the flags of each block, as in `HostSum`.
+    `delayed_ranks`: the ranks, counted within the host, that have to wait for a shard before they begin."""
 
     collective: Collective
     blocks: TensorBlocks | RowBlocks
-    form: PassKind
+    kind: PassKind
     notes: Array = _NO_NOTES
-    owed: frozenset[int] = frozenset()
+    delayed_ranks: frozenset[int] = frozenset()
 
 
 def passes_of(collective: Collective, ranks: int, hosts: int) -> list[MemoryPass]:
     """The passes of a collective through the memory of a host with `ranks` ranks. The job has `hosts` hosts."""
     blocks, host_sum = collective.operand.blocks, collective.host_sum
     if isinstance(host_sum, RowSum):
-        layout, nothing_yet = host_sum.layout, host_sum.returned()
-        owed = frozenset(shard % ranks for shard in range(layout.shards) if layout.takes_part(shard))
+        layout, no_rows = host_sum.layout, host_sum.returned()
+        delayed_ranks = frozenset(shard % ranks for shard in range(layout.shards) if layout.takes_part(shard))
         return [
             MemoryPass(collective, host_sum.blocks, "sums of rows"),
-            MemoryPass(collective, nothing_yet, "returned rows", owed=owed),
+            MemoryPass(collective, no_rows, "returned rows", delayed_ranks=delayed_ranks),
         ]
     if host_sum is not None:
         return [MemoryPass(collective, blocks, "sum", host_sum.notes)]
@@ -100,20 +100,24 @@ def _lowest_of_others(counters: Array) -> Array:
     return lowest_others
 
 
-def owed_ranks(counters: Array, s: Any, number: int, owed: Collection[int]) -> list[int]:
+def ranks_delayed_by_shards(counters: Array, s: Any, number: int, delayed_ranks: Collection[int]) -> list[int]:
     """The other ranks that this rank may wait for in pass `number`, while shards owe them results. Arguments as in
     `late_ranks`."""
-    behind = counters[:, BEGUN] <= number if owed else counters[:, COMBINED] <= s["base"] + s["collected"]
-    return [rank for rank in np.flatnonzero(behind).tolist() if rank != s["me"] and (not owed or rank in owed)]
+    behind = counters[:, BEGUN] <= number if delayed_ranks else counters[:, COMBINED] <= s["base"] + s["collected"]
+    return [
+        rank
+        for rank in np.flatnonzero(behind).tolist()
+        if rank != s["me"] and (not delayed_ranks or rank in delayed_ranks)
+    ]
 
 
-def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
+def late_ranks(counters: Array, s: Any, delayed_ranks: Collection[int]) -> list[int]:
     """The other ranks that could take a step and have not. `counters`: int64 (ranks, words), the beginning of each
-    region; `s`: an element of STATE; `owed`: ranks that have to wait for a shard before they begin."""
-    begun, staged, combined, collected = (counters[:, line] for line in (BEGUN, STAGED, COMBINED, COLLECTED))
+    region; `s`: an element of STATE; `delayed_ranks`: ranks that have to wait for a shard before they begin."""
+    begun, staged, combined, collected = (counters[:, counter] for counter in (BEGUN, STAGED, COMBINED, COLLECTED))
     has_begun = begun > s["number"]
     late = ~has_begun
-    late[[rank for rank in owed if combined[rank] >= s["base"]]] = False  # it has done the pass before
+    late[[rank for rank in delayed_ranks if combined[rank] >= s["base"]]] = False  # it has done the pass before
     staged, combined, collected = (column - s["base"] for column in (staged, combined, collected))
     # With several hosts compare the ranks' own sums, not results: a rank that waits for a shard is not late.
     summed = counters[:, SUMMED] - s["base"] if s["shards"] else combined
@@ -128,8 +132,8 @@ def late_ranks(counters: Array, s: Any, owed: Collection[int]) -> list[int]:
 PAGE = 4096
 EXTRA_BYTES = 4096  # of each slot, for counts and padding: so a block that fits a slot of a link fits here, too
 BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
-_AT = {name: at for at, name in enumerate(STATE.names or ())}  # the index of each word of the state
-_COUNTS = slice(_AT[Counts._fields[0]], _AT[Counts._fields[-1]] + 1)
+_STATE_INDEX = {name: at for at, name in enumerate(STATE.names or ())}  # the index of each word of the state
+_COUNTS = slice(_STATE_INDEX[Counts._fields[0]], _STATE_INDEX[Counts._fields[-1]] + 1)
 STEPS, LOOKS = 16, 128  # limits for one call of the kernel: signals and other threads wait until it returns
 
 
@@ -145,8 +149,8 @@ class HostExchange:
     `regions`: uint8 (ranks, region bytes), see `region_bytes`; this rank writes its own region, and reads the others.
     `names`: the names of the ranks, for errors and warnings. `local_ranks`: their ranks in the job; None if the job has
     no others. With several hosts the shards get the blocks below `summed_blocks`, and the caller reports their results
-    with `arrived`. One turn takes up to `steps` steps. It also ends after `looks` looks at the counters of the other
-    ranks that allowed no step.
+    with `results_arrived`. One turn takes up to `steps` steps. It also ends after `looks` looks at the counters of the
+    other ranks that allowed no step.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class HostExchange:
     ) -> None:
         ranks = len(regions)
         self.local_ranks = local_ranks or LocalRanks(tuple(range(ranks)))
-        self._has_others = self.local_ranks.hosts > 1
+        self._has_other_hosts = self.local_ranks.hosts > 1
         self._steps, self._looks = steps, looks
         self.names, self.me, self._ranks = names, me, ranks
         self._ints, self._words = regions.reshape(-1).view(np.int64), regions.reshape(-1).view(np.uint64)
@@ -173,17 +177,20 @@ class HostExchange:
         self._state = np.zeros(1, STATE)
         self._state_words = self._state.view(np.int64)
         self._state_words[: len(self._group) - 1] = self._group[:-1]  # before any collective
-        self._places, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
+        self._positions, self._marked = np.zeros((3, ranks), np.int64), np.zeros(BATCH, np.int64)
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
         self._rows = HostRows(names)
-        self._called = np.zeros(ranks, np.int64)  # for each rank, the number of the sleep from which it was woken last
+        self._woken = np.zeros(ranks, np.int64)  # for each rank, the number of the sleep from which it was woken last
         self._sleep = 0  # odd while this rank sleeps
         self._queue: deque[MemoryPass] = deque()
-        self._begun, self._chunks = 0, 0  # the number of passes before the current pass, and of their chunks
-        self._taken = 0  # steps in the current pass
+        self._begun_passes, self._begun_chunks = (
+            0,
+            0,
+        )  # the number of passes before the current pass, and of their chunks
+        self._taken_steps = 0  # steps in the current pass
         self._is_prepared = False  # the state is that of the first pass of the queue
-        self._rests = False
+        self._is_stopped = False
         self.fatal_reasons = [BY_ITSELF]  # a rank that left for one of these reasons ends the job when it is needed
         self.own_blocks = 0  # the non-zero blocks that this rank brought to tensors
         self.sent_bytes = self.received_bytes = 0  # bytes of blocks put into this rank's region, and taken from others
@@ -215,13 +222,13 @@ class HostExchange:
         """The statistics of the collectives so far, and the ranks that this rank waits for."""
         late_s = self._account.late_s
         late = sorted(late_s, key=lambda rank: -late_s[rank])[:LISTED]
-        behind, numbers = self.waited_for(), self.local_ranks.ranks
-        what = str(self.current) if behind else ""
+        awaited, numbers = self.awaited_ranks(), self.local_ranks.ranks
+        collective = str(self.current) if awaited else ""
         return Report(
             **self._account.totals, sent_bytes=self.sent_bytes, received_bytes=self.received_bytes,
             late=[numbers[rank] for rank in late], late_s=[late_s[rank] for rank in late],
-            what=what, behind=[numbers[rank] for rank in behind[:LISTED]], total=len(behind),
-            waited_s=max(0.0, now - self.moved_at) if behind else 0.0,
+            what=collective, behind=[numbers[rank] for rank in awaited[:LISTED]], total=len(awaited),
+            waited_s=max(0.0, now - self.moved_at) if awaited else 0.0,
         )  # fmt: skip
 
     def advance(self, now: float) -> Iterator[Collective | Wake]:
@@ -235,65 +242,67 @@ class HostExchange:
             memory_pass = self._queue[0]
             collective, blocks = memory_pass.collective, memory_pass.blocks
             if not self._is_prepared:
-                self._ints[self.me * self._region_words + BEGUN_AT + self._begun % 2] = int(now * 1e9)
+                self._ints[self.me * self._region_words + BEGUN_AT + self._begun_passes % 2] = int(now * 1e9)
                 self._prepare(memory_pass)
-            did = self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, memory_pass.notes)
-            if (taken := int(self._state_words[_AT["taken"]])) != self._taken:
-                self._taken, self.moved_at = taken, now
-            if did == WAITS:
+            outcome = (
+                self._run_with_rows(blocks) if isinstance(blocks, RowBlocks) else self._run(blocks, memory_pass.notes)
+            )
+            if (taken := int(self._state_words[_STATE_INDEX["taken"]])) != self._taken_steps:
+                self._taken_steps, self.moved_at = taken, now
+            if outcome == WAITS:
                 return
-            if did == CALLED:
-                yield from self._sleepers()
-            elif did == DONE:
+            if outcome == CALLED:
+                yield from self._wake_sleepers()
+            elif outcome == DONE:
                 self._finish(collective.descriptor)
                 yield collective
                 return  # one collective in a turn: other threads may wait for theirs
-            elif did == DIFFERS:
+            elif outcome == DIFFERS:
                 self._check_begun(collective)
-            elif did == BROKEN:
+            elif outcome == BROKEN:
                 raise HostError(int(self._state[0]["culprit"]))
-            elif did != WANTS:
+            elif outcome != WANTS:
                 return  # enough for one turn
 
     def _run(self, blocks: TensorBlocks, notes: Array) -> int:
-        did: int = run(
+        outcome: int = run(
             self._state, self._ints, self._words,
             source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
-            places=self._places, plan=self._plan, marked=self._marked, notes=notes,
-            scratch=self._scratch, bits=self._bits, called=self._called, steps=self._steps, looks=self._looks,
+            places=self._positions, plan=self._plan, marked=self._marked, notes=notes,
+            scratch=self._scratch, bits=self._bits, called=self._woken, steps=self._steps, looks=self._looks,
         )  # fmt: skip
-        return did
+        return outcome
 
     def _run_with_rows(self, blocks: RowBlocks) -> int:
-        room = self._rows
-        did: int = run_with_rows(
+        row_memory = self._rows
+        outcome: int = run_with_rows(
             self._state, self._ints, self._words,
-            numbers=blocks.numbers, lists=room.lists, listed=room.listed, union=room.union,
-            rows=blocks.rows if len(blocks.rows) else room.result, result=room.result,
+            numbers=blocks.numbers, lists=row_memory.lists, listed=row_memory.listed, union=row_memory.union,
+            rows=blocks.rows if len(blocks.rows) else row_memory.result, result=row_memory.result,
             plan=self._plan, scratch=self._scratch, bits=self._bits,
-            called=self._called, steps=self._steps, looks=self._looks,
+            called=self._woken, steps=self._steps, looks=self._looks,
         )  # fmt: skip
-        if did == WANTS:
-            room.make_room(self._state, blocks)
-        return did
+        if outcome == WANTS:
+            row_memory.make_room(self._state, blocks)
+        return outcome
 
     def _prepare(self, memory_pass: MemoryPass) -> None:
         """Set the state for the first step, and put the descriptor into the region, where other ranks compare it."""
         collective, blocks = memory_pass.collective, memory_pass.blocks
-        known = self._preset(collective.descriptor, collective.operand.layout, memory_pass.form)
-        state, ints, brought = self._state_words, self._ints, 0
-        state[:] = known.state
-        state[_AT["number"]], state[_AT["base"]] = self._begun, self._chunks
+        constant = self._preset(collective.descriptor, collective.operand.layout, memory_pass.kind)
+        state, ints, row_count = self._state_words, self._ints, 0
+        state[:] = constant.state
+        state[_STATE_INDEX["number"]], state[_STATE_INDEX["base"]] = self._begun_passes, self._begun_chunks
         if isinstance(blocks, TensorBlocks):
-            state[_AT["in_place"]], state[_AT["silent"]] = blocks.in_place, blocks.silent
+            state[_STATE_INDEX["in_place"]], state[_STATE_INDEX["silent"]] = blocks.in_place, blocks.silent
         else:
-            brought = len(blocks.numbers)
+            row_count = len(blocks.numbers)
         if collective.descriptor.element.is_narrow:
             self._make_scratch(collective.operand.layout.block_size)
-        self._taken = 0
+        self._taken_steps = 0
         at = self._descriptor_at(self.me)
-        ints[at : at + known.encoded.size] = known.encoded
-        ints[at + ROWS_AT] = brought
+        ints[at : at + constant.encoded.size] = constant.encoded
+        ints[at + ROWS_AT] = row_count
         self._is_prepared = True
 
     def _make_scratch(self, block_size: int) -> None:
@@ -302,21 +311,22 @@ class HostExchange:
             self._bits = self._scratch.view(np.uint32)
 
     def _descriptor_at(self, rank: int) -> int:
-        at: int = rank * self._region_words + DESCRIPTORS + self._begun % 2 * PLACE_WORDS
+        at: int = rank * self._region_words + DESCRIPTORS + self._begun_passes % 2 * PLACE_WORDS
         return at
 
     def _finish(self, descriptor: Descriptor) -> None:
         state, block_bytes = self._state_words, descriptor.block_bytes
         counts = Counts._make(state[_COUNTS].tolist())
-        results = int(state[_AT["shown_blocks"]]) if self._has_others else counts.result_blocks
-        results = 0 if state[_AT["number_chunks"]] else results  # each rank adds up all rows itself: it sends no sums
+        results = int(state[_STATE_INDEX["shown_blocks"]]) if self._has_other_hosts else counts.result_blocks
+        # Each rank adds up all rows itself: it sends no sums
+        results = 0 if state[_STATE_INDEX["number_chunks"]] else results
         self.own_blocks += counts.staged_blocks + counts.own_blocks
         self.sent_bytes += (counts.staged_blocks + results) * block_bytes
         self.received_bytes += counts.collected_blocks * block_bytes
-        if not self._has_others:  # else the shards count
+        if not self._has_other_hosts:  # else the shards count
             self._account.count(counts, descriptor, says_who_is_late=self.me == 0)  # the first rank says it for all
-        self._chunks += int(state[_AT["chunks"]])
-        self._begun += 1
+        self._begun_chunks += int(state[_STATE_INDEX["chunks"]])
+        self._begun_passes += 1
         self._queue.popleft()
         self._rows.clear()
         self._is_prepared = False
@@ -335,12 +345,12 @@ class HostExchange:
         s, memory_pass = self._state[0], self._queue[0]
         blocks = memory_pass.collective.operand.layout.blocks
         if isinstance(memory_pass.blocks, RowBlocks):
-            return blocks if memory_pass.form == "returned rows" else -1
+            return blocks if memory_pass.kind == "returned rows" else -1
         if self._is_prepared and s["summed"] == s["chunks"]:
             return blocks
         return int(min(s["summed"] * s["chunk_blocks"], s["full_blocks"])) if self._is_prepared and blocks else -1
 
-    def arrived(self, blocks: int) -> None:
+    def results_arrived(self, blocks: int) -> None:
         """Shards have returned the sums of all hosts to this rank, for the current collective, up to block `blocks`.
         Raises ShortageError when there is no memory to put returned rows in order."""
         if not self._is_prepared:
@@ -348,9 +358,9 @@ class HostExchange:
         self._state[0]["arrived"] = blocks
         memory_pass = self._queue[0]
         if not self._state[0]["may_begin"] and blocks == memory_pass.collective.operand.layout.blocks:
-            self._share(memory_pass)
+            self._begin_returned_rows(memory_pass)
 
-    def _share(self, memory_pass: MemoryPass) -> None:
+    def _begin_returned_rows(self, memory_pass: MemoryPass) -> None:
         """All rows that the shards owe this rank have come: begin to hand them over to the other ranks."""
         assert isinstance(memory_pass.collective.host_sum, RowSum)
         try:
@@ -366,14 +376,14 @@ class HostExchange:
     @property
     def can_go_on(self) -> bool:
         """Whether a step can be taken now."""
-        if not self._queue or self._rests:
+        if not self._queue or self._is_stopped:
             return False
         return not self._is_prepared or bool(next_step(self._state, self._ints) != WAITS)
 
     def await_step(self) -> bool:
         """Look for a moment whether a step can be taken; return whether it can. Other threads may use the processor
         meanwhile. If another thread submits or advances at the same time, the answer may be out of date."""
-        if not self._queue or self._rests:
+        if not self._queue or self._is_stopped:
             return False
         return not self._is_prepared or bool(await_step(self._state, self._ints, self._looks))
 
@@ -381,15 +391,15 @@ class HostExchange:
         """Let other ranks wake this rank from now on, when they have moved. Returns False if a step can be taken."""
         self._sleep += 1 + self._sleep % 2
         self._publish(ASLEEP, self._sleep)
-        if self.can_go_on or (not self._rests and any(self.departed(why) for why in self.fatal_reasons)):
+        if self.can_go_on or (not self._is_stopped and any(self.departed(reason) for reason in self.fatal_reasons)):
             self.wake_up()
             return False
         return True
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Take no further step: the job is over, though the reason may not be known yet. If another rank has ended it,
         this rank says that it has left, too. So the others do not think that it is late."""
-        self._rests = True
+        self._is_stopped = True
         if self.has_failed:
             self._publish(LEFT, FAILED)
 
@@ -399,21 +409,29 @@ class HostExchange:
             self._sleep += 1
             self._publish(ASLEEP, self._sleep)
 
-    def leave(self, why: int = BY_ITSELF) -> Iterator[Wake]:
+    def leave(self, reason: int = BY_ITSELF) -> Iterator[Wake]:
         """Tell the others that this rank takes no further step."""
         if self._ints.size:
-            self._publish(LEFT, why)
-            yield from self._sleepers()
+            self._publish(LEFT, reason)
+            yield from self._wake_sleepers()
 
-    def departed(self, why: int) -> list[int]:
+    def departed(self, reason: int) -> list[int]:
         """The ranks whose next step this rank waits for, though they have left."""
         if not (self._is_prepared and anybody_left(self._state, self._ints)):
             return []
-        left = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == why]
-        late, s = self.waited_for(), self._state[0]  # read after `left`: a rank takes no step after it has left
-        shown = s["base"] + s["chunks"] if s["shards"] else 0  # with several hosts: it left before it passed results on
-        late += [rank for rank in left if self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown]
-        return [rank for rank in left if rank in late]
+        departed = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == reason]
+        awaited, s = (
+            self.awaited_ranks(),
+            self._state[0],
+        )  # read after `departed`: a rank takes no step after it has left
+        # With several hosts: it left before it passed results on
+        shown_chunks = s["base"] + s["chunks"] if s["shards"] else 0
+        awaited += [
+            rank
+            for rank in departed
+            if self._read(rank, BEGUN) <= s["number"] or self._read(rank, COMBINED) < shown_chunks
+        ]
+        return [rank for rank in departed if rank in awaited]
 
     @property
     def has_failed(self) -> bool:
@@ -429,40 +447,40 @@ class HostExchange:
     def compiled_at(self) -> float:
         """When a rank that this one waits for has last said that it compiles; 0: never. The other late ranks may wait
         for that rank themselves, in a group."""
-        return max((self._read(rank, COMPILED) / 1e9 for rank in self.waited_for()), default=0.0)
+        return max((self._read(rank, COMPILED) / 1e9 for rank in self.awaited_ranks()), default=0.0)
 
-    def _read(self, rank: int, line: int) -> int:
-        return int(get_counter(self._ints, rank * self._region_words + line))
+    def _read(self, rank: int, counter: int) -> int:
+        return int(get_counter(self._ints, rank * self._region_words + counter))
 
-    def _publish(self, line: int, value: int) -> None:
-        set_counter(self._ints, self.me * self._region_words + line, value)
+    def _publish(self, counter: int, value: int) -> None:
+        set_counter(self._ints, self.me * self._region_words + counter, value)
 
-    def _sleepers(self) -> Iterator[Wake]:
+    def _wake_sleepers(self) -> Iterator[Wake]:
         """Wake the ranks that sleep, once for each sleep."""
-        if not anybody_sleeps(self._state, self._ints, self._called):
+        if not anybody_sleeps(self._state, self._ints, self._woken):
             return
         for rank in range(self._ranks):
             sleep = self._read(rank, ASLEEP)
-            if sleep % 2 and rank != self.me and sleep != self._called[rank]:
-                self._called[rank] = sleep
+            if sleep % 2 and rank != self.me and sleep != self._woken[rank]:
+                self._woken[rank] = sleep
                 yield Wake(rank)
 
-    def waited_for(self, *, except_left: int | None = None) -> list[int]:
+    def awaited_ranks(self, *, except_departed: int | None = None) -> list[int]:
         """The other ranks that could take a step, but have not. It leaves out ranks that wait for others, and ranks
-        that have left for the reason `except_left`."""
+        that have left for the reason `except_departed`."""
         if not self._is_prepared:
             return []
         counters = self._counters
-        late = late_ranks(counters, self._state[0], self._queue[0].owed)
-        return [rank for rank in late if counters[rank, LEFT] != except_left]
+        late = late_ranks(counters, self._state[0], self._queue[0].delayed_ranks)
+        return [rank for rank in late if counters[rank, LEFT] != except_departed]
 
     @property
     def _counters(self) -> Array:
         return self._ints.reshape(self._ranks, self._region_words)[:, :DESCRIPTORS].copy()
 
-    def owed(self) -> list[int]:
+    def delayed_by_shards(self) -> list[int]:
         """The other ranks that this rank waits for, and that may wait for a shard themselves."""
-        return owed_ranks(self._counters, self._state[0], self._begun, self._queue[0].owed)
+        return ranks_delayed_by_shards(self._counters, self._state[0], self._begun_passes, self._queue[0].delayed_ranks)
 
     def close(self) -> None:
         """Release the memory; nothing is exchanged any more."""

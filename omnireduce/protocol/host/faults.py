@@ -20,10 +20,10 @@ class HostError(Exception):
 
 
 class ShortageError(Exception):
-    """This rank has no memory for `what`."""
+    """This rank has no memory for `purpose`."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"no memory for {what}")
+    def __init__(self, purpose: str) -> None:
+        super().__init__(f"no memory for {purpose}")
 
 
 def encoded_at(ints: Array, at: int) -> bytes:

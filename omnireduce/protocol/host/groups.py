@@ -11,9 +11,8 @@ from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
 from omnireduce.core.wire.control import MOST_LOCAL_RANKS, Hello
 
-CHUNK_BYTES = (
-    1 << 19
-)  # chunk of a large tensor: smaller chunks cost more looks at counters, larger ones leave the caches
+# Chunk of a large tensor: smaller chunks cost more looks at counters, larger ones leave the caches
+CHUNK_BYTES = 1 << 19
 SMALL_CHUNK_BYTES = 1 << 16  # the smallest chunk that is worth its looks
 CHUNKS_AT_ONCE = 4  # chunks of a small union, or of a small sum of a host: ranks and shards work on them side by side
 CHUNKS_OF_ONE_HOST = 2  # chunks of a small tensor in a job on one host: all ranks share each chunk
@@ -53,11 +52,11 @@ def delegates_of(members: Sequence[JobRank], shard: int) -> list[int]:
     then every rank sends its own blocks."""
     several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
     delegates: dict[bytes | tuple[int, ...], int] = {}
-    for place, (rank, relay, host) in enumerate(members):
+    for index, (rank, relay, host) in enumerate(members):
         key = relay or (host.ranks if host is not None else (rank,))
-        first = delegates.setdefault(key, place)
-        if not relay and host is not None and rank == host.delegate(shard) and first != place:
-            delegates[key] = place
+        first = delegates.setdefault(key, index)
+        if not relay and host is not None and rank == host.delegate(shard) and first != index:
+            delegates[key] = index
     return list(delegates.values()) if several else []
 
 
@@ -65,7 +64,11 @@ def readers_of(members: Sequence[JobRank]) -> list[int]:
     """The indices in `members` of the ranks that get results when every rank sends for itself: the first rank of each
     relay, and every rank without a relay."""
     first = dict[bytes, int]()
-    return [at for at, member in enumerate(members) if not member.relay or first.setdefault(member.relay, at) == at]
+    return [
+        index
+        for index, member in enumerate(members)
+        if not member.relay or first.setdefault(member.relay, index) == index
+    ]
 
 
 def hosts_of(hellos: Sequence[Hello]) -> list[LocalRanks]:
@@ -80,9 +83,9 @@ def hosts_of(hellos: Sequence[Hello]) -> list[LocalRanks]:
     return [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 
 
-def chunk_bytes(nbytes: int, most: int, at_once: int = CHUNKS_AT_ONCE) -> int:
-    """The size to aim at for a chunk of a tensor or union of `nbytes`, between the smallest size and `most`."""
-    return min(most, max(SMALL_CHUNK_BYTES, nbytes // at_once))
+def chunk_bytes(nbytes: int, largest: int, at_once: int = CHUNKS_AT_ONCE) -> int:
+    """The size to aim at for a chunk of a tensor or union of `nbytes`, between the smallest size and `largest`."""
+    return min(largest, max(SMALL_CHUNK_BYTES, nbytes // at_once))
 
 
 def chunk_blocks(blocks: int, block_bytes: int, room: int, at_once: int = CHUNKS_AT_ONCE) -> int:

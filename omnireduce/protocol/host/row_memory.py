@@ -40,17 +40,19 @@ class HostRows:
             else:
                 self.union = self.union[: s["union"]]
                 self.result = rows.hold(self.union)
-                self._cut(s)
+                self._cut_into_chunks(s)
         except MemoryError as error:
-            what = f"the numbers of {total} rows" if s["is_listing"] else f"a result of {len(self.union)} rows"
+            needed = f"the numbers of {total} rows" if s["is_listing"] else f"a result of {len(self.union)} rows"
             brought = self.lists[STOP] - self.lists[FIRST]
-            most = int(np.argmax(brought))  # a rank that writes a false number is named in the same way
-            raise ShortageError(f"{what}, of which {self._names[most]} handed over {brought[most]}") from error
+            largest_rank = int(np.argmax(brought))  # a rank that writes a false number is named in the same way
+            raise ShortageError(
+                f"{needed}, of which {self._names[largest_rank]} handed over {brought[largest_rank]}"
+            ) from error
         s["wants_room"] = 0
 
-    def _cut(self, s: Array) -> None:
+    def _cut_into_chunks(self, s: Array) -> None:
         """Cut the union into chunks, each of which fits a slot."""
         rows, row_bytes = self.result.shape
-        wanted = chunk_bytes(self.result.nbytes, CHUNK_BYTES)
-        s["chunk_blocks"] = max(1, min(wanted, int(s["slot_words"]) * 8) // row_bytes)
+        chunk_size = chunk_bytes(self.result.nbytes, CHUNK_BYTES)
+        s["chunk_blocks"] = max(1, min(chunk_size, int(s["slot_words"]) * 8) // row_bytes)
         s["chunks"] += -(-rows // s["chunk_blocks"])

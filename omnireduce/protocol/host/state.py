@@ -55,10 +55,10 @@ class Preset(NamedTuple):
     encoded: Array
 
 
-def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind) -> Preset:
+def preset(group: Group, descriptor: Descriptor, layout: Layout, kind: PassKind) -> Preset:
     """The preset for a descriptor. `layout` says which shard gets which blocks, if hosts send sums."""
-    element, block_bytes, is_sum, has_rows = descriptor.element, descriptor.block_bytes, form == "sum", "rows" in form
-    full, tail = (0, 0) if form == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
+    element, block_bytes, is_sum, has_rows = descriptor.element, descriptor.block_bytes, kind == "sum", "rows" in kind
+    full, tail = (0, 0) if kind == "agreement" else (layout.full_blocks, layout.blocks - layout.full_blocks)
     at_once = CHUNKS_AT_ONCE if is_sum else CHUNKS_OF_ONE_HOST
     blocks = chunk_blocks(full, block_bytes, capacity(group.slot_bytes, block_bytes), at_once)
     rows = group.count_words + (blocks + LINE - 1) // LINE * LINE
@@ -74,9 +74,9 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind)
         "chunk_blocks": blocks, "indices": group.count_words, "rows": rows,
         "width": block_bytes // 8, "size": layout.block_size,
         "storage": storage, "reducer": reducer_of(storage) if layout.blocks or has_rows else 0,
-        "op": op_code("sum" if descriptor.op == "mean" and form not in ("tensor", "rows") else descriptor.op, element),
-        "number_chunks": has_rows, "is_listing": has_rows, "may_begin": form != "returned rows",
-        "row_shards": layout.shards if form == "sums of rows" else 0,
+        "op": op_code("sum" if descriptor.op == "mean" and kind not in ("tensor", "rows") else descriptor.op, element),
+        "number_chunks": has_rows, "is_listing": has_rows, "may_begin": kind != "returned rows",
+        "row_shards": layout.shards if kind == "sums of rows" else 0,
         "shards": layout.shards if is_sum else 0, "stripe_blocks": layout.stripe_blocks, "arrived": -1,
         "mask": element.zero_mask,
     }.items():  # fmt: skip
@@ -86,7 +86,7 @@ def preset(group: Group, descriptor: Descriptor, layout: Layout, form: PassKind)
     return Preset(state.view(np.int64), np.concatenate(([len(text)], words)))
 
 
-MOST_LATE_S = 3600.0  # the most that counts for one collective
+MAX_LATE_S = 3600.0  # the most that counts for one collective
 
 
 class Counts(NamedTuple):
@@ -113,7 +113,7 @@ class HostAccount:
         totals = self.totals
         if counts.late_ns > 0 and says_who_is_late:  # a rank can write any time into its region
             last = counts.last
-            self.late_s[last] = min(self.late_s.get(last, 0.0) + min(counts.late_ns / 1e9, MOST_LATE_S), 1e9)
+            self.late_s[last] = min(self.late_s.get(last, 0.0) + min(counts.late_ns / 1e9, MAX_LATE_S), 1e9)
         totals["collectives"] += 1
         if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             totals["blocks"] += descriptor.layout.blocks

@@ -33,8 +33,8 @@ from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import ANYBODY, Teams
 
-GIVE = f"security.secret_file or the variable {SECRET_VARIABLE}"
-WANTS_PROOF = f"the aggregator wants proof of a shared secret: give the client the same {GIVE}"
+GIVE_SECRET = f"security.secret_file or the variable {SECRET_VARIABLE}"
+WANTS_PROOF = f"the aggregator wants proof of a shared secret: give the client the same {GIVE_SECRET}"
 UNHEARD = "is it stopped or overloaded, or does something else listen there?"
 
 
@@ -42,65 +42,65 @@ class Gate:
     """Aggregator's side of one connection: lets no Hello pass before the handshake is complete.
 
     `nonce` is fresh. `objection`: the reason why no worker may say Hello here; empty when only the secret decides.
-    `team` is the team whose secret must be proved, or has been; `said` is the name that the worker gave for it.
+    `team` is the team whose secret must be proved, or has been; `claimed_team` is the name that the worker gave for it.
     """
 
     def __init__(self, teams: Teams | None, nonce: bytes, objection: str = "") -> None:
         self._teams, self._nonce, self._objection = teams, nonce, objection
-        self._theirs: bytes | None = None  # the worker's nonce
+        self._worker_nonce: bytes | None = None  # the worker's nonce
         self._open = teams is None
-        self.team, self.said = ANYBODY, ""
+        self.team, self.claimed_team = ANYBODY, ""
 
     @property
     def proved(self) -> bool:
         """Whether the worker has proved the secret of `team`."""
         return self._open and self._teams is not None
 
-    def told(self, message: ControlMessage) -> Challenge | Proof | None:
+    def answer(self, message: ControlMessage) -> Challenge | Proof | None:
         """The answer to a message of the handshake. None: the message belongs to the time after the handshake, and is
         allowed now.
 
         Raises ProtocolError for a message that a worker may not send, or not yet.
         """
-        if isinstance(message, Greeting) and self._theirs is None:
-            return self._challenge(message)
+        if isinstance(message, Greeting) and self._worker_nonce is None:
+            return self._make_challenge(message)
         if self._objection:
             raise ProtocolError(self._objection)
-        if isinstance(message, Proof) and self._theirs is not None and not self._open:
-            return self._proof(message, self._theirs)
+        if isinstance(message, Proof) and self._worker_nonce is not None and not self._open:
+            return self._check_proof(message, self._worker_nonce)
         if not self._open:
             raise ProtocolError(WANTS_PROOF)
         if isinstance(message, Hello) and not self.team.may_use(message.job):
-            raise ProtocolError(self._not_theirs(message.job))
+            raise ProtocolError(self._foreign_job_text(message.job))
         return None
 
     def signed(self, hello: Hello) -> Hello:
         """The Hello, with the team that was proved in place of the team that the worker wrote."""
         return msgspec.structs.replace(hello, team=self.team.name)
 
-    def _challenge(self, greeting: Greeting) -> Challenge:
+    def _make_challenge(self, greeting: Greeting) -> Challenge:
         wrong = other_version(greeting.version) or self._objection
         if not wrong and self._teams is None:
-            wrong = f"the client has a secret, the aggregator has none: give it the same {GIVE}"
+            wrong = f"the client has a secret, the aggregator has none: give it the same {GIVE_SECRET}"
         if wrong:
             raise ProtocolError(wrong)
         assert self._teams is not None
-        self._theirs, self.said = greeting.nonce, greeting.team
+        self._worker_nonce, self.claimed_team = greeting.nonce, greeting.team
         self.team = self._teams.of(greeting.team)
         return Challenge(self._nonce)
 
-    def _proof(self, message: Proof, theirs: bytes) -> Proof:
-        secret = self.team.proved(message.proof, theirs, self._nonce)
+    def _check_proof(self, message: Proof, worker_nonce: bytes) -> Proof:
+        secret = self.team.proved(message.proof, worker_nonce, self._nonce)
         if secret is None:
-            there = f" of team '{self.said}', or there is no such team" if self.said else ""
-            hint = "" if self.said else "; the secret of a team wants security.team on the client"
+            team_text = f" of team '{self.claimed_team}', or there is no such team" if self.claimed_team else ""
+            hint = "" if self.claimed_team else "; the secret of a team wants security.team on the client"
             raise ProtocolError(
-                f"the client has another secret than the aggregator{there}: give both the same {GIVE}{hint}"
+                f"the client has another secret than the aggregator{team_text}: give both the same {GIVE_SECRET}{hint}"
             )
         self._open = True
-        return Proof(secret.proof("aggregator", theirs, self._nonce))
+        return Proof(secret.proof("aggregator", worker_nonce, self._nonce))
 
-    def _not_theirs(self, job: str) -> str:
+    def _foreign_job_text(self, job: str) -> str:
         names = listed([f"'{name}'" for name in self.team.jobs])
         return f"job {job[:SHOWN]!r} does not belong to team '{self.team.name}': set cluster.job to {names}"
 
@@ -110,16 +110,16 @@ class Candidate:
 
     def __init__(self, secret: Secret, nonce: bytes) -> None:
         self._secret, self._nonce = secret, nonce
-        self._theirs: bytes | None = None  # the aggregator's nonce
+        self._aggregator_nonce: bytes | None = None  # the aggregator's nonce
         self.greeting = Greeting(PROTOCOL_VERSION, nonce, secret.team)
 
-    def told(self, message: ControlMessage) -> Proof | None:
+    def answer(self, message: ControlMessage) -> Proof | None:
         """The answer to a message; None once the aggregator has proved itself. Raises ProtocolError."""
-        if isinstance(message, Challenge) and self._theirs is None:
-            self._theirs = message.nonce
-            return Proof(self._secret.proof("worker", self._nonce, self._theirs))
-        if not isinstance(message, Proof) or self._theirs is None:
+        if isinstance(message, Challenge) and self._aggregator_nonce is None:
+            self._aggregator_nonce = message.nonce
+            return Proof(self._secret.proof("worker", self._nonce, self._aggregator_nonce))
+        if not isinstance(message, Proof) or self._aggregator_nonce is None:
             raise ProtocolError(f"answered the greeting with {type(message).__name__}, without proof of the secret")
-        if not self._secret.proves(message.proof, "aggregator", self._nonce, self._theirs):
-            raise ProtocolError(f"does not know the secret that is given here: give both the same {GIVE}")
+        if not self._secret.proves(message.proof, "aggregator", self._nonce, self._aggregator_nonce):
+            raise ProtocolError(f"does not know the secret that is given here: give both the same {GIVE_SECRET}")
         return None

@@ -36,44 +36,44 @@ ADVICE = {  # for ranks that disagree about a field of their hellos
 SHAPE = ("shards", "shard", "slots", "slot_bytes", "stripe_blocks", "state_bytes")
 
 
-def difference(spec: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
-    """The first difference between two hellos to the same job, as a text; empty if they agree. `spec`: the hello of
-    another worker."""
+def difference(reference: Hello, hello: Hello, names: Iterable[str] = tuple(ADVICE)) -> str:
+    """The first difference between two hellos to the same job, as a text; empty if they agree. `reference`: the hello
+    of another worker."""
     for name in names:
-        ours, theirs = getattr(spec, name), getattr(hello, name)
+        ours, theirs = getattr(reference, name), getattr(hello, name)
         if ours != theirs:
-            what = f"{name} {theirs} differs from {ours} of {member_name(spec)} in job '{hello.job}'"
-            return f"{what}: {ADVICE[name]}"
+            difference_text = f"{name} {theirs} differs from {ours} of {member_name(reference)} in job '{hello.job}'"
+            return f"{difference_text}: {ADVICE[name]}"
     return ""
 
 
-def of_another_team(spec: Hello, hello: Hello) -> str:
+def other_team_text(reference: Hello, hello: Hello) -> str:
     """The text for a worker that wants to join a job of another team; empty when it is of the same team.
 
     The text tells nothing about the other workers.
     """
-    if spec.team == hello.team:
+    if reference.team == hello.team:
         return ""
-    own = f"to team '{hello.team}'" if hello.team else "to workers without a team"
+    owner_text = f"to team '{hello.team}'" if hello.team else "to workers without a team"
     advice = "choose another cluster.job, or give all workers of the job the same security.team"
-    return f"the job '{hello.job}' that is here does not belong {own}: {advice}"
+    return f"the job '{hello.job}' that is here does not belong {owner_text}: {advice}"
 
 
-def in_the_way(pending_job: PendingJob, survivor: Hello) -> dict[int, str]:
+def ranks_to_displace(pending_job: PendingJob, survivor: Hello) -> dict[int, str]:
     """The ranks that a survivor replaces, because they disagree with it or gave its rank; each with the reason."""
     wrong = dict[int, str]()
     for rank, (_, other, claim) in pending_job.waiting_ranks.items():
         if claim is not Claim.SURVIVOR:
-            differs = "" if pending_job.is_led else difference(survivor, other)
-            wrong[rank] = taken(survivor) if rank == survivor.rank else differs
+            differs = "" if pending_job.has_proven_survivor else difference(survivor, other)
+            wrong[rank] = rank_taken_text(survivor) if rank == survivor.rank else differs
     return {rank: text for rank, text in wrong.items() if text}
 
 
-def taken(other: Hello) -> str:
+def rank_taken_text(other: Hello) -> str:
     return f"{member_name(other)} is already in job '{other.job}'; choose another cluster.job"
 
 
-def kin(hello: Hello) -> tuple[str, str, str, bool, bool]:
+def job_family(hello: Hello) -> tuple[str, str, str, bool, bool]:
     """A key that all generations of one elastic job have in common. A hello to the first shard has no formation, so
     its key differs from the key on other shards."""
     return hello.team, hello.job, hello.launch, hello.min_ranks > 0, hello.formation > 0
@@ -84,10 +84,10 @@ def memory_bytes(hello: Hello) -> int:
     return (hello.world_size + 1) * hello.slots * hello.slot_bytes + hello.state_bytes
 
 
-def demand(jobs: Iterable[Hello]) -> tuple[int, int]:
+def total_demand(jobs: Iterable[Hello]) -> tuple[int, int]:
     """The ranks and the bytes of memory of these jobs together."""
     demands = [(job.world_size, memory_bytes(job)) for job in jobs]
-    return sum(ranks for ranks, _ in demands), sum(taken for _, taken in demands)
+    return sum(ranks for ranks, _ in demands), sum(rank_taken_text for _, rank_taken_text in demands)
 
 
 def malformed(hello: Hello) -> str:

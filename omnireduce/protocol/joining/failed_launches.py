@@ -28,11 +28,11 @@ MAX_FAILED_LAUNCHES = 64  # the launches and attempts that a shard remembers
 
 @dataclass(slots=True, eq=False)
 class _FailedLaunch:
-    place: JobKey
+    job_key: JobKey
     reason: str
     until: float
-    told: set[int]  # the ranks that know; for a group, by their numbers in its job
-    by_itself: bool  # a rank refuses to come, and was not refused
+    informed: set[int]  # the ranks that know; for a group, by their numbers in its job
+    is_refusal: bool  # a rank refuses to come, and was not refused
     world_size: int = 0  # the largest that ranks have given; when this many ranks know, all know
     guessed_size: int = 0  # the same from ranks that refuse, which may not know it; used until another rank has come
 
@@ -47,65 +47,65 @@ class FailedLaunches:
     def add(self, pending_job: PendingJob, refused: Hello, wrong: str, now: float) -> str:
         """The launch of a pending job cannot start, because `refused` cannot join; return the text for its ranks."""
         reason = f"job '{refused.job}' cannot start: {member_name(refused)} was refused: {wrong}"
-        self._remember(refused, pending_job, reason, now, by_itself=False)
+        self._remember(refused, pending_job, reason, now, is_refusal=False)
         return reason
 
     def decline(self, hello: Hello, pending_job: PendingJob | None, now: float) -> str:
         """The rank of `hello` refuses to come to a group; return the text for the ranks that gather. Empty if they
         gather for a later attempt."""
-        if self.why(hello, now):
+        if self.reason_for(hello, now):
             return ""
         reason = f"group '{hello.job}' cannot start: {member_name(hello)} has refused: {hello.refuses}"
-        self._remember(hello, pending_job, reason, now, by_itself=True)
+        self._remember(hello, pending_job, reason, now, is_refusal=True)
         return reason
 
-    def why(self, hello: Hello, now: float) -> str:
+    def reason_for(self, hello: Hello, now: float) -> str:
         """The reason why the launch or group of a worker cannot start; empty if it may, or was started again."""
-        place, rank = JobKey.of(hello), _number(hello)
-        for failed in [failed for failed in self._failed if failed.place == place]:
-            if now >= failed.until or (rank in failed.told and not failed.by_itself):
+        job_key, rank = JobKey.of(hello), _number_in_parent_job(hello)
+        for failed in [failed for failed in self._failed if failed.job_key == job_key]:
+            if now >= failed.until or (rank in failed.informed and not failed.is_refusal):
                 self._failed.remove(failed)
-            elif rank not in failed.told:
-                self._tell(failed, [hello])
+            elif rank not in failed.informed:
+                self._inform(failed, [hello])
                 return failed.reason
         return ""
 
     def _remember(
-        self, hello: Hello, pending_job: PendingJob | None, reason: str, now: float, *, by_itself: bool
+        self, hello: Hello, pending_job: PendingJob | None, reason: str, now: float, *, is_refusal: bool
     ) -> None:
-        for old in [old for old in self._failed if now >= old.until]:
-            self._failed.remove(old)
-        failed = _FailedLaunch(JobKey.of(hello), reason, now + self._limit_s, set(), by_itself)
+        for expired in [expired for expired in self._failed if now >= expired.until]:
+            self._failed.remove(expired)
+        failed = _FailedLaunch(JobKey.of(hello), reason, now + self._limit_s, set(), is_refusal)
         self._failed.append(failed)
-        here = () if pending_job is None else pending_job.waiting_ranks.values()
-        self._tell(failed, [hello, *(waiting.hello for waiting in here)])
+        waiting_ranks = () if pending_job is None else pending_job.waiting_ranks.values()
+        self._inform(failed, [hello, *(waiting.hello for waiting in waiting_ranks)])
 
-    def _tell(self, failed: _FailedLaunch, hellos: list[Hello]) -> None:
+    def _inform(self, failed: _FailedLaunch, hellos: list[Hello]) -> None:
         for hello in hellos:
-            failed.told.add(_number(hello))
+            failed.informed.add(_number_in_parent_job(hello))
             if hello.refuses:
                 failed.guessed_size = max(failed.guessed_size, hello.world_size)
             else:
                 failed.world_size = max(failed.world_size, hello.world_size)
-        if len(failed.told) >= (failed.world_size or failed.guessed_size):
+        if len(failed.informed) >= (failed.world_size or failed.guessed_size):
             self._failed.remove(failed)
 
 
-def _number(hello: Hello) -> int:
+def _number_in_parent_job(hello: Hello) -> int:
     """A number that tells the ranks of a group apart, even if a rank does not know which ranks the group has."""
     return hello.rank if hello.parent_rank < 0 else hello.parent_rank
 
 
-def fails_launch(pending_job: PendingJob, hello: Hello, wrong: str, over: str) -> bool:
+def fails_launch(pending_job: PendingJob, hello: Hello, wrong: str, exceeded_limit: str) -> bool:
     """Whether the other ranks wait in vain, now that `hello` was refused because it is `wrong`.
 
-    `over`: the limit of this shard that it exceeds, if any. They do not wait in vain if `hello` was refused as a
-    duplicate of a rank, of the pending job or of a generation that still runs.
+    `exceeded_limit`: the limit of this shard that it exceeds, if any. They do not wait in vain if `hello` was refused
+    as a duplicate of a rank, of the pending job or of a generation that still runs.
     """
-    spec = pending_job.spec
-    is_missing = hello.rank < spec.world_size and hello.rank not in pending_job.waiting_ranks
-    is_elastic = spec.min_ranks or spec.formation  # a formation is part of an elastic job
-    is_group = min(hello.parent_rank, spec.parent_rank) >= 0
+    reference = pending_job.spec
+    is_missing = hello.rank < reference.world_size and hello.rank not in pending_job.waiting_ranks
+    is_elastic = reference.min_ranks or reference.formation  # a formation is part of an elastic job
+    is_group = min(hello.parent_rank, reference.parent_rank) >= 0
     if is_elastic or not (hello.launch or is_group) or not is_missing:
         return False
-    return wrong in (other_version(hello.version), over, difference(spec, hello))
+    return wrong in (other_version(hello.version), exceeded_limit, difference(reference, hello))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omnireduce.core.wire.control import Hello
-from omnireduce.protocol.joining.checks import kin
+from omnireduce.protocol.joining.checks import job_family
 
 DRAINING = "the aggregator is draining and takes no new jobs: use another one, or wait until it runs again"
 SHUTTING_DOWN = "the aggregator is shutting down"
@@ -40,14 +40,14 @@ class Intake:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self.state: Literal["open", "draining", "closed"] = "open"
-        self._here: set[tuple[str, str, str, bool, bool]] = set()  # the known jobs while it drains
+        self._known_jobs: set[tuple[str, str, str, bool, bool]] = set()  # the known jobs while it drains
         self._ended: dict[tuple[str, str, str], _Ended] = {}  # by team, job and launch, the oldest first
         self._orders: deque[_Order] = deque(maxlen=MAX_ENDED)
 
-    def drain(self, here: Iterable[Hello]) -> None:
-        """Take only known jobs. `here`: a hello of each job that runs."""
+    def drain(self, running: Iterable[Hello]) -> None:
+        """Take only known jobs. `running`: a hello of each job that runs."""
         if self.state == "open":
-            self.state, self._here = "draining", set(map(kin, here))
+            self.state, self._known_jobs = "draining", set(map(job_family, running))
 
     def resume(self) -> None:
         """Take all jobs again."""
@@ -58,19 +58,19 @@ class Intake:
         """Take no jobs any more."""
         self.state = "closed"
 
-    def begins(self, spec: Hello) -> None:
-        """A job has been admitted; `spec`: one of its hellos."""
+    def job_begins(self, hello: Hello) -> None:
+        """A job has been admitted; `hello`: one of its hellos."""
         if self.state == "draining":
-            self._here.add(kin(spec))
+            self._known_jobs.add(job_family(hello))
 
-    def end(self, spec: Hello, reason: str, now: float) -> None:
+    def end(self, hello: Hello, reason: str, now: float) -> None:
         """The job of this hello was ended."""
         for key in [key for key, ended in self._ended.items() if now >= ended.until]:
             del self._ended[key]
-        self._ended.pop(_name(spec), None)
+        self._ended.pop(_launch_key(hello), None)
         if len(self._ended) >= MAX_ENDED:
             del self._ended[next(iter(self._ended))]
-        self._ended[_name(spec)] = _Ended(reason, now + self._limit_s)
+        self._ended[_launch_key(hello)] = _Ended(reason, now + self._limit_s)
 
     def end_survivors(self, is_meant: Callable[[Hello], bool], reason: str, now: float, before: int) -> None:
         """Jobs were ended. Refuse their ranks also if these have left already to form the job anew, because another
@@ -83,16 +83,16 @@ class Intake:
         if self.state == "closed":
             return SHUTTING_DOWN, True
         is_elastic = hello.min_ranks > 0 or hello.formation > 0
-        if self.state == "draining" and not gathers and not (is_elastic and kin(hello) in self._here):
+        if self.state == "draining" and not gathers and not (is_elastic and job_family(hello) in self._known_jobs):
             return DRAINING, True
         for order in self._orders:
             if 0 < hello.survived < order.before and now < order.until and order.is_meant(hello):
                 return order.reason, False
-        ended = self._ended.get(_name(hello))
+        ended = self._ended.get(_launch_key(hello))
         # Without a launch id, a worker that is new may belong to another start of the job.
         is_the_same = hello.launch != "" or hello.survived > 0
         return (ended.reason, False) if ended is not None and is_the_same and now < ended.until else ("", False)
 
 
-def _name(hello: Hello) -> tuple[str, str, str]:
+def _launch_key(hello: Hello) -> tuple[str, str, str]:
     return hello.team, hello.job, hello.launch

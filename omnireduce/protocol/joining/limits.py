@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omnireduce.core.wire.control import Hello
-from omnireduce.protocol.joining.checks import demand, memory_bytes
+from omnireduce.protocol.joining.checks import memory_bytes, total_demand
 from omnireduce.support.config.schema import TeamLimits
 
 
@@ -22,23 +22,23 @@ class Limits:
     max_ranks: int = 1 << 62
     max_bytes: int = 1 << 62
 
-    def over(self, hello: Hello) -> str:
+    def exceeded_alone(self, hello: Hello) -> str:
         """The limit that the job of `hello` exceeds by itself, as a text; empty if it exceeds none."""
         if hello.min_ranks and hello.last_call_s >= self.join_timeout_s:
             limit = f"aggregator.join_timeout_s, {self.join_timeout_s:g} s"
             return f"elastic.last_call_s is {hello.last_call_s:g} s, expected less than {limit}"
         if hello.world_size > self.max_world_size:
             return f"world size {hello.world_size}; aggregator.max_world_size is {self.max_world_size}: raise it"
-        need = memory_bytes(hello)
-        if need > self.max_job_bytes:
+        needed_bytes = memory_bytes(hello)
+        if needed_bytes > self.max_job_bytes:
             return (
-                f"the job needs {need} bytes of slots and state; aggregator.max_job_bytes is {self.max_job_bytes}: "
-                "raise it on the aggregator, or lower protocol.slots, protocol.slot_bytes or "
+                f"the job needs {needed_bytes} bytes of slots and state; aggregator.max_job_bytes is "
+                f"{self.max_job_bytes}: raise it on the aggregator, or lower protocol.slots, protocol.slot_bytes or "
                 "protocol.state_bytes"
             )
         return ""
 
-    def beyond(self, hello: Hello, terms: TeamLimits, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
+    def exceeded_together(self, hello: Hello, terms: TeamLimits, jobs: Sequence[Hello], held: Sequence[Hello]) -> str:
         """The limit, of the shard or of a team with `terms`, that the job of `hello` would exceed, as a text; empty if
         there is room.
 
@@ -46,28 +46,30 @@ class Limits:
         """
         if len(jobs) >= self.max_jobs:
             return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        ranks, taken = demand(held)
+        ranks, taken_bytes = total_demand(held)
         if ranks + hello.world_size > self.max_ranks:
-            wanted = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
-            return f"{wanted} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
-        if taken + memory_bytes(hello) > self.max_bytes:
-            wanted = f"{taken} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
-            return f"{wanted} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
-        own = [[other for other in others if other.team == hello.team] for others in (jobs, held)]
-        return _beyond_terms(terms, hello, len(own[0]), own[1])
+            demand_text = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
+            return f"{demand_text} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
+        if taken_bytes + memory_bytes(hello) > self.max_bytes:
+            demand_text = f"{taken_bytes} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
+            return f"{demand_text} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
+        of_team = [[other for other in others if other.team == hello.team] for others in (jobs, held)]
+        return _exceeded_team_limit(terms, hello, len(of_team[0]), of_team[1])
 
 
-def _beyond_terms(terms: TeamLimits, hello: Hello, jobs: int, held: Sequence[Hello]) -> str:
+def _exceeded_team_limit(terms: TeamLimits, hello: Hello, jobs: int, held: Sequence[Hello]) -> str:
     """The limit of its team that one more job would exceed beside `jobs` others of the team, as a text; empty if there
     is room."""
     team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
     if jobs >= terms.max_jobs:
         return f"{jobs} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
-    ranks, taken = demand(held)
+    ranks, taken_bytes = total_demand(held)
     if ranks + hello.world_size > terms.max_ranks:
-        wanted = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
-        return f"{wanted} are more than max_ranks, {terms.max_ranks}, in {where}"
-    if taken + memory_bytes(hello) > terms.max_bytes:
-        wanted = f"{taken} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
-        return f"{wanted} are more than max_bytes, {terms.max_bytes}, in {where}"
+        demand_text = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
+        return f"{demand_text} are more than max_ranks, {terms.max_ranks}, in {where}"
+    if taken_bytes + memory_bytes(hello) > terms.max_bytes:
+        demand_text = (
+            f"{taken_bytes} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
+        )
+        return f"{demand_text} are more than max_bytes, {terms.max_bytes}, in {where}"
     return ""

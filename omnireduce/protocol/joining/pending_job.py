@@ -21,12 +21,12 @@ def worker_name(rank: int, host: str, pid: int) -> str:
     return f"rank {rank} (host {host}, pid {pid})"
 
 
-THROUGH, WAY_CHARACTERS = " through relay ", 200  # bounded: the names of several workers must fit one text
+THROUGH, RELAYS_CHARACTERS = " through relay ", 200  # bounded: the names of several workers must fit one text
 
 
 def member_name(hello: Hello) -> str:
     """The name in errors of the worker that sent this hello, with the relays through which it came."""
-    through = THROUGH + shown(", ".join(hello.relays)[:WAY_CHARACTERS]) if hello.relays else ""
+    through = THROUGH + shown(", ".join(hello.relays)[:RELAYS_CHARACTERS]) if hello.relays else ""
     return worker_name(hello.rank, hello.host, hello.pid) + through
 
 
@@ -88,7 +88,7 @@ class PendingJob:
     terms: TeamLimits
     since: float  # the time to join counts from here on; moved when a rank has compiled
     begun: float  # when the job began to gather; not moved when a rank has compiled
-    told_at: float  # when all waiting ranks were told last who is missing
+    informed_at: float  # when all waiting ranks were told last who is missing
     changed_at: float
     held: bool = False
     expected: frozenset[int] = frozenset()
@@ -97,14 +97,14 @@ class PendingJob:
     waiting_ranks: dict[int, WaitingRank] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and the reason, until it joins
     namesakes: list[PendingJob] = field(default_factory=list)  # all pending jobs of this name, with this job itself
-    untold: dict[Hashable, None] = field(default_factory=dict)  # connections that still have to hear the last news
-    _from: int = 0  # all ranks below it are here
-    _inside: int = 0  # waiting ranks whose rank is below the world size
+    uninformed: dict[Hashable, None] = field(default_factory=dict)  # connections that still have to hear the last news
+    _first_missing: int = 0  # all ranks below it are here
+    _in_world: int = 0  # waiting ranks whose rank is below the world size
     _claims: Counter[Claim] = field(default_factory=Counter)
 
     def add(self, waiting_rank: WaitingRank, now: float) -> None:
         rank = waiting_rank.hello.rank
-        self._inside += rank < self.spec.world_size
+        self._in_world += rank < self.spec.world_size
         self._claims[waiting_rank.claim] += 1
         self.waiting_ranks[rank] = waiting_rank
         if waiting_rank.claim is Claim.SURVIVOR or len(self.waiting_ranks) == 1:
@@ -116,15 +116,15 @@ class PendingJob:
     def remove(self, rank: int, now: float) -> None:
         """The connection of the worker that gave this rank is over."""
         waiting_rank = self.waiting_ranks.pop(rank)
-        self._inside -= rank < self.spec.world_size
+        self._in_world -= rank < self.spec.world_size
         self._claims[waiting_rank.claim] -= 1
-        self._from = min(self._from, rank)
+        self._first_missing = min(self._first_missing, rank)
         self.is_news = True
-        self.untold.pop(waiting_rank.key, None)
+        self.uninformed.pop(waiting_rank.key, None)
         if waiting_rank.claim is Claim.SURVIVOR:
             self.changed_at = now
 
-    def lead(self, survivor: Hello) -> None:
+    def compare_with(self, survivor: Hello) -> None:
         """Compare hellos with the hello of this survivor from now on. Workers that only say that they survived become
         newcomers."""
         self.spec = survivor
@@ -133,8 +133,8 @@ class PendingJob:
     def _make_newcomers(self) -> None:
         for rank, (key, hello, _) in self.waiting_ranks.items():
             self.waiting_ranks[rank] = WaitingRank(key, hello, Claim.NEWCOMER)
-        self._from = 0
-        self._inside = sum(rank < self.spec.world_size for rank in self.waiting_ranks)
+        self._first_missing = 0
+        self._in_world = sum(rank < self.spec.world_size for rank in self.waiting_ranks)
         self._claims = Counter(waiting_rank.claim for waiting_rank in self.waiting_ranks.values())
 
     def release(self, now: float) -> None:
@@ -142,7 +142,7 @@ class PendingJob:
         self.held, self.since, self.begun, self.changed_at = False, now, now, now
 
     @property
-    def place(self) -> JobKey:
+    def job_key(self) -> JobKey:
         return JobKey.of(self.spec)
 
     @property
@@ -150,7 +150,7 @@ class PendingJob:
         return self._claims[Claim.SURVIVOR] + self._claims[Claim.CLAIMANT] > 0
 
     @property
-    def is_led(self) -> bool:
+    def has_proven_survivor(self) -> bool:
         """A worker is here that has proved that it was in the job."""
         return self._claims[Claim.SURVIVOR] > 0
 
@@ -179,20 +179,20 @@ class PendingJob:
         """Take out the workers that the job starts with, in rank order, with the ranks that they get. If there are too
         many, survivors go first. Workers that stay are not in this generation, so for its ranks they are newcomers."""
         order = sorted(self.waiting_ranks, key=lambda rank: (-self.waiting_ranks[rank].claim, rank))
-        taken = [self.waiting_ranks.pop(rank) for rank in sorted(order[: self.spec.world_size])]
+        chosen = [self.waiting_ranks.pop(rank) for rank in sorted(order[: self.spec.world_size])]
         self._make_newcomers()
-        self.untold.clear()
+        self.uninformed.clear()
         return [
-            (waiting_rank.key, msgspec.structs.replace(waiting_rank.hello, rank=rank, world_size=len(taken)))
-            for rank, waiting_rank in enumerate(taken)
+            (waiting_rank.key, msgspec.structs.replace(waiting_rank.hello, rank=rank, world_size=len(chosen)))
+            for rank, waiting_rank in enumerate(chosen)
         ]
 
     def missing(self) -> list[int]:
         """The first ranks that are not here, at most LISTED: a peer may have given any world size."""
         missing: list[int] = []
-        while self._from in self.waiting_ranks:
-            self._from += 1
-        for rank in range(self._from, self.spec.world_size):
+        while self._first_missing in self.waiting_ranks:
+            self._first_missing += 1
+        for rank in range(self._first_missing, self.spec.world_size):
             if rank not in self.waiting_ranks:
                 missing.append(rank)
                 if len(missing) == LISTED:
@@ -201,7 +201,7 @@ class PendingJob:
 
     @property
     def total_missing(self) -> int:
-        return self.spec.world_size - self._inside
+        return self.spec.world_size - self._in_world
 
     def pending(self) -> Pending:
         return Pending(self.missing(), self.total_missing, self.note)
@@ -210,16 +210,16 @@ class PendingJob:
     def note(self) -> str:
         if self.refused is not None:
             return self.refused[1]
-        other = next((namesake for namesake in self.namesakes if namesake is not self), None)
-        return "" if other is None else _rival(other.spec, self.spec)
+        rival = next((namesake for namesake in self.namesakes if namesake is not self), None)
+        return "" if rival is None else _rival_text(rival.spec, self.spec)
 
-    def too_late(self, limit_s: float) -> str:
+    def timeout_text(self, limit_s: float) -> str:
         """The text for workers that have waited for the others for longer than `limit_s`."""
         missing = self.missing()
-        what = "rank " + ", ".join(map(str, missing)) + (" …" if self.total_missing > len(missing) else "")
+        missing_text = "rank " + ", ".join(map(str, missing)) + (" …" if self.total_missing > len(missing) else "")
         if not missing:
-            what = "its last generation to give back its memory"
-        reason = f"job '{self.spec.job}' was still waiting for {what} after {limit_s:g} s"
+            missing_text = "its last generation to give back its memory"
+        reason = f"job '{self.spec.job}' was still waiting for {missing_text} after {limit_s:g} s"
         return reason + (f" ({self.note})" if self.note else "")
 
     def status(self, now: float) -> JobStatus:
@@ -235,10 +235,10 @@ class PendingJob:
         )
 
 
-def _rival(other: Hello, hello: Hello) -> str:
-    """The text for a worker if `other`, of another launch, waits under the same name. They may belong together."""
-    launches = " and ".join(shown(rival.launch or "none") for rival in (hello, other))
+def _rival_text(rival: Hello, hello: Hello) -> str:
+    """The text for a worker if `launched`, of another launch, waits under the same name. They may belong together."""
+    launches = " and ".join(shown(worker.launch or "none") for worker in (hello, rival))
     return (
-        f"{member_name(other)} waits for a job of this name, too, but in another launch ({launches}): "
+        f"{member_name(rival)} waits for a job of this name, too, but in another launch ({launches}): "
         "give all their workers the same cluster.launch if they belong together, else another cluster.job"
     )

@@ -45,11 +45,11 @@ class JoinRequest:
         """The first message to say."""
         return self._hello if self._candidate is None else self._candidate.greeting
 
-    def told(self, message: ControlMessage) -> Proof | Hello | None:
+    def answer(self, message: ControlMessage) -> Proof | Hello | None:
         """The aggregator said something. Returns what to say to it; None: the message is no part of the handshake, and
         is for the caller. Raises ProtocolError for a message that an aggregator may not send, or not yet."""
         if self._candidate is not None and not isinstance(message, Refused):
-            proof = self._candidate.told(message)
+            proof = self._candidate.answer(message)
             if proof is not None:
                 return proof
             self._candidate = None

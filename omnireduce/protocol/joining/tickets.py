@@ -18,8 +18,8 @@ def ticket(key: bytes, hello: Hello, formation: int) -> bytes:
 
     HMAC-SHA256 would do as well, but in each shard it touches 1.1 MiB of OpenSSL.
     """
-    said = "\0".join((hello.team, hello.job, hello.launch, str(formation)))
-    return blake2b(said.encode(), digest_size=32, key=key, person=_PURPOSE).digest()
+    text = "\0".join((hello.team, hello.job, hello.launch, str(formation)))
+    return blake2b(text.encode(), digest_size=32, key=key, person=_PURPOSE).digest()
 
 
 def is_valid(key: bytes, hello: Hello) -> bool:

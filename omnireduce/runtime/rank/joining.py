@@ -41,7 +41,7 @@ from omnireduce.protocol.joining.rank import (
     Joined,
     JoinEffect,
     Joining,
-    Meet,
+    MeetLocalRanks,
     Notice,
     perform,
 )
@@ -193,7 +193,7 @@ def _assemble(config: Config, job: str, arrival: JoinedWorker, me: str) -> Assem
 
 def _sizing(protocol: settings.Protocol, link: Link) -> MessageSizing:
     if link.inline:
-        return MessageSizing.up_to(protocol.tcp_message_bytes)
+        return MessageSizing.for_network(protocol.tcp_message_bytes)
     return MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
 
 
@@ -302,7 +302,7 @@ def feed(machine: Joining, shard: int, peer: str, event: Event, now: float) -> I
         message = decode_control(event.body)
     except ProtocolError as error:
         return machine.failed(TransportError(f"aggregator {peer}: {error}"), now)
-    return machine.told(shard, message, now)
+    return machine.control_received(shard, message, now)
 
 
 class _PendingRank:
@@ -363,7 +363,7 @@ class _PendingRank:
             return
         if has_met:
             self._selector.unregister(self._rendezvous)
-            self._perform(self._machine.met(time.monotonic()))
+            self._perform(self._machine.local_ranks_met(time.monotonic()))
 
     def _arrived(self) -> bool:
         """If the worker has joined, give every link its slots; return whether all links have theirs."""
@@ -391,7 +391,7 @@ class _PendingRank:
             raise error
         self._fail(str(error) if isinstance(error, TransportError) else shortage(error))
 
-    def _meet(self, meet: Meet) -> None:
+    def _meet(self, meet: MeetLocalRanks) -> None:
         """Begin to meet the other ranks of this host."""
         protocol = self._config.protocol
         size = region_bytes(protocol.slots, protocol.slot_bytes, meet.hosts)
@@ -419,7 +419,7 @@ class _PendingRank:
             self._tell(action)
         elif isinstance(action, HangUp):
             self._hang_up(action.first)
-        elif isinstance(action, Meet):
+        elif isinstance(action, MeetLocalRanks):
             self._meet(action)
         elif isinstance(action, Notice):
             about = {} if action.shard < 0 else {"aggregator": self._config.cluster.aggregators[action.shard]}
@@ -435,7 +435,7 @@ class _PendingRank:
             self._log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
         try:
-            by = min(wanted.by, time.monotonic() + CONNECT_S)
+            by = min(wanted.deadline, time.monotonic() + CONNECT_S)
             link = connect_once(address, self._config, lambda: self._tls, by, say)
         except OSError as error:
             return self._machine.unreachable(wanted.shard, error.strerror or str(error), time.monotonic())

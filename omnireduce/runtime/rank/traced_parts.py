@@ -160,9 +160,9 @@ class TracedOperand:
         self._recorder.add(SpanKind.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size  # with blocks that the message leaves out: they belong to the result
 
-    def put_placed(self, indices: Array, place: WriteBlocks) -> None:
+    def put_encoded(self, indices: Array, place: WriteBlocks) -> None:
         start = now()
-        self._operand.put_placed(indices, place)
+        self._operand.put_encoded(indices, place)
         self._recorder.add(SpanKind.SCATTER, start, now(), detail=indices.size)
         self.union += indices.size
 

@@ -37,7 +37,7 @@ class Administration:
         return self._membership.intake.state != "open"
 
     @property
-    def here(self) -> int:
+    def remaining_jobs(self) -> int:
         """The number of jobs that run or wait for ranks."""
         return len(self._jobs) + self._membership.gathers
 
@@ -59,10 +59,10 @@ class Administration:
             return self._end(order)
         self._stops |= order.stops
         if order.action == "drain":
-            self._membership.intake.drain(self._membership.here)
+            self._membership.intake.drain(self._membership.held_hellos)
         elif not self._stops:
             self._membership.intake.resume()
-        return self.here
+        return self.remaining_jobs
 
     def _end(self, order: Order) -> int:
         meant = [job for job in self._jobs.values() if order.means(job.name, job.team)]

@@ -91,7 +91,7 @@ class Admission:
                 self._obey(connection, message)
                 return False
             may_ask = isinstance(message, StatusRequest) and is_operator(connection.link)
-            answer = None if may_ask else connection.gate.told(message)
+            answer = None if may_ask else connection.gate.answer(message)
             if answer is not None:
                 self._connections.say(connection, answer)
                 return True
@@ -105,7 +105,7 @@ class Admission:
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
             self.refuse(connection, str(error))
-            self._membership.gone(connection, self._clock())
+            self._membership.connection_ended(connection, self._clock())
             return False
         connection.hello = hello = connection.gate.signed(message)
         log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))

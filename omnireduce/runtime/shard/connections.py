@@ -73,7 +73,7 @@ class Connection:
 
     def about(self, what: str) -> dict[str, object]:
         """The log's fields for the event `what`, with the facts known of this connection's peer."""
-        hello, team = self.hello, self.gate.said or None
+        hello, team = self.hello, self.gate.claimed_team or None
         peer: dict[str, object] = {"peer": self.link.peer, "user": self.link.user, "team": team}
         if hello is None or not hello.job.isprintable():
             return tagged(what, **peer)

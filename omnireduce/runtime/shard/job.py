@@ -32,7 +32,7 @@ from omnireduce.protocol.collective.block_programs import ShardStates
 from omnireduce.protocol.collective.effects import AbortKind, End, Warn
 from omnireduce.protocol.collective.reduction import Budget, Reduction
 from omnireduce.protocol.host.groups import Sharding, delegates_of, readers_of
-from omnireduce.protocol.joining.membership import members_of, placed, welcomes_of
+from omnireduce.protocol.joining.membership import members_of, welcomes_of, with_places
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.protocol.relay import RelayMachine
 from omnireduce.protocol.shard import BUDGET, AggregatorMachine
@@ -128,7 +128,9 @@ class Job:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
             welcomes = [replace(welcome, shards=shards) for welcome in welcomes]
         else:
-            welcomes = placed([replace(welcome, verbs=None, note="", shards=0) for welcome in above.welcomes], hellos)
+            welcomes = with_places(
+                [replace(welcome, verbs=None, note="", shards=0) for welcome in above.welcomes], hellos
+            )
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         with ExitStack() as undo:
             self._trace = None if traces is None else undo.enter_context(traces.begin(name, hellos[0]))
@@ -163,7 +165,7 @@ class Job:
             [member_name(hello) for hello in hellos], self._arena.slots, self._results.slots,
         )  # fmt: skip
         return make(
-            sizing=MessageSizing.up_to(min(over_tcp)) if over_tcp else None,
+            sizing=MessageSizing.for_network(min(over_tcp)) if over_tcp else None,
             shard=spec.shard,
             sharding=Sharding.among(hosts, spec.shards, spec.stripe_blocks, welcomes[0].whole_bytes, spec.slot_bytes),
             delegates=delegates_of(members, spec.shard),

@@ -40,7 +40,7 @@ from omnireduce.core.wire.control import (
     other_version,
 )
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.joining.checks import kin, malformed
+from omnireduce.protocol.joining.checks import job_family, malformed
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect, Relayed
@@ -64,9 +64,9 @@ class PendingUplink:
     since: float
     link: Link | None = None
     request: JoinRequest | None = None  # on this link
-    again_at: float | None = None  # when to connect once more
+    retry_at: float | None = None  # when to connect once more
     give_up: Callable[[], object] = lambda: None  # cancels the attempt to connect
-    why: str = ""  # why the upstream could not be reached
+    failure: str = ""  # why the upstream could not be reached
 
     @property
     def formation_key(self) -> FormationKey:
@@ -82,25 +82,25 @@ class PendingUplink:
         return self.request is not None and self.request.has_said_hello
 
 
-def rank_of(hello: Hello, welcome: Welcome) -> int:
+def assigned_rank(hello: Hello, welcome: Welcome) -> int:
     """The rank of a worker in its job. In an elastic job the upstream gives it."""
     return hello.rank if welcome.assignment is None else welcome.assignment.rank
 
 
-def seated(hello: Hello, welcome: Welcome) -> Hello:
+def with_assigned_rank(hello: Hello, welcome: Welcome) -> Hello:
     """The hello with the rank and world size that the upstream gave."""
     size = hello.world_size if welcome.assignment is None else welcome.assignment.world_size
-    return replace(hello, rank=rank_of(hello, welcome), world_size=size)
+    return replace(hello, rank=assigned_rank(hello, welcome), world_size=size)
 
 
 def status_of(uplinks: Sequence[PendingUplink], now: float) -> JobStatus:
     """The status of a job that gathers. `uplinks`: the uplinks of its workers that are here."""
-    here = [uplink for uplink in uplinks if not uplink.hello.compiling]
-    first = (here or uplinks)[0]
+    joined = [uplink for uplink in uplinks if not uplink.hello.compiling]
+    first = (joined or uplinks)[0]
     pending = None if first.request is None else first.request.pending
     return JobStatus(
         name=first.hello.job, team=first.hello.team, generation=0, launch=first.hello.launch,
-        world_size=first.hello.world_size, joined=len(here), missing=[] if pending is None else pending.missing,
+        world_size=first.hello.world_size, joined=len(joined), missing=[] if pending is None else pending.missing,
         age_s=now - first.since, upstream=first.address,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ class Relaying:
         """The time to call `expire`, if nothing happens before; None: never."""
         unconnected = [uplink for uplink in self._uplinks.values() if uplink.link is None]
         ends = [uplink.since + self._limits.join_timeout_s for uplink in unconnected]
-        return min([*ends, *(uplink.again_at for uplink in unconnected if uplink.again_at is not None)], default=None)
+        return min([*ends, *(uplink.retry_at for uplink in unconnected if uplink.retry_at is not None)], default=None)
 
     def hello(self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = FREE) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
@@ -162,16 +162,16 @@ class Relaying:
         uplink = self._uplinks[key] = PendingUplink(key, hello, self._upstream.addresses[hello.shard], now)
         if not hello.refuses:
             self._pending_jobs.setdefault(uplink.formation_key, {})[key] = uplink
-        self._call(uplink)
+        self._connect(uplink)
 
     def _objection(self, hello: Hello, terms: TeamLimits) -> tuple[str, bool]:
         """The reason why `hello` is not passed on, and whether it may be later; empty if it is passed on."""
-        wrong = other_version(hello.version) or malformed(hello) or self._limits.over(hello)
-        above = len(self._upstream.addresses)
-        if not wrong and hello.shards != above:
+        wrong = other_version(hello.version) or malformed(hello) or self._limits.exceeded_alone(hello)
+        upstream_count = len(self._upstream.addresses)
+        if not wrong and hello.shards != upstream_count:
             wrong = (
-                f"cluster.aggregators has {hello.shards} addresses, and aggregator.upstream of this relay has {above}: "
-                "expected as many, in the same order"
+                f"cluster.aggregators has {hello.shards} addresses, and aggregator.upstream of this relay has "
+                f"{upstream_count}: expected as many, in the same order"
             )
         if not wrong and len(hello.relays) >= MOST_RELAYS:
             wrong = f"a chain of more than {MOST_RELAYS} relays: does aggregator.upstream lead in a circle?"
@@ -179,32 +179,34 @@ class Relaying:
             return wrong, False
         if FormationKey.of(hello) in self._pending_jobs or hello.refuses:
             return "", False
-        jobs, held = self._jobs_beside(hello, self._running), self._jobs_beside(hello, self._held)
-        return self._limits.beyond(hello, terms, jobs, held), True
+        jobs, held = self._other_jobs(hello, self._running), self._other_jobs(hello, self._held)
+        return self._limits.exceeded_together(hello, terms, jobs, held), True
 
-    def _jobs_beside(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
+    def _other_jobs(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
         """`jobs` and the pending jobs, without the job of `hello`: if it is elastic, it takes the room of its last
         generation."""
-        mine = [number for number, spec in jobs.items() if kin(spec) == kin(hello)]
-        last = max(mine, default=0) if hello.min_ranks or hello.formation else 0
+        generations = [number for number, spec in jobs.items() if job_family(spec) == job_family(hello)]
+        last = max(generations, default=0) if hello.min_ranks or hello.formation else 0
         gather = [
-            next(iter(ranks.values())).hello for at, ranks in self._pending_jobs.items() if at != FormationKey.of(hello)
+            next(iter(ranks.values())).hello
+            for key, ranks in self._pending_jobs.items()
+            if key != FormationKey.of(hello)
         ]
         return [*gather, *(spec for number, spec in jobs.items() if number != last)]
 
     def rival(self, hello: Hello) -> Hashable | None:
         """The connection that waits with the same rank for the same job; None when there is none."""
         waiting = self._pending_jobs.get(FormationKey.of(hello), {}).values()
-        mine = hello.rank, hello.compiling
-        return next((uplink.key for uplink in waiting if (uplink.hello.rank, uplink.hello.compiling) == mine), None)
+        identity = hello.rank, hello.compiling
+        return next((uplink.key for uplink in waiting if (uplink.hello.rank, uplink.hello.compiling) == identity), None)
 
-    def gone(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
+    def connection_ended(self, key: Hashable, now: float, cause: Cause | None = None) -> None:
         """A connection that was not yet admitted is over, because of `cause`."""
         if key in self._uplinks:
-            uplink = self._take_out(key)
+            uplink = self._remove(key)
             self._hang_up(uplink, cause or Cause(member_name(uplink.hello), "connection closed"))
 
-    def _take_out(self, key: Hashable) -> PendingUplink:
+    def _remove(self, key: Hashable) -> PendingUplink:
         """Remove a worker that does not wait any more."""
         uplink = self._uplinks.pop(key)
         waiting = self._pending_jobs.get(uplink.formation_key, {})
@@ -212,10 +214,10 @@ class Relaying:
         if not waiting:
             self._pending_jobs.pop(uplink.formation_key, None)
         if uplink.welcome is not None:
-            place = uplink.formation_key, uplink.welcome.generation
-            self._welcome[place] -= 1
-            if not self._welcome[place]:
-                del self._welcome[place]
+            key_and_generation = uplink.formation_key, uplink.welcome.generation
+            self._welcome[key_and_generation] -= 1
+            if not self._welcome[key_and_generation]:
+                del self._welcome[key_and_generation]
         return uplink
 
     def departed(self, generation: int, rank: int) -> None:
@@ -233,9 +235,9 @@ class Relaying:
         """Time has passed: try once more to reach the upstream, or give up."""
         for uplink in [uplink for uplink in self._uplinks.values() if uplink.link is None]:
             if now - uplink.since >= self._limits.join_timeout_s:
-                yield self._refuse(uplink, f"could not be reached: {uplink.why or 'no answer'}", temporary=True)
-            elif uplink.again_at is not None and now >= uplink.again_at:
-                self._call(uplink)
+                yield self._refuse(uplink, f"could not be reached: {uplink.failure or 'no answer'}", temporary=True)
+            elif uplink.retry_at is not None and now >= uplink.retry_at:
+                self._connect(uplink)
 
     @property
     def gathers(self) -> int:
@@ -247,7 +249,7 @@ class Relaying:
         return [status_of(list(uplinks.values()), now) for uplinks in self._pending_jobs.values()]
 
     @property
-    def here(self) -> list[Hello]:
+    def held_hellos(self) -> list[Hello]:
         """A hello of each job that runs, or whose ranks are still leaving."""
         return list(self._held.values())
 
@@ -267,7 +269,7 @@ class Relaying:
 
     def _turn_away(self, uplink: PendingUplink, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
         yield Answer(uplink.key, Refused(reason, temporary))
-        self.gone(uplink.key, self._clock(), Cause(f"aggregator {self._name}", reason))
+        self.connection_ended(uplink.key, self._clock(), Cause(f"aggregator {self._name}", reason))
 
     def close(self) -> None:
         """The shard ends: stop all attempts to connect."""
@@ -275,75 +277,75 @@ class Relaying:
 
     # uplinks
 
-    def _call(self, uplink: PendingUplink) -> None:
-        uplink.again_at = None
+    def _connect(self, uplink: PendingUplink) -> None:
+        uplink.retry_at = None
         done = partial(self._connected, uplink)
         uplink.give_up = self._upstream.connect(uplink.address, self._limits.join_timeout_s, done)
 
-    def _connected(self, uplink: PendingUplink, found: Link | str) -> None:
+    def _connected(self, uplink: PendingUplink, outcome: Link | str) -> None:
         if self._uplinks.get(uplink.key) is not uplink:  # it has gone meanwhile
-            if isinstance(found, Link):
-                found.close()
+            if isinstance(outcome, Link):
+                outcome.close()
             return
-        if isinstance(found, str):
-            self._try_again(uplink, found)
+        if isinstance(outcome, str):
+            self._try_again(uplink, outcome)
             return
         try:
-            self._begin_uplink(uplink, found)
+            self._begin_uplink(uplink, outcome)
         except Exception as error:
-            self._contain(uplink, error)
+            self._refuse_after_error(uplink, error)
 
-    def _begin_uplink(self, uplink: PendingUplink, found: Link) -> None:
-        uplink.link = found
-        self._selector.register(found, selectors.EVENT_READ, partial(self._hear, uplink))
+    def _begin_uplink(self, uplink: PendingUplink, outcome: Link) -> None:
+        uplink.link = outcome
+        self._selector.register(outcome, selectors.EVENT_READ, partial(self._read_upstream, uplink))
         secret = self._secret_of(uplink.hello.team)
         if secret is not None and secret.team != uplink.hello.team:
             self._answer([self._refuse(uplink, f"cannot be asked: there is no team '{uplink.hello.team}' any more")])
         else:
-            uplink.request = JoinRequest(self._passed_on(uplink.hello), secret, secrets.token_bytes(NONCE_BYTES))
-            found.send_control(encode_control(uplink.request.first))
+            uplink.request = JoinRequest(self._upstream_hello(uplink.hello), secret, secrets.token_bytes(NONCE_BYTES))
+            outcome.send_control(encode_control(uplink.request.first))
 
-    def _try_again(self, uplink: PendingUplink, why: str) -> None:
+    def _try_again(self, uplink: PendingUplink, reason: str) -> None:
         """The upstream has not heard of this worker yet: connect once more, after a pause."""
         if uplink.link is not None:
             self._selector.unregister(uplink.link)
             uplink.link.close()
         uplink.link = uplink.request = None
-        uplink.again_at = self._clock() + RETRY_S
-        if why != uplink.why:
-            uplink.why = why
-            note = f"aggregator {uplink.address}, the upstream of relay {self._name}, could not be reached: {why}"
+        uplink.retry_at = self._clock() + RETRY_S
+        if reason != uplink.failure:
+            uplink.failure = reason
+            note = f"aggregator {uplink.address}, the upstream of relay {self._name}, could not be reached: {reason}"
             log.warning("%s", note, extra=tagged("upstream_unreachable", upstream=uplink.address))
             self._answer([Answer(uplink.key, Pending([], 0, note[:TEXT_CHARACTERS]))])
         else:
             self._answer(())
 
-    def _passed_on(self, hello: Hello) -> Hello:
+    def _upstream_hello(self, hello: Hello) -> Hello:
         """The hello of a worker as the upstream gets it."""
         # Ranks that come through different relays must not count as one host, because a host sends a single sum.
         memory = hello.memory and hashlib.blake2b(hello.memory.encode(), key=self._key, digest_size=16).hexdigest()
         return replace(hello, verbs=None, team="", memory=memory, relays=(self._name, *hello.relays), relay=self._key)
 
-    def _hear(self, uplink: PendingUplink) -> None:
+    def _read_upstream(self, uplink: PendingUplink) -> None:
         """Handle messages of the upstream to a worker that has not been admitted here."""
         link = uplink.link
         assert link is not None
         try:
             for event in link.poll():
                 if self._uplinks.get(uplink.key) is uplink:
-                    self._answer(self._deal(uplink, event))
+                    self._answer(self._handle_event(uplink, event))
             if self._uplinks.get(uplink.key) is uplink and uplink.welcome is not None:
                 self._answer(self._begin(uplink, uplink.welcome))
         except Exception as error:
-            self._contain(uplink, error)
+            self._refuse_after_error(uplink, error)
 
-    def _contain(self, uplink: PendingUplink, error: Exception) -> None:
+    def _refuse_after_error(self, uplink: PendingUplink, error: Exception) -> None:
         """Refuse this worker after an unexpected error, such as no memory or a bug. Other workers keep their places."""
         log.exception("a worker behind this relay is refused: %s", error, extra=tagged("internal_error"))
         if self._uplinks.get(uplink.key) is uplink:
             self._answer([self._refuse(uplink, f"could not be served by the relay: {error!r}", temporary=True)])
 
-    def _deal(self, uplink: PendingUplink, event: object) -> Iterator[MembershipEffect]:
+    def _handle_event(self, uplink: PendingUplink, event: object) -> Iterator[MembershipEffect]:
         try:
             if isinstance(event, Lost) and event.violation:
                 raise ProtocolError(f"broke the rules: {event.reason}")
@@ -352,7 +354,7 @@ class Relaying:
                 return
             if not isinstance(event, Control):
                 raise ProtocolError("sent blocks before its welcome")
-            yield from self._told(uplink, decode_control(event.body))
+            yield from self._handle_control(uplink, decode_control(event.body))
         except ProtocolError as error:
             yield self._refuse(uplink, str(error))
 
@@ -362,13 +364,13 @@ class Relaying:
         else:
             yield self._refuse(uplink, f"{reason} before it had admitted this worker", temporary=True)
 
-    def _told(self, uplink: PendingUplink, message: ControlMessage) -> Iterator[MembershipEffect]:
+    def _handle_control(self, uplink: PendingUplink, message: ControlMessage) -> Iterator[MembershipEffect]:
         """Go on with the handshake, or pass on what the upstream says. Raises ProtocolError."""
         assert uplink.link is not None
         assert uplink.request is not None
         if uplink.has_said_hello and isinstance(message, Welcome) and not message.relayed:
             raise ProtocolError("does not know that this is a relay")
-        answer = uplink.request.told(message)
+        answer = uplink.request.answer(message)
         if answer is not None:
             uplink.link.send_control(encode_control(answer))
         elif isinstance(message, Pending | Newcomers):
@@ -378,7 +380,7 @@ class Relaying:
         elif isinstance(message, Refused):
             yield self._refused(uplink, message)
         elif isinstance(message, Aborted):
-            self.gone(uplink.key, self._clock())
+            self.connection_ended(uplink.key, self._clock())
             yield Answer(uplink.key, message)
         elif isinstance(message, Welcome):
             self._welcome[uplink.formation_key, message.generation] += 1
@@ -387,7 +389,7 @@ class Relaying:
         """The upstream refuses this worker. If it passes on the refusal of another aggregator, the message names that
         one already."""
         if f"{UPSTREAM_OF} " in message.reason:
-            self.gone(uplink.key, self._clock())
+            self.connection_ended(uplink.key, self._clock())
             return Answer(uplink.key, message)
         return self._refuse(uplink, f"refused: {message.reason}", temporary=message.temporary)
 
@@ -396,17 +398,22 @@ class Relaying:
         if self._welcome[uplink.formation_key, welcome.generation] < welcome.relayed:
             return
         members = [
-            (member, own, member.link)
+            (member, member_welcome, member.link)
             for member in self._pending_jobs[uplink.formation_key].values()
-            if (own := member.welcome) is not None and member.link is not None and own.generation == welcome.generation
+            if (member_welcome := member.welcome) is not None
+            and member.link is not None
+            and member_welcome.generation == welcome.generation
         ]
-        members.sort(key=lambda entry: rank_of(entry[0].hello, entry[1]))
-        hellos = [seated(member.hello, own) for member, own, _ in members]
-        needs = replace(hellos[0], world_size=len(members))
-        same = {(own.relayed, own.whole_bytes, own.hosts) for _, own, _ in members}
+        members.sort(key=lambda entry: assigned_rank(entry[0].hello, entry[1]))
+        hellos = [with_assigned_rank(member.hello, member_welcome) for member, member_welcome, _ in members]
+        job_hello = replace(hellos[0], world_size=len(members))
+        answers = {
+            (member_welcome.relayed, member_welcome.whole_bytes, member_welcome.hosts)
+            for _, member_welcome, _ in members
+        }
         wrong = "told the ranks of one job different things"
-        if len(same) == 1 and len({hello.rank for hello in hellos}) == len(hellos) == welcome.relayed:
-            wrong = self._limits.over(needs)
+        if len(answers) == 1 and len({hello.rank for hello in hellos}) == len(hellos) == welcome.relayed:
+            wrong = self._limits.exceeded_alone(job_hello)
             wrong = wrong and f"has admitted more than this relay may take: {wrong}"
         if wrong:
             for member, *_ in members:
@@ -414,17 +421,21 @@ class Relaying:
             return
         generation, self._next_generation = self._next_generation, self._next_generation + 1
         for member, _, link in members:
-            self._take_out(member.key)
+            self._remove(member.key)
             self._selector.unregister(link)
-        self._running[generation] = self._held[generation] = needs
-        self.intake.begins(needs)
-        relayed = Relayed(uplink.address, [own for _, own, _ in members], [link for *_, link in members])
+        self._running[generation] = self._held[generation] = job_hello
+        self.intake.job_begins(job_hello)
+        relayed = Relayed(
+            uplink.address, [member_welcome for _, member_welcome, _ in members], [link for *_, link in members]
+        )
         yield Admit(generation, uplink.hello.job, [member.key for member, *_ in members], hellos, relayed)
 
-    def _refuse(self, uplink: PendingUplink, why: str, *, temporary: bool = False) -> Answer:
-        self.gone(uplink.key, self._clock(), Cause(f"aggregator {uplink.address}", why[:TEXT_CHARACTERS]))
-        reason = f"aggregator {uplink.address}, {UPSTREAM_OF} {self._name}, {why}"
-        return Answer(uplink.key, Refused(reason[:TEXT_CHARACTERS], temporary))
+    def _refuse(self, uplink: PendingUplink, reason: str, *, temporary: bool = False) -> Answer:
+        self.connection_ended(
+            uplink.key, self._clock(), Cause(f"aggregator {uplink.address}", reason[:TEXT_CHARACTERS])
+        )
+        text = f"aggregator {uplink.address}, {UPSTREAM_OF} {self._name}, {reason}"
+        return Answer(uplink.key, Refused(text[:TEXT_CHARACTERS], temporary))
 
     def _hang_up(self, uplink: PendingUplink, cause: Cause) -> None:
         link = uplink.link

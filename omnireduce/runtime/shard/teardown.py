@@ -59,7 +59,7 @@ class Teardown:
             if isinstance(message, Report):
                 self._let_stay(job)
             elif isinstance(event, Lost) and not connection.has_left:
-                self._end_stay(connection, job, Cause(job.machine.named([connection.rank]), event.reason))
+                self._end_stay(connection, job, Cause(job.machine.names_of([connection.rank]), event.reason))
             elif isinstance(message, Leave):
                 connection.has_left = True
                 self._end_stay(connection, job, message.cause)
@@ -98,7 +98,7 @@ class Teardown:
     def forget(self, connection: Connection, cause: Cause | None = None) -> None:
         """Drop a connection that may wait for its job to begin; `cause`: why it leaves, if it says so."""
         self.drop(connection)
-        self._membership.gone(connection, self._clock(), cause)
+        self._membership.connection_ended(connection, self._clock(), cause)
 
     def drop(self, connection: Connection) -> None:
         """Close the connection."""

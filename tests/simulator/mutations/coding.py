@@ -13,8 +13,8 @@ MUTATIONS = (
         "coder sums the first blocks again and again",
         _CODING,
         "of a result that takes several steps only the first blocks are summed",
-        "self._codec.sum(slots, some, totals)",
-        "self._codec.sum(slots, parts[: len(some)], totals)",
+        "self._codec.sum(slots, piece_parts, totals)",
+        "self._codec.sum(slots, parts[: len(piece_parts)], totals)",
         test="tests/protocol/test_coding.py::test_a_tensor_of_many_pieces",
     ),
     Mutation(

@@ -17,7 +17,7 @@ MUTATIONS = (
         "a rank joins a running job twice",
         "omnireduce.protocol.joining.membership",
         "a second process takes part as a rank that is there",
-        '            return taken(self.ranks[hello.rank]) if hello.rank in self.ranks else ""\n',
+        '            return rank_taken_text(self.ranks[hello.rank]) if hello.rank in self.ranks else ""\n',
         '            return ""\n',
     ),
     Mutation(
@@ -54,8 +54,8 @@ MUTATIONS = (
         "hellos are not checked",
         _MEMBERSHIP,
         "who says what cannot be is admitted",
-        " or malformed(hello) or self._limits.over(",
-        " or self._limits.over(",
+        " or malformed(hello) or self._limits.exceeded_alone(",
+        " or self._limits.exceeded_alone(",
     ),
     Mutation(
         "versions are not checked",
@@ -76,7 +76,7 @@ MUTATIONS = (
         "a launch that cannot start is waited for",
         _MEMBERSHIP,
         "ranks wait their whole time for one that was refused for good",
-        "        if fails_launch(pending_job, hello, wrong, self._limits.over(hello)):\n",
+        "        if fails_launch(pending_job, hello, wrong, self._limits.exceeded_alone(hello)):\n",
         "        if False:\n",
         test="tests/simulator/test_scenarios.py::"
         "test_nobody_waits_for_a_rank_of_the_same_launch_that_was_refused_for_good",
@@ -115,8 +115,8 @@ MUTATIONS = (
         "a job that ended is still there",
         _MEMBERSHIP,
         "its ranks can never join again",
-        "over = self._running.pop(generation, None)\n",
-        "over = self._running.get(generation)\n",
+        "job = self._running.pop(generation, None)\n",
+        "job = self._running.get(generation)\n",
     ),
     Mutation(
         "too many jobs",
@@ -129,8 +129,8 @@ MUTATIONS = (
         "jobs of any size",
         _LIMITS,
         "a job may ask for more memory than it may have",
-        "        if need > self.max_job_bytes:\n",
-        "        if need < 0:\n",
+        "        if needed_bytes > self.max_job_bytes:\n",
+        "        if needed_bytes < 0:\n",
         within=2000,
     ),
     Mutation(
@@ -224,8 +224,8 @@ MUTATIONS = (
         "survivors stay survivors",
         _GATHERING,
         "those for whom a smaller job has no place end it again and again",
-        "        self._make_newcomers()\n        self.untold.clear()\n",
-        "        self.untold.clear()\n",
+        "        self._make_newcomers()\n        self.uninformed.clear()\n",
+        "        self.uninformed.clear()\n",
         test="tests/protocol/test_elastic_membership.py::test_survivors_who_find_no_place_are_newcomers_to_the_others",
     ),
     Mutation(
@@ -242,7 +242,7 @@ MUTATIONS = (
         _MEMBERSHIP,
         "a survivor that cannot join puts others out",
         "            wrong, temporary = self._objection(hello, formation_key, claim, terms, displaced)\n",
-        "            yield from self._make_way(hello, formation_key, claim, displaced, now)\n"
+        "            yield from self._displace_ranks(hello, formation_key, claim, displaced, now)\n"
         "            displaced = {}\n"
         "            wrong, temporary = self._objection(hello, formation_key, claim, terms, displaced)\n",
         test="tests/protocol/test_elastic_survivors.py::"
@@ -260,8 +260,8 @@ MUTATIONS = (
         "who comes and goes is news",
         "omnireduce.protocol.joining.membership",
         "a stranger makes a message to every rank of a job with each of his hellos",
-        "        return min((self._told[generation][1] + NEWS_S for generation in self._deserted), default=None)\n",
-        "        return 0.0 if self._deserted else None\n",
+        "min((self._announced[generation][1] + NEWS_S for generation in self._deserted), default=None)",
+        "0.0 if self._deserted else None",
         test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
     ),
     Mutation(

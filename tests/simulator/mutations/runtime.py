@@ -58,8 +58,8 @@ MUTATIONS = (
         "broken rules are taken for a lost link",
         _DRIVER,
         "a job's end names a peer, but not what it did",
-        "        over = machine.violated if event.violation else machine.lost\n",
-        "        over = machine.lost\n",
+        "        end_event = machine.violated if event.violation else machine.lost\n",
+        "        end_event = machine.lost\n",
     ),
     Mutation(
         "unidentified may stay",
@@ -125,7 +125,7 @@ MUTATIONS = (
         "a newcomer that goes is kept",
         _DEPARTURES,
         "a job begins with a rank that is gone",
-        "        self.drop(connection)\n        self._membership.gone(connection, self._clock(), cause)\n",
+        "        self.drop(connection)\n        self._membership.connection_ended(connection, self._clock(), cause)\n",
         "        self.drop(connection)\n",
     ),
     Mutation(

@@ -77,9 +77,11 @@ def _packets(
     bytes; then a refusal can travel in place of the part."""
 
     def made(rows: Array) -> Packets:
-        layout, most = context.layout(called), called.packets
+        layout, max_packets = context.layout(called), called.packets
         return context.with_pool(
-            lambda pool: Packets(rows, like, layout, pool.take, rank=context.rank, senders=senders, most=most)
+            lambda pool: Packets(
+                rows, like, layout, pool.take, rank=context.rank, senders=senders, max_packets=max_packets
+            )
         )
 
     try:
@@ -89,13 +91,13 @@ def _packets(
         raise
 
 
-def _rows_of(own: Array | None, most: int) -> Array:
+def _rows_of(own: Array | None, max_bytes: int) -> Array:
     if own is None:
         return NOTHING
-    if own.nbytes > most:
+    if own.nbytes > max_bytes:
         raise UsageError(
-            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {most}: send less at once, or "
-            "raise it on every rank"
+            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {max_bytes}: send less at once, "
+            "or raise it on every rank"
         )
     return packed(own)
 
