@@ -21,8 +21,8 @@ from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.runtime.embedded_messages import (
-    LONGEST,
-    MOST_BYTES,
+    MAX_REASON_CHARACTERS,
+    MAX_MESSAGE_BYTES,
     SECRET_BYTES,
     Compiling,
     EmbeddingFailed,
@@ -45,7 +45,7 @@ def main() -> None:
     ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     lose_unwritable_logs()
     with socket.socket(fileno=sys.stdin.fileno()) as rank:
-        data, descriptors, _, _ = socket.recv_fds(rank, MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(rank, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if data:
             _serve(rank, decode_order(data), [rank.fileno(), *descriptors])
 
@@ -70,7 +70,7 @@ def _serve(rank: socket.socket, order: Order, lifelines: Sequence[int]) -> None:
         return
     except OmniReduceError as error:
         with suppress(ConnectionError):
-            rank.send(encode(EmbeddingFailed(str(error)[:LONGEST])))
+            rank.send(encode(EmbeddingFailed(str(error)[:MAX_REASON_CHARACTERS])))
         return
     for lifeline in lifelines:
         server.stop_after_jobs_when_readable(lifeline)  # the other ranks may leave later

@@ -271,7 +271,7 @@ class InprocCluster:
             "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=most
         )
         layout = self.sharding.layout(descriptor)
-        operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), most=most)
+        operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), max_packets=most)
         self.submit(rank, descriptor, operand)
         return operand
 

@@ -23,9 +23,9 @@ from omnireduce.errors import ConfigError, OmniReduceError, TransportError, Usag
 from omnireduce.kernels.compiling.jit import has_compiler, kernel_files
 from omnireduce.kernels.warm import progress_text, take_trouble, warm_up_all
 from omnireduce.protocol.joining.authentication import WANTS_PROOF
-from omnireduce.runtime.aggregator_client import AT_ONCE, question, reach
+from omnireduce.runtime.aggregator_client import AT_ONCE, reach, read_status
 from omnireduce.runtime.rank.embedded_aggregator import identify
-from omnireduce.runtime.rank.launcher_detection import alone_though, detect_launch, job_name
+from omnireduce.runtime.rank.launcher_detection import detect_launch, find_launcher_sign, job_name
 from omnireduce.support import processors
 from omnireduce.support.config import Config
 from omnireduce.support.config.schema import SECRET_VARIABLE
@@ -101,9 +101,9 @@ def check_launch(config: Config, environ: Mapping[str, str] = os.environ) -> Ite
         return
     by = "no launcher" if launch.launcher == "none" else f"by {launch.launcher}"
     yield Finding("ok", "launch", f"{by}; rank {launch.rank} of {launch.size}, job {job_name(config, launch.job)!r}")
-    alone = alone_though(environ) if launch.launcher == "none" else None
+    alone = find_launcher_sign(environ) if launch.launcher == "none" else None
     if alone is not None:
-        yield Finding("fail" if alone.is_certain else "warn", "launch", alone.said, alone.instead)
+        yield Finding("fail" if alone.is_certain else "warn", "launch", alone.text, alone.instead)
 
 
 def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
@@ -281,7 +281,7 @@ def _aggregator(address: str, config: Config) -> Finding:
     try:
         secret = load_secret(config.security)
         with contextlib.closing(reach(address, config, secret, started + ANSWER_S)) as link:
-            status = question(link, started + ANSWER_S)
+            status = read_status(link, started + ANSWER_S)
             way = str(link)
     except OmniReduceError as error:
         return Finding("fail", what, shown(str(error)))

@@ -24,7 +24,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter
 from omnireduce.data_parallel.fusion_buffer import Buffer
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.calls.arguments import two_that_share
+from omnireduce.runtime.rank.calls.arguments import find_overlap
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.support.rounding import scaled
@@ -71,7 +71,7 @@ def scale(arrays: list[Array | None], factor: float, copied: set[int]) -> None:
     """Multiply the gradients by this factor, where they lie. Two that share memory are separated first, and the places
     of copies added to those that are `copied`."""
     there = [(at, array) for at, array in enumerate(arrays) if array is not None]
-    while pair := two_that_share([array for _, array in there]):
+    while pair := find_overlap([array for _, array in there]):
         at, shared = there[pair[1]]
         arrays[at] = own = shared.copy()
         there[pair[1]] = at, own
@@ -222,7 +222,7 @@ class _Bundle:
     def _exchange_large(comm: Communicator, own: list[Array]) -> None:
         """In place. Two parameters may have one gradient: the sum of what goes through both."""
         sent = list(own)
-        while pair := two_that_share(sent):
+        while pair := find_overlap(sent):
             sent[pair[1]] = sent[pair[1]].copy()
         comm.allreduce(sent, op=MEAN, name=GRADIENTS)
         for array, target in zip(sent, own, strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.core.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
 from omnireduce.core.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.calls.arguments import check_array, check_root, check_rows, flat_view, two_that_share
+from omnireduce.runtime.rank.calls.arguments import check_array, check_root, check_rows, find_overlap, flat_view
 from omnireduce.runtime.rank.calls.single import Rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.tracing.timeline import INNER
@@ -169,7 +169,7 @@ class Reduction:
                 raise UsageError(f"out of {what} is {out.dtype}{list(out.shape)}: expected {expected}")
             if x is not out and np.may_share_memory(x, out):
                 raise UsageError(f"out overlaps {what}; to work in place, call without out=")
-        if two_that_share(outs):
+        if find_overlap(outs):
             raise UsageError(f"arrays of '{name}' share memory; expected each array once")
         self._outs = outs
         self._flat, self._flat_outs = [array.reshape(-1) for array in arrays], [out.reshape(-1) for out in outs]

@@ -34,7 +34,7 @@ from omnireduce.optimizers.saved_state import (
     write_part,
 )
 from omnireduce.runtime.rank import world
-from omnireduce.runtime.rank.calls.arguments import check_root, two_that_share
+from omnireduce.runtime.rank.calls.arguments import check_root, find_overlap
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.handles import Handle
@@ -171,7 +171,7 @@ class ShardedOptimizer:
         parameters = parameters_of(params)
         names = self._names = [parameter.name for parameter in parameters]
         check_tables(tables, names)
-        shared = two_that_share([parameter.weights for parameter in parameters])
+        shared = find_overlap([parameter.weights for parameter in parameters])
         if shared:
             first, second = (names[at] for at in sorted(shared))
             raise UsageError(f"{first} and {second} share memory; expected each array once")

@@ -49,7 +49,7 @@ def connect_once(
     return connect_by_any(Call(parse_address(address), timeout_s, config, make_tls), say)
 
 
-def why_lost(link: StreamLink) -> str:
+def loss_hint(link: StreamLink) -> str:
     """The likely reason if an aggregator hangs up before it has admitted this worker."""
     return f"; does its transport.kind allow {link.kind}{link.if_lost}?"
 
@@ -64,7 +64,7 @@ def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
     link.send_control(encode_control(candidate.greeting))
     readable = select.poll()
     readable.register(link, select.POLLIN)
-    while not _advance(link, candidate):
+    while not _handle_messages(link, candidate):
         now = time.monotonic()
         if now >= deadline:
             raise RefusedError(
@@ -73,7 +73,7 @@ def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
         readable.poll((deadline - now) * 1000)
 
 
-def _advance(link: StreamLink, candidate: Candidate) -> bool:
+def _handle_messages(link: StreamLink, candidate: Candidate) -> bool:
     """Handle the messages of the aggregator; return whether it has proved itself."""
     proven = False
     for event in link.poll():
@@ -98,7 +98,7 @@ def read_message(link: StreamLink, event: Event) -> ControlMessage:
     if isinstance(event, Lost):
         if event.violation or event.refused:
             raise TransportError(f"aggregator {link.peer}: {event.reason}")
-        raise TransportError(f"aggregator {link.peer}: {event.reason} before it answered{why_lost(link)}")
+        raise TransportError(f"aggregator {link.peer}: {event.reason} before it answered{loss_hint(link)}")
     if not isinstance(event, Control):
         raise TransportError(f"aggregator {link.peer} sent blocks instead of an answer")
     try:
@@ -125,7 +125,7 @@ def ask(address: str, config: Config, timeout_s: float, *, secret: Secret | None
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(reach(address, config, secret, deadline, purpose=purpose)) as link:
-        return question(link, deadline)
+        return read_status(link, deadline)
 
 
 def ask_all(
@@ -173,12 +173,12 @@ def _say_once(address: str, reason: str) -> None:
     log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
 
-def question(link: StreamLink, deadline: float) -> Status:
+def read_status(link: StreamLink, deadline: float) -> Status:
     """Ask the aggregator at the other end. Raises TransportError or RefusedError."""
     started, jobs, after = time.monotonic(), list[JobStatus](), FIRST_KEY
     while True:
         link.send_control(encode_control(StatusRequest(PROTOCOL_VERSION, after)))
-        page = _answer(link, deadline, deadline - started)
+        page = _read_answer(link, deadline, deadline - started)
         if not isinstance(page, Status):
             raise TransportError(f"aggregator {link.peer} answered the status request with {type(page).__name__}")
         jobs += page.jobs
@@ -191,15 +191,15 @@ def question(link: StreamLink, deadline: float) -> Status:
     return page
 
 
-def request(address: str, config: Config, timeout_s: float, wanted: AdminRequest, secret: Secret | None) -> int:
+def request(address: str, config: Config, timeout_s: float, admin_request: AdminRequest, secret: Secret | None) -> int:
     """Send an administrative request to the daemon of the shard at `address`; return the number of jobs concerned.
 
     Raises what `ask` raises.
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(reach(address, config, secret, deadline)) as link:
-        link.send_control(encode_control(wanted))
-        answer = _answer(link, deadline, timeout_s)
+        link.send_control(encode_control(admin_request))
+        answer = _read_answer(link, deadline, timeout_s)
         if not isinstance(answer, AdminAnswer):
             raise TransportError(f"aggregator {link.peer} answered the request with {type(answer).__name__}")
         return answer.jobs
@@ -211,10 +211,10 @@ def refuse(address: str, config: Config, timeout_s: float, hello: Hello, secret:
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(reach(address, config, secret, deadline)) as link:
         link.send_control(encode_control(hello))
-        _answer(link, deadline, timeout_s)
+        _read_answer(link, deadline, timeout_s)
 
 
-def _answer(link: StreamLink, deadline: float, timeout_s: float) -> ControlMessage:
+def _read_answer(link: StreamLink, deadline: float, timeout_s: float) -> ControlMessage:
     """The next control message. Raises TransportError or RefusedError."""
     readable = select.poll()
     readable.register(link, select.POLLIN)

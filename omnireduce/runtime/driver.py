@@ -69,9 +69,9 @@ class Driver:
     def read(self, peer: int) -> Sequence[Event]:
         """The events that have come from `peer`. The machine also learns that part of a message has come."""
         counters = self.links[peer].counters
-        before = counters.received_bytes
+        bytes_before = counters.received_bytes
         events = self.links[peer].poll()
-        if counters.received_bytes != before and not events:
+        if counters.received_bytes != bytes_before and not events:
             self.machine.heard(peer, self._clock())
         return events
 
@@ -168,12 +168,12 @@ class Driver:
         return end_event(peer, event.reason, now)
 
 
-def say_last_words(link: Link, deadline: float) -> None:
+def flush_before_close(link: Link, deadline: float) -> None:
     """Give waiting output of the link a moment to leave, until `deadline`."""
     link.flush()
     while link.wants_write and time.monotonic() < deadline:
-        room = select.poll()  # not `select`, which has a limit of 1024 descriptors
-        room.register(link, select.POLLIN | select.POLLOUT)
-        room.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        poller = select.poll()  # not `select`, which has a limit of 1024 descriptors
+        poller.register(link, select.POLLIN | select.POLLOUT)
+        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         link.poll()  # its events are not needed any more
         link.flush()

@@ -15,8 +15,8 @@ from msgspec import Meta, Struct, msgpack
 from omnireduce.support.config import Config
 
 SECRET_BYTES = 32
-MOST_BYTES = 1 << 16  # the longest message
-LONGEST = 4096  # the most characters of a reason
+MAX_MESSAGE_BYTES = 1 << 16  # the longest message
+MAX_REASON_CHARACTERS = 4096  # the most characters of a reason
 _Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 _Address = Annotated[str, Meta(pattern=r"^(127\.0\.0\.1|\[::1\]):[1-9][0-9]{0,4}\Z")]
 _Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
@@ -47,20 +47,20 @@ class Ready(Struct, frozen=True, tag="ready"):
 class EmbeddingFailed(Struct, frozen=True, tag="failed"):
     """There is no aggregator, and there will be none."""
 
-    reason: Annotated[str, Meta(max_length=LONGEST)]
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
 
 
 News = Compiling | Ready | EmbeddingFailed
 encode = msgpack.Encoder().encode
-_news: msgpack.Decoder[News] = msgpack.Decoder(News)
-_order = msgpack.Decoder(Order)
+_news_decoder: msgpack.Decoder[News] = msgpack.Decoder(News)
+_order_decoder = msgpack.Decoder(Order)
 
 
 def decode_news(data: bytes) -> News:
     """Raises msgspec.DecodeError, a ValueError, for anything else."""
-    return _news.decode(data)
+    return _news_decoder.decode(data)
 
 
 def decode_order(data: bytes) -> Order:
     """Raises msgspec.DecodeError, a ValueError, for anything else."""
-    return _order.decode(data)
+    return _order_decoder.decode(data)

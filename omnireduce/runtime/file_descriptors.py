@@ -24,8 +24,8 @@ def shortage(error: OSError | MemoryError) -> str:
 
 def allow_all_descriptors() -> None:
     """Raise this process's limit of open files to the highest allowed."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 class Reserve:

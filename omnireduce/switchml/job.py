@@ -120,7 +120,7 @@ class Job:
             what = f"out is {self.out.dtype}{list(self.out.shape)}, x is {self.x.dtype}{list(self.x.shape)}"
             raise UsageError(f"{what}: expected the same")
         flat_view(self.x, "x", writable=False)
-        flat_view(self.out, "out", writable=True, instead="pass another out")
+        flat_view(self.out, "out", writable=True, advice="pass another out")
         self.in_place = self.x.ctypes.data == self.out.ctypes.data
         if not self.in_place and np.may_share_memory(self.x, self.out):
             raise UsageError("out overlaps x; to work in place, leave it out")

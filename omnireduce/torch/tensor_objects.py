@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from omnireduce.core.wire.blocks import MAX_ELEMENTS
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.calls.objects import ADVICE, ObjectCodec, add_form
+from omnireduce.runtime.rank.calls.objects import ADVICE, ObjectCodec, add_codec
 from omnireduce.torch.tensors import TORCH_TYPES, bytes_of, staged
 
 _NAMES: dict[torch.dtype, str] = {
@@ -56,5 +56,5 @@ def _parameter(x: tuple[str, list[int], bytes, bool]) -> nn.Parameter:
 
 def let_tensors_travel() -> None:
     """From now on objects may have tensors and parameters in them."""
-    add_form(Tensor, "torch.Tensor", ObjectCodec(_said, _Tensor, _made))
-    add_form(nn.Parameter, "torch.nn.Parameter", ObjectCodec(_said, _Tensor, _parameter))
+    add_codec(Tensor, "torch.Tensor", ObjectCodec(_said, _Tensor, _made))
+    add_codec(nn.Parameter, "torch.nn.Parameter", ObjectCodec(_said, _Tensor, _parameter))

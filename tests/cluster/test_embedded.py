@@ -32,7 +32,7 @@ from local_cluster import (
 from users import set_user
 
 from omnireduce import AbortedError, ClosedError, Communicator, ConfigError, RefusedError, TransportError, connect
-from omnireduce.runtime.rank.embedded_aggregator import identify, place_of
+from omnireduce.runtime.rank.embedded_aggregator import identify, socket_name
 from omnireduce.runtime.rank.launcher_detection import Launch
 from omnireduce.support.config import Config
 
@@ -197,7 +197,7 @@ def test_a_process_that_rank_0_has_forked_keeps_nothing_alive() -> None:
 
 def test_a_process_that_is_forked_while_ranks_meet_keeps_no_place() -> None:
     job = unique_job()
-    place = place_of("", job).replace("\0", "@")
+    place = socket_name("", job).replace("\0", "@")
     with Process(sys.executable, "-c", FORKS_EARLY, job) as zero:
         assert eventually(lambda: place in names_in_use(), READY_S)
         assert zero.popen.stdin is not None
@@ -290,7 +290,7 @@ def test_a_users_own_module_is_not_taken_for_ours(tmp_path: Path) -> None:
 
 def test_nobody_listens_once_all_have_met() -> None:
     job = unique_job()
-    place = place_of("", job).replace("\0", "@")
+    place = socket_name("", job).replace("\0", "@")
     alone = Ranks(1, lambda _: Communicator(plain(), rank=0, size=2, job=job))
 
     def late(_: int) -> Communicator:
@@ -389,7 +389,7 @@ def test_another_users_process_is_not_believed() -> None:
             impostor.listen()
             return True
 
-        place = place_of("", job)
+        place = socket_name("", job)
         if Ranks(1, take).results() != [True]:
             pytest.skip("only root can be other users")
         with pytest.raises(TransportError, match=r"process \d+ of user 65534, which is another user, is where the"):

@@ -12,7 +12,7 @@ from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.data_parallel.stalls import Stall, wait_text, stalls
+from omnireduce.data_parallel.stalls import Stall, stalls, wait_text
 
 
 def test_who_is_missing_where() -> None:

@@ -45,7 +45,7 @@ from omnireduce.core.wire.control import (
     encode_control,
 )
 from omnireduce.protocol.joining.authentication import Candidate
-from omnireduce.runtime.rank.calls.objects import FORMS, to_bytes
+from omnireduce.runtime.rank.calls.objects import CODECS, to_bytes
 from omnireduce.support.secret import Secret
 from omnireduce.transport.framing import CONTROL, CREDIT, DATA, FRAME
 
@@ -159,7 +159,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
     "plain": {f"valid-{type(each).__name__}": to_bytes(each, trust=False) for each in PLAIN}
     | {
         "colliding": encode(
-            Ext([*FORMS].index(dict), encode([each for n in range(500) for each in ((2**61 - 1) * (n % 4), n)]))
+            Ext([*CODECS].index(dict), encode([each for n in range(500) for each in ((2**61 - 1) * (n % 4), n)]))
         ),
         "pickle": to_bytes(len, trust=True),
     },

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import omnireduce.torch  # noqa: F401  so that objects may have tensors
 from omnireduce import UsageError
-from omnireduce.runtime.rank.calls.objects import FORMS, FrontObject, from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import CODECS, FrontObject, from_bytes, to_bytes
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3).T,
@@ -75,13 +75,13 @@ def test_what_is_no_plain_tensor_is_refused(x: Tensor) -> None:
     ],
 )  # fmt: skip
 def test_what_a_liar_says_is_refused(name: object, said: object) -> None:
-    data = encode(Ext([*FORMS].index(FrontObject), encode([name, encode(said)])))
+    data = encode(Ext([*CODECS].index(FrontObject), encode([name, encode(said)])))
     with pytest.raises(UsageError, match="the object of rank 1 cannot be read"):
         from_bytes(data, trust=False, sender="rank 1")
 
 
 def test_a_bool_of_a_peer_is_one() -> None:
     said = encode(["torch.Tensor", encode(["bool", [3], b"\x00\x01\x07", False])])
-    result = from_bytes(encode(Ext([*FORMS].index(FrontObject), said)), trust=False, sender="rank 1")
+    result = from_bytes(encode(Ext([*CODECS].index(FrontObject), said)), trust=False, sender="rank 1")
     assert isinstance(result, Tensor)
     assert result.view(torch.uint8).tolist() == [0, 1, 1]

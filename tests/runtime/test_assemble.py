@@ -28,7 +28,7 @@ from local_cluster import configured, open_files
 from omnireduce import Communicator, TransportError
 
 address, job, *settings = sys.argv[1:]
-enter = Communicator._enter
+enter = Communicator._begin_generation
 
 def without_descriptors(self, *arguments):
     held = []
@@ -44,7 +44,7 @@ def without_descriptors(self, *arguments):
         for each in held:
             os.close(each)
 
-Communicator._enter = without_descriptors
+Communicator._begin_generation = without_descriptors
 kept = None
 try:
     Communicator(configured([address], *settings), rank=1, size=2, job=job)

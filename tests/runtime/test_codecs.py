@@ -13,7 +13,7 @@ from transports import BY_SHARDS, KINDS, by_ways, over
 from omnireduce import AbortedError, CodecError, Communicator, ConfigError, UsageError
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.runtime.rank.channels import _tell_idle
+from omnireduce.runtime.rank.channels import _warn_unused_codec
 
 HERE = Path(__file__).parent
 OWN = ("own_codecs:Doubles", "own_codecs:Unlucky", "own_codecs:Clumsy")
@@ -71,7 +71,7 @@ def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
     daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also of a codec that is named in a call."""
-    _tell_idle.cache_clear()
+    _warn_unused_codec.cache_clear()
     config = configured(daemon.addresses, "protocol.codec=sign")
 
     def run(comm: Communicator) -> set[float]:
@@ -86,7 +86,7 @@ def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
 def test_codecs_that_work_are_no_news(
     daemon: Daemon, ranks: int, way: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _tell_idle.cache_clear()
+    _warn_unused_codec.cache_clear()
     config = configured(daemon.addresses, *way)
     run_job(config, ranks, lambda comm: comm.allreduce(np.ones(8, np.float32), codec="sign"))
     assert idle_codecs(caplog) == []

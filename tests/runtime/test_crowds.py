@@ -114,7 +114,7 @@ def test_a_few_status_requests_are_answered_in_a_turn_in_their_order(crowd: Crow
         crowd.turn()
         counts.append(sum(len(heard(peer)) for peer in peers))
     assert counts == [STATUSES, STATUSES, 1]
-    assert crowd.server._patience(60.0) > 1.0
+    assert crowd.server._wait_limit_s(60.0) > 1.0
 
 
 def test_a_job_that_came_in_this_turn_has_an_age(crowd: Crowd) -> None:
@@ -166,11 +166,11 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
     say(rude, Pending([], 0))
     crowd.turn()
     assert [type(each) for each in heard(rude)] == [Refused]
-    assert crowd.server._patience(60.0) == LINGER_S
+    assert crowd.server._wait_limit_s(60.0) == LINGER_S
     crowd.now += LINGER_S
     crowd.turn()
     assert len(crowd.server._connections) == 2
-    assert crowd.server._patience(60.0) == 10.0 - 5.0 - LINGER_S
+    assert crowd.server._wait_limit_s(60.0) == 10.0 - 5.0 - LINGER_S
     crowd.now += 4.0
     crowd.turn()
     assert [type(each) for each in heard(first)] == [Refused]
@@ -181,7 +181,7 @@ def test_strangers_and_leavers_go_when_their_own_time_is_over(crowd: Crowd) -> N
     crowd.turn()
     [left] = crowd.server._connections
     assert left.hello == HELLO
-    assert crowd.server._patience(600.0) > 50.0  # until its job has gathered for too long
+    assert crowd.server._wait_limit_s(600.0) > 50.0  # until its job has gathered for too long
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
                 for _ in range(5):
                     server.turn(0.0)
             assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 1
-            assert server._patience(60.0) == PAUSE_S
+            assert server._wait_limit_s(60.0) == PAUSE_S
             server.turn(0.0)
             assert not server._connections
             now += PAUSE_S

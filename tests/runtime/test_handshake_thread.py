@@ -68,7 +68,7 @@ def test_a_long_task_of_one_stops_no_other(crowd: Crowd) -> None:
     crowd.turn()
     assert DATA in rank.frames()
     assert crowd.server._selector.select(0.0) == []  # its input ends no wait
-    assert crowd.server._patience(60.0) > 0.0
+    assert crowd.server._wait_limit_s(60.0) > 0.0
     slow.link.may_go_on.set()
     crowd.server.turn(WAIT_S)  # the end of the task ends the wait
     crowd.turn()

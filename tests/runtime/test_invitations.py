@@ -10,7 +10,7 @@ from local_cluster import READY_S, Ranks, descriptors_below, unique_job
 
 from omnireduce.errors import RefusedError, TransportError
 from omnireduce.runtime.embedded_messages import Compiling, EmbeddingFailed, News, Ready, decode_news, encode
-from omnireduce.runtime.rank.embedded_aggregator import CARD, Invitations, be_invited, place_of
+from omnireduce.runtime.rank.embedded_aggregator import CARD, Invitations, await_invitation, socket_name
 
 READY = Ready("127.0.0.1:4711", bytes(32))
 
@@ -27,7 +27,7 @@ def guest(place: str, said: bytes | None) -> socket.socket:
     "said", [None, b"x", b"x" * 1000, CARD.pack(0, 2), CARD.pack(2, 2), CARD.pack(2**32 - 1, 2), struct.pack("<I", 1)]
 )
 def test_who_shows_no_card_is_not_told(said: bytes | None) -> None:
-    place = place_of("", unique_job())
+    place = socket_name("", unique_job())
     invitations = Invitations(place, 2)
     stranger, rank = guest(place, said), guest(place, CARD.pack(1, 2))
     for _ in range(4):
@@ -43,7 +43,7 @@ def test_who_shows_no_card_is_not_told(said: bytes | None) -> None:
 
 
 def test_who_comes_late_is_told() -> None:
-    place = place_of("", unique_job())
+    place = socket_name("", unique_job())
     invitations = Invitations(place, 3)
     invitations.tell(READY)
     guests = [guest(place, CARD.pack(rank, 3)) for rank in (1, 2)]
@@ -59,7 +59,7 @@ def test_who_comes_late_is_told() -> None:
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_rank_that_comes_twice_is_of_another_launch(is_told: bool) -> None:
     """Also when the first one knows the address already, and has gone on."""
-    place = place_of("", unique_job())
+    place = socket_name("", unique_job())
     invitations = Invitations(place, 3)
     first = guest(place, CARD.pack(1, 3))
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_a_rank_that_comes_twice_is_of_another_launch(is_told: bool) -> None:
 
 def test_a_rank_that_has_hung_up_may_come_again() -> None:
     """Before it was told. That it is gone may be seen later than that it is here."""
-    place = place_of("", unique_job())
+    place = socket_name("", unique_job())
     invitations = Invitations(place, 2)
     first = guest(place, CARD.pack(1, 2))
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_a_rank_that_has_hung_up_may_come_again() -> None:
 
 
 def test_another_world_size_ends_it_for_all() -> None:
-    place = place_of("", unique_job())
+    place = socket_name("", unique_job())
     invitations = Invitations(place, 2)
     with guest(place, CARD.pack(2, 3)):
         invitations.turn()
@@ -115,11 +115,11 @@ def test_another_world_size_ends_it_for_all() -> None:
 )
 def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
     job = unique_job()
-    place = place_of("", job)
+    place = socket_name("", job)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
         zero.bind(place)
         zero.listen()
-        one = Ranks(1, lambda _: be_invited(place, job, 1, 2, limit_s=READY_S, say=lambda _: None))
+        one = Ranks(1, lambda _: await_invitation(place, job, 1, 2, limit_s=READY_S, say=lambda _: None))
         with zero.accept()[0] as rank:
             assert CARD.unpack(rank.recv(64)) == (1, 2)
             if answer:
@@ -132,19 +132,19 @@ def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
 def test_a_rank_0_that_has_stopped_keeps_nobody_for_ever() -> None:
     """The queue of the stopped rank is full, so that a further rank cannot even connect."""
     job = unique_job()
-    place = place_of("", job)
+    place = socket_name("", job)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
         zero.bind(place)
         zero.listen(0)
         with guest(place, None):
-            one = Ranks(1, lambda _: be_invited(place, job, 1, 2, limit_s=0.1, say=lambda _: None))
+            one = Ranks(1, lambda _: await_invitation(place, job, 1, 2, limit_s=0.1, say=lambda _: None))
             [error] = one.outcomes()
     assert isinstance(error, TransportError)
     assert "is not on this host, or has stopped, after" in str(error)
 
 
 def test_rank_0_without_descriptors_says_so() -> None:
-    place = place_of("", unique_job())
+    place = socket_name("", unique_job())
     invitations = Invitations(place, 2)
     with guest(place, None), descriptors_below(0), pytest.raises(TransportError, match="no descriptors left"):
         invitations.turn()
@@ -157,6 +157,6 @@ def test_news_are_read_as_they_were_written(news: News) -> None:
 
 
 def test_names_of_different_launches_differ() -> None:
-    names = {place_of(*each) for each in (("a", "b"), ("b", "a"), ("", "a"), ("", "b"), ("\udcff", "b"))}
+    names = {socket_name(*each) for each in (("a", "b"), ("b", "a"), ("", "a"), ("", "b"), ("\udcff", "b"))}
     assert len(names) == 5
     assert all(name.startswith("\0omnireduce-launch/") and len(name) < 108 for name in names)

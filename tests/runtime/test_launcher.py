@@ -21,9 +21,9 @@ from omnireduce.errors import ConfigError, UsageError
 from omnireduce.runtime.rank import launcher_detection
 from omnireduce.runtime.rank.launcher_detection import (
     Launch,
-    alone_though,
     check_told_apart,
     detect_launch,
+    find_launcher_sign,
     job_name,
     launch_id,
     own_launch,
@@ -275,7 +275,7 @@ SPEAKS_OF_SEVERAL = [
 def test_nobody_is_alone_in_silence(
     environ: dict[str, str], is_certain: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher_detection, "_said", set[str]())
+    monkeypatch.setattr(launcher_detection, "_logged_signs", set[str]())
     if is_certain:
         with pytest.raises(UsageError, match="but does not give this process a rank and a size"):
             own_launch(environ)
@@ -293,12 +293,12 @@ def test_nobody_is_alone_in_silence(
 def test_hosts_of_pbs_are_in_a_file(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("node1\n")
-    assert alone_though({"PBS_NODEFILE": str(nodes)}) is None
+    assert find_launcher_sign({"PBS_NODEFILE": str(nodes)}) is None
     nodes.write_text("node1\nnode1\nnode2\n")
-    result = alone_though({"PBS_NODEFILE": str(nodes)})
+    result = find_launcher_sign({"PBS_NODEFILE": str(nodes)})
     assert result is not None
-    assert "PBS (PBS_NODEFILE) speaks of 3 processes or more" in result.said
-    assert alone_though({"PBS_NODEFILE": str(tmp_path / "none")}) is None
+    assert "PBS (PBS_NODEFILE) speaks of 3 processes or more" in result.text
+    assert find_launcher_sign({"PBS_NODEFILE": str(tmp_path / "none")}) is None
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_hosts_of_pbs_are_in_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_who_is_alone_is_told_nothing(environ: dict[str, str]) -> None:
-    assert alone_though(environ) is None
+    assert find_launcher_sign(environ) is None
 
 
 def test_the_page_for_users_has_all_variables() -> None:

@@ -169,7 +169,7 @@ def test_init_twice(daemon: Daemon) -> None:
 @pytest.fixture
 def untouched_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook of a new process. An earlier test may have left one that calls ours, as `init_process_group` does."""
-    monkeypatch.setattr(engine._process, "_show", None)
+    monkeypatch.setattr(engine._process, "_replaced_hook", None)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 

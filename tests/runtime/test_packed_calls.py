@@ -25,7 +25,7 @@ from transports import by_ways, over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.collective.packets import packed, packet_count
-from omnireduce.runtime.rank.calls.objects import DEEPEST, FORMS, FrontObject, from_bytes, to_bytes
+from omnireduce.runtime.rank.calls.objects import CODECS, MAX_DEPTH, FrontObject, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [
     None, True, 3, -(2**63) + 1, 2**63, 2**200, -(2**200), 1.5, 1j, "text", b"bytes", bytearray(b"more"), (1, (2, 3)),
@@ -158,7 +158,7 @@ def test_anything_plain_reads_back(x: Any) -> None:
         (np.dtype("f4"), "is no plain data"),
         (ValueError("x"), "ValueError is no plain data"),
         (np.zeros(3, "V0"), "is no plain data"),
-        (nested(DEEPEST + 1), "plain data is nested at most 64 deep"),
+        (nested(MAX_DEPTH + 1), "plain data is nested at most 64 deep"),
         (datetime.datetime(2026, 7, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), r"a datetime with tzinfo zoneinfo.ZoneInfo"),
         (datetime.time(1, tzinfo=zoneinfo.ZoneInfo("UTC")), r"a time with tzinfo zoneinfo.ZoneInfo"),
         (datetime.datetime.now(datetime.timezone(datetime.timedelta(hours=1), "mine")), "with tzinfo"),
@@ -198,7 +198,7 @@ def test_a_pickle_of_a_peer_is_not_read() -> None:
         from_bytes(to_bytes(Loud(), trust=True), trust=False, sender="rank 1")
 
 
-NUMBER = {kind: number for number, kind in enumerate(FORMS)}
+NUMBER = {kind: number for number, kind in enumerate(CODECS)}
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_part_as_packets() -> None:
 
 
 def test_extensions_that_there_are_not() -> None:
-    for code in (-2, len(FORMS)):
+    for code in (-2, len(CODECS)):
         with pytest.raises(UsageError, match="install the same omnireduce everywhere"):
             from_bytes(encode(Ext(code, b"")), trust=False, sender="rank 1")
 
@@ -285,9 +285,9 @@ def test_a_type_of_a_front_that_is_not_here_is_refused() -> None:
 
 
 def test_an_object_nested_deeply_is_refused() -> None:
-    assert from_bytes(to_bytes(nested(DEEPEST), trust=False), trust=False, sender="rank 1") == nested(DEEPEST)
+    assert from_bytes(to_bytes(nested(MAX_DEPTH), trust=False), trust=False, sender="rank 1") == nested(MAX_DEPTH)
     x = Ext(NUMBER[tuple], encode([]))
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         x = Ext(NUMBER[tuple], encode([x]))
     with pytest.raises(UsageError, match="the object of rank 1 cannot be read: nested more than 64 deep"):
         from_bytes(encode(x), trust=False, sender="rank 1")

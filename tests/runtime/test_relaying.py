@@ -402,7 +402,7 @@ def test_a_fault_of_ours_costs_one_worker_its_place(monkeypatch: pytest.MonkeyPa
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.relaying, "_told", fail)
+        patch.setattr(bench.relaying, "_handle_control", fail)
         bench.say(third, welcome(3))
     assert len(bench.told(3)) == 1
     assert "could not be served by the relay: MemoryError()" in bench.refusal(3).reason

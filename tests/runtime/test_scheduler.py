@@ -24,9 +24,9 @@ from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import Job
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener
-from omnireduce.runtime.shard.scheduler import ALONE_S, LEAST_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
+from omnireduce.runtime.shard.scheduler import ALONE_S, MIN_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.runtime.shard.status_requests import MOST, SHARE
+from omnireduce.runtime.shard.status_requests import MAX_REQUESTS, SHARE
 from omnireduce.transport.base import Event
 from omnireduce.transport.framing import DATA, FRAME
 from omnireduce.transport.shm import ShmLink
@@ -94,14 +94,14 @@ def test_a_large_collective_is_divided_and_a_small_one_beside_it_does_not_wait(c
             if DATA in rank.frames():
                 finished[rank] = turns
         if greedy not in finished:
-            assert crowd.server._patience(60.0) == 0.0
+            assert crowd.server._wait_limit_s(60.0) == 0.0
     assert finished[modest] <= 5
     assert finished[greedy] >= 500  # a block in each
     assert (modest.down[1, 64:].view(np.float32)[:BLOCK] == small).all()
     assert (greedy.down[1, 64:].view(np.float32)[: large.size] == large).all()
     crowd.turn()
     crowd.turn()
-    assert crowd.server._patience(0.5) > 0.0
+    assert crowd.server._wait_limit_s(0.5) > 0.0
 
 
 def turns_of(crowd: Crowd, ranks: list[SoleRank]) -> dict[SoleRank, int]:
@@ -127,15 +127,15 @@ def test_jobs_that_wait_together_share_a_turn() -> None:
         for rank in greedy:
             rank.submit(values)
         finished = turns_of(crowd, greedy)
-        assert min(finished.values()) > work // LEAST_WORK
+        assert min(finished.values()) > work // MIN_WORK
         for rank in (alone, *greedy):
             assert (rank.down[1, 64:].view(np.float32)[: values.size] == values).all()
 
 
 def test_16_bit_floats_count_as_long_as_they_take() -> None:
     block, blocks, memory = 1024, 300, 1 << 20
-    with closing(Crowd(Budget(work=LEAST_WORK))) as crowd:
-        for dtype, least in ((np.float32, 1), (np.float16, 300 * 1024 * 2 * HALF_WORK // LEAST_WORK)):
+    with closing(Crowd(Budget(work=MIN_WORK))) as crowd:
+        for dtype, least in ((np.float32, 1), (np.float16, 300 * 1024 * 2 * HALF_WORK // MIN_WORK)):
             values = np.full(blocks * block * 2 // np.dtype(dtype).itemsize, 3, dtype)
             rank = SoleRank(crowd, np.dtype(dtype).name, memory)
             rank.submit(values, block)
@@ -166,28 +166,28 @@ def test_a_job_whose_work_takes_longer_than_it_counts_has_shorter_turns(monkeypa
         assert len(late) > 10
         assert max(late) <= ALONE_S * RECOVERY + 2 * (a_block + POLL_WORK) * slow[0]
         [job] = crowd.server._jobs.values()
-        assert job.most_work < 1 << 20
+        assert job.work_limit < 1 << 20
         slow[0] = 0.0
         rank = SoleRank(crowd, "other", 16 << 20)
         rank.submit(values, block)
         turns_of(crowd, [rank])
         [_, other] = crowd.server._jobs.values()
-        assert other.most_work == 4 << 20
+        assert other.work_limit == 4 << 20
         for _ in range(30):
-            crowd.server._scheduler.due(job)
+            crowd.server._scheduler.queue_job(job)
             crowd.turn()
-        assert job.most_work >= 4 << 20
+        assert job.work_limit >= 4 << 20
 
 
 def test_a_turn_that_did_all_is_followed_by_no_other() -> None:
     with closing(Crowd()) as crowd:
         rank, values = SoleRank(crowd, "small"), np.ones(BLOCK, np.float32)
         crowd.turn()  # a job is due when it begins
-        assert crowd.server._patience(60.0) > 0.0
+        assert crowd.server._wait_limit_s(60.0) > 0.0
         rank.submit(values)
         crowd.turn()
         assert DATA in rank.frames()
-        assert crowd.server._patience(60.0) > 0.0
+        assert crowd.server._wait_limit_s(60.0) > 0.0
 
 
 def test_a_turn_serves_so_many_newcomers_and_the_rest_in_the_next(crowd: Crowd) -> None:
@@ -196,7 +196,7 @@ def test_a_turn_serves_so_many_newcomers_and_the_rest_in_the_next(crowd: Crowd) 
         say(peer, Hello(HELLO.version, f"job{number % 3}", number, 200, 0, 1, 2, SLOT, "host", 7, 64))
     crowd.turn()
     assert sum(bool(heard(peer)) for peer in peers) == A_TURN
-    assert crowd.server._patience(60.0) == 0.0
+    assert crowd.server._wait_limit_s(60.0) == 0.0
     crowd.turn()
     assert sum(bool(heard(peer)) for peer in peers) >= 10
 
@@ -244,21 +244,21 @@ def test_answers_take_a_tenth_of_the_time(crowd: Crowd, monkeypatch: pytest.Monk
     say(second, REQUEST)
     crowd.turn()
     assert heard(second) == []
-    assert crowd.server._patience(60.0) == PAGE_S * (SHARE - 1)
+    assert crowd.server._wait_limit_s(60.0) == PAGE_S * (SHARE - 1)
     crowd.now += PAGE_S * (SHARE - 1)
     crowd.turn()
     assert [type(each) for each in heard(second)] == [Status]
 
 
 def test_beyond_a_number_of_questions_the_next_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnireduce.runtime.shard.status_requests.MOST", 3)
+    monkeypatch.setattr("omnireduce.runtime.shard.status_requests.MAX_REQUESTS", 3)
     peers = [crowd.connect() for _ in range(4)]
     for peer in peers:
         say(peer, REQUEST)
     crowd.turn()
     answers = [type(each) for peer in peers for each in heard(peer)]
     assert sorted(answer.__name__ for answer in answers) == ["Refused", "Status", "Status", "Status"]
-    assert MOST > 3
+    assert MAX_REQUESTS > 3
     assert Refused in answers
 
 
@@ -306,7 +306,7 @@ def test_newcomers_who_take_long_keep_no_job_waiting(crowd: Crowd) -> None:
     rank.submit(np.ones(BLOCK, np.float32))
     finished = 0
     for turns in range(1, 21):
-        assert crowd.server._patience(60.0) == 0.0 or turns == 1
+        assert crowd.server._wait_limit_s(60.0) == 0.0 or turns == 1
         crowd.turn()
         assert SlowLink.looks == turns
         finished = finished or turns * (DATA in rank.frames())

@@ -24,7 +24,7 @@ from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.runtime.rank import engine, joining
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.threads import MOST_BY_ITSELF, Threads, threads_for
+from omnireduce.runtime.rank.threads import MAX_DEFAULT_THREADS, Threads, threads_for
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
 from omnireduce.transport.inproc import pair
@@ -51,7 +51,7 @@ def count_of(pool: Threads | None) -> int:
 @pytest.mark.parametrize(
     ("wanted", "cores", "shards", "local", "neighbours", "threads"),
     [
-        (0, 16, 8, 0, 1, MOST_BY_ITSELF),
+        (0, 16, 8, 0, 1, MAX_DEFAULT_THREADS),
         (0, 16, 8, 0, 3, 2),
         (0, 16, 8, 0, 8, 1),
         (0, 16, 3, 0, 1, 3),  # no more than shards
@@ -81,10 +81,10 @@ def test_ranks_that_share_no_memory_are_known_from_the_launcher(monkeypatch: pyt
         for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": here}.items():
             monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
         results.append(count_of(threads_for(0, links(8), 1)))
-    assert results == [2, 4, MOST_BY_ITSELF]
+    assert results == [2, 4, MAX_DEFAULT_THREADS]
 
 
-@pytest.mark.parametrize(("quota", "expected"), [(None, MOST_BY_ITSELF), (4.5, 2), (0.5, 1)])
+@pytest.mark.parametrize(("quota", "expected"), [(None, MAX_DEFAULT_THREADS), (4.5, 2), (0.5, 1)])
 def test_a_quota_is_a_share_of_the_processors(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from local_cluster import WAIT_S, Ranks, run_job, start_job
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
-from omnireduce.runtime.rank.calls.arguments import MOST_NAMES, Names
+from omnireduce.runtime.rank.calls.arguments import NAMES_PER_TABLE, Names
 
 CALLS: dict[str, Callable[[Communicator, str], object]] = {
     "allreduce": lambda comm, name: comm.allreduce(np.ones(10), name=name),
@@ -126,11 +126,11 @@ def test_names_are_remembered_up_to_a_limit() -> None:
     names, other = Names(), threading.Thread()
     other.is_alive = lambda: True  # type: ignore[method-assign]
     names.claim("kept", other)
-    for number in range(5 * MOST_NAMES):
+    for number in range(5 * NAMES_PER_TABLE):
         names.claim(f"step {number}", other)
         if number % 100 == 0:
             names.claim("kept", other)
-    assert len(names) <= 2 * MOST_NAMES
+    assert len(names) <= 2 * NAMES_PER_TABLE
     names.claim("step 0", threading.current_thread())
     with pytest.raises(UsageError, match="the name 'kept' belongs to thread"):
         names.claim("kept", threading.current_thread())

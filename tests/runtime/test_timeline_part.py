@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.runtime.tracing.timeline import ALLREDUCE, LONGEST_LINE, OFF, QUEUE, Timeline
+from omnireduce.runtime.tracing.timeline import ALLREDUCE, MAX_LINE_BYTES, OFF, QUEUE, Timeline
 from omnireduce.runtime.tracing.timeline_reader import lines_of, read_parts
 from omnireduce.runtime.tracing.trace import Origin
 
@@ -46,7 +46,7 @@ def test_a_part_is_bounded(tmp_path: Path) -> None:
     part.close()
     assert [line[0] for line in lines(part)] == ["B", "C", "C", "L"]
     assert lines(part)[-1][2] == 3
-    assert all(len(line) <= LONGEST_LINE for line in part.path.read_bytes().splitlines())
+    assert all(len(line) <= MAX_LINE_BYTES for line in part.path.read_bytes().splitlines())
 
 
 def test_threads_may_note_at_the_same_time(tmp_path: Path) -> None:

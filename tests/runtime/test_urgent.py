@@ -16,7 +16,7 @@ from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, Us
 from omnireduce.core import names
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.runtime.rank import joining
-from omnireduce.runtime.rank.channels import for_urgent
+from omnireduce.runtime.rank.channels import urgent_config
 from omnireduce.runtime.rank.joining import join
 from omnireduce.support.config import Config
 from omnireduce.support.config.loading import load_config, override_config
@@ -337,7 +337,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
             threading.Thread(target=known[0].shutdown).start()
         return join(config, hello, secret, gave_up)  # type: ignore[arg-type]
 
-    form = Communicator._form
+    form = Communicator._join_job
 
     def forming(self: Communicator, hello: object, parent: object) -> None:
         known.append(self)
@@ -345,7 +345,7 @@ def test_shutdown_while_the_second_channel_forms(daemon: Daemon, monkeypatch: py
         form(self, hello, parent)  # type: ignore[arg-type]
 
     monkeypatch.setattr(joining, "join", joined)
-    monkeypatch.setattr(Communicator, "_form", forming)
+    monkeypatch.setattr(Communicator, "_join_job", forming)
     with pytest.raises(ClosedError, match="while it joined"):
         Communicator(configured(daemon.addresses, *URGENT), rank=0, size=1, job=unique_job())
 
@@ -417,7 +417,7 @@ def test_slots_of_urgent_tensors_are_small(urgent_bytes: int, block_size: int, s
     changes = {"urgent_bytes": urgent_bytes, "block_size": block_size, "slot_bytes": slot_bytes}
     changed = {f"protocol.{name}": value for name, value in changes.items()}
     config = override_config(load_config(None), changed, source="test")
-    assert for_urgent(config).protocol.slot_bytes == expected
+    assert urgent_config(config).protocol.slot_bytes == expected
 
 
 def test_all_is_closed_in_the_end(daemon: Daemon) -> None:

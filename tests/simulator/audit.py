@@ -81,7 +81,7 @@ def _audit_connection(server: ShardServer, connection: Connection, awaited: bool
     leaves = connection in closing or connection in server._connections.staying
     if (stranger, connection.leaving) != (connection in unidentified, leaves):
         yield f"the time limit of {peer}"
-    is_whole = job is not None and job._above is None
+    is_whole = job is not None and job._upstream is None
     if job is not None and is_whole and hello and not hello.min_ranks and hello.world_size != len(job.links):
         yield f"{peer} said {hello.world_size} ranks and is in a job of {len(job.links)}"
     if job is not None:

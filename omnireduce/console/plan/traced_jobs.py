@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import UsageError
-from omnireduce.runtime.tracing.aligned_traces import Lane, apart, missing, read_lanes
+from omnireduce.runtime.tracing.aligned_traces import Lane, missing, read_lanes, without_overlap
 from omnireduce.runtime.tracing.trace import OF_TENSOR, SpanKind
 
 MOST_BLOCKS = 1 << 27  # of a tensor: to draw more takes gigabytes
@@ -125,7 +125,7 @@ def _told(lane: Lane) -> _TracedRank:
         blocks[of[of < ends.size], column] = spans["detail"][at[of < ends.size]]
     _check(lane, blocks)
     collectives = spans[ends]
-    begins = apart(collectives["start"], collectives["end"])
+    begins = without_overlap(collectives["start"], collectives["end"])
     return _TracedRank(collectives["detail"], blocks, collectives["end"] - begins)
 
 

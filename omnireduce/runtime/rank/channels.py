@@ -31,7 +31,7 @@ from omnireduce.support.secret import Secret
 class CallChannel(NamedTuple):
     """One channel of a rank: the context of its calls, and the engine that drives them."""
 
-    place: CallContext
+    context: CallContext
     engine: Engine
 
 
@@ -49,20 +49,20 @@ class RankChannels(NamedTuple):
     @property
     def owner(self) -> threading.Thread:
         """The thread whose collectives need no name."""
-        return self.ordinary.place.owner
+        return self.ordinary.context.owner
 
     def owned_by(self, thread: threading.Thread) -> RankChannels:
         """The same channels with this thread as the owner."""
-        ways = [
-            channel._replace(place=channel.place._replace(owner=thread)) for channel in (self.ordinary, self.urgent)
+        channels = [
+            channel._replace(context=channel.context._replace(owner=thread)) for channel in (self.ordinary, self.urgent)
         ]
-        return self._replace(ordinary=ways[0], urgent=ways[1])
+        return self._replace(ordinary=channels[0], urgent=channels[1])
 
-    def way(self, x: object, priority: object, block_size: object) -> CallChannel:
+    def channel_for(self, x: object, priority: object, block_size: object) -> CallChannel:
         """The channel for `x`, as `priority` says; None: urgent for a small array. Blocks larger than usual take the
         ordinary channel, because slots of the urgent channel may be too small. Raises UsageError for a priority that is
         no number."""
-        if isinstance(block_size, int) and block_size > self.ordinary.place.block_size:
+        if isinstance(block_size, int) and block_size > self.ordinary.context.block_size:
             return self.ordinary
         if priority is not None:
             return self.urgent if whole(priority, "priority") > 0 else self.ordinary
@@ -71,7 +71,7 @@ class RankChannels(NamedTuple):
 
 T = TypeVar("T")
 log = logging.getLogger("omnireduce")
-MOST_CHARACTERS = 128  # the longest name of a job, and the longest launch id
+MAX_NAME_CHARACTERS = 128  # the longest name of a job, and the longest launch id
 MEMORY = "memory"  # beside the kinds of links, what carries tensors among ranks of one host
 GENERATION_CHARACTERS = 20  # a number of 63 bits, and a dot before it
 
@@ -83,7 +83,9 @@ class Channel:
     def __init__(self, config: Config, job: str, arrival: JoinedWorker, pool: Pool) -> None:
         self.joined, self.job = arrival.joined, job
         self.links, self.machine, self.engine = assemble(config, job, arrival)
-        self.way = CallChannel(_place(config, self.joined, len(self.links), self.engine, pool), self.engine)
+        self.call_channel = CallChannel(
+            _call_context(config, self.joined, len(self.links), self.engine, pool), self.engine
+        )
 
     @property
     def in_memory(self) -> bool:
@@ -126,21 +128,22 @@ def join_urgent(
 ) -> Channel:
     """The channel for urgent collectives beside the `first` channel, which `hello` has joined. Raises the errors of
     `join_beside` and `Channel`."""
-    config = for_urgent(config)
+    config = urgent_config(config)
     hello = _urgent_hello(hello, first, config.protocol.slot_bytes)
     try:
         arrival = join_beside(first.engine, config, hello, secret, gave_up)
     except RefusedError as error:
-        why = f"no channel for urgent tensors (protocol.urgent_bytes; it is a second job, '{hello.job}'): {error}"
-        raise RefusedError(why, temporary=error.temporary) from None
+        reason = f"no channel for urgent tensors (protocol.urgent_bytes; it is a second job, '{hello.job}'): {error}"
+        raise RefusedError(reason, temporary=error.temporary) from None
     return Channel(config, hello.job, arrival, pool)
 
 
-def for_urgent(config: Config) -> Config:
+def urgent_config(config: Config) -> Config:
     """The configuration of the channel for urgent collectives."""
     protocol = config.protocol
-    wanted = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE  # enough for the indices of blocks of 8 bytes
-    slot_bytes = min(protocol.slot_bytes, max(MIN_SLOT_BYTES, -(-wanted // PAGE) * PAGE))
+    # Enough for the indices of blocks of 8 bytes
+    needed_bytes = 2 * protocol.urgent_bytes + 8 * protocol.block_size + PAGE
+    slot_bytes = min(protocol.slot_bytes, max(MIN_SLOT_BYTES, -(-needed_bytes // PAGE) * PAGE))
     return replace(
         config,
         protocol=replace(protocol, slot_bytes=slot_bytes),
@@ -152,33 +155,34 @@ def _urgent_hello(hello: Hello, first: Channel, slot_bytes: int) -> Hello:
     """The hello of a rank to join the urgent channel. The channel is formed anew with each formation of the first."""
     joined = first.joined
     launch = (
-        f"{hello.launch[: MOST_CHARACTERS - GENERATION_CHARACTERS]}.{joined.generation}"
+        f"{hello.launch[: MAX_NAME_CHARACTERS - GENERATION_CHARACTERS]}.{joined.generation}"
         if hello.launch
         else str(joined.generation)
     )
     return replace(
-        hello, job=hello.job[: MOST_CHARACTERS - len(URGENT)] + URGENT, launch=launch, slot_bytes=slot_bytes,
+        hello, job=hello.job[: MAX_NAME_CHARACTERS - len(URGENT)] + URGENT, launch=launch, slot_bytes=slot_bytes,
         rank=joined.rank, world_size=joined.size, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"",
         state_bytes=0,
     )  # fmt: skip
 
 
-def _place(config: Config, joined: Joined, shards: int, engine: Engine, pool: Pool) -> CallContext:
+def _call_context(config: Config, joined: Joined, shards: int, engine: Engine, pool: Pool) -> CallContext:
     protocol = config.protocol
+    is_first_of_one_host = joined.rank == 0 and len(joined.local_ranks.ranks) == joined.size > 1
     return CallContext(
         rank=joined.rank, size=joined.size, owner=threading.current_thread(), block_size=protocol.block_size,
         sharding=Sharding.among(
             joined.local_ranks.hosts, shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         ),
-        part_bytes=protocol.max_part_bytes, with_pool=_lending(engine, pool),
+        part_bytes=protocol.max_part_bytes, with_pool=_lender(engine, pool),
         codec=protocol.codec, codec_seed=protocol.codec_seed,
         in_memory=len(joined.local_ranks.ranks) > 1 or joined.local_ranks.hosts > 1,
-        tell_idle=_tell_idle if joined.rank == 0 and len(joined.local_ranks.ranks) == joined.size > 1 else None,
+        warn_unused_codec=_warn_unused_codec if is_first_of_one_host else None,
     )  # fmt: skip
 
 
 @cache
-def _tell_idle(codec: str) -> None:
+def _warn_unused_codec(codec: str) -> None:
     """Say, once in this process, that a codec does nothing in a job whose ranks all share memory."""
     log.warning(
         "codec '%s' has no effect: all ranks are on this host, and exchange tensors in memory without a codec. With "
@@ -187,7 +191,7 @@ def _tell_idle(codec: str) -> None:
     )  # fmt: skip
 
 
-def _lending(engine: Engine, pool: Pool) -> WithPool:
+def _lender(engine: Engine, pool: Pool) -> WithPool:
     """The function that lends memory of `pool` under the lock of `engine`. It is no method: a channel that refers to
     itself would keep its memory until the cycle collector runs."""
 
@@ -217,6 +221,6 @@ def statistics_of(channels: Sequence[Channel]) -> Statistics:
         sum(channel.sent_bytes for channel in channels),
         sum(channel.received_bytes for channel in channels),
         sum(channel.machine.submitted for channel in channels),
-        tuple(sum(those) for those in zip(*(channel.shard_bytes for channel in channels), strict=True)),
+        tuple(sum(counts) for counts in zip(*(channel.shard_bytes for channel in channels), strict=True)),
         sum((channel.carried for channel in channels), Counter[str]()),
     )

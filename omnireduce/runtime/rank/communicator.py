@@ -47,15 +47,15 @@ from omnireduce.runtime.rank.kernels_ready import (
     CompilingSigns,
     KernelsOnDemand,
     aggregator_sums,
+    log_kernel_trouble,
     make_kernels_ready,
     needed_at_first,
     progress_of,
-    say_trouble,
 )
 from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart, identity_of, job_name
 from omnireduce.runtime.rank.process_groups import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.profiler import Profiler
-from omnireduce.runtime.rank.refusals import settle, tell
+from omnireduce.runtime.rank.refusals import settle, tell_ranks
 from omnireduce.runtime.rank.shared_errors import names_told, reason_of, told
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
@@ -71,7 +71,7 @@ G = TypeVar("G", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 S = TypeVar("S", bound=np.generic)
 
 
-MOST_RANKS = (1 << 31) - 1
+MAX_RANKS = (1 << 31) - 1
 
 
 class Communicator:
@@ -131,8 +131,8 @@ class Communicator:
     ) -> None:
         config = check_config(config)
         rank, size = whole(rank, "rank"), whole(size, "size")
-        if not 0 <= rank < size <= MOST_RANKS:
-            raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MOST_RANKS}")
+        if not 0 <= rank < size <= MAX_RANKS:
+            raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MAX_RANKS}")
         self.config = config
         self.local_rank = None if local_rank is None else whole(local_rank, "local_rank")
         self.local_size = None if local_size is None else whole(local_size, "local_size")
@@ -150,7 +150,7 @@ class Communicator:
         self._groups = set[Communicator]()  # the groups that this communicator has created, until they are shut down
         self.rank, self.drives_in_background = rank, True
         self._name_in_parent, self._rank_in_parent = "", -1 if _parent is None else _parent.rank
-        self._gave_up = False  # `shutdown` was called
+        self._shutdown_called = False  # `shutdown` was called
         self._on_shutdown: Callable[[Communicator], None] = lambda _: None
         is_named = config.cluster.job != "auto" or name != job_name(config, None)
         self._embedded: Embedded | None = None
@@ -168,19 +168,19 @@ class Communicator:
             )
             make_kernels_ready(
                 needed_at_first(config, size, is_embedded=self._has_embedded), progress, self._compiling_signs,
-                lambda: self._meet(progress),
-                lambda over: tell_aggregators(self.config, self._hello, self._own_secret, over),
+                lambda: self._find_aggregators(progress),
+                lambda stop: tell_aggregators(self.config, self._hello, self._own_secret, stop),
             )  # fmt: skip
-            say_trouble(self._log, is_first=0 in (rank, self.local_rank))
-            self._form(self._hello, None if _parent is None else _parent._engine)
+            log_kernel_trouble(self._log, is_first=0 in (rank, self.local_rank))
+            self._join_job(self._hello, None if _parent is None else _parent._engine)
         except BaseException:
             self._end_embedded()
             raise
 
-    def _meet(self, progress: Progress) -> None:
+    def _find_aggregators(self, progress: Progress) -> None:
         """Find the aggregators, and make the hello for them."""
         if self._embedded is not None:
-            self.config = self._embedded.meet(progress)
+            self.config = self._embedded.await_aggregator(progress)
             self._own_secret = self._embedded.secret
         self._hello = self._make_hello()
 
@@ -208,15 +208,15 @@ class Communicator:
         """
         min_ranks = self.config.elastic.min_ranks if min_ranks is None else whole(min_ranks, "min_ranks")
         max_ranks = max(self._max_ranks, min_ranks) if max_ranks is None else whole(max_ranks, "max_ranks")
-        if not 1 <= min_ranks <= max_ranks <= MOST_RANKS:
+        if not 1 <= min_ranks <= max_ranks <= MAX_RANKS:
             raise UsageError(
-                f"from {min_ranks} to {max_ranks} workers: expected 1 <= min_ranks <= max_ranks <= {MOST_RANKS}"
+                f"from {min_ranks} to {max_ranks} workers: expected 1 <= min_ranks <= max_ranks <= {MAX_RANKS}"
             )
         if any(channel.engine.inside for channel in self._channels):
             raise UsageError("reform in a signal handler that interrupts a collective; let the handler set a flag")
-        if self._gave_up and self._embedded is not None:
+        if self._shutdown_called and self._embedded is not None:
             raise UsageError("the aggregator of this job has ended with shutdown; make a new communicator")
-        self._gave_up = False
+        self._shutdown_called = False
         self._end_groups()
         self._hang_up()
         hello = replace(
@@ -224,7 +224,7 @@ class Communicator:
         )
         if self._assignment is not None:
             hello = replace(hello, survived=self._assignment.formation, ticket=self._assignment.ticket)
-        self._form(hello)
+        self._join_job(hello)
 
     def create_group(self, ranks: Sequence[int] | None = None, *, name: str, state_bytes: int = 0) -> Communicator:
         """A new communicator for these ranks (None: all) on the same aggregators. Only these ranks call this.
@@ -321,44 +321,46 @@ class Communicator:
         self._engine.listen()  # the news may be old: this rank may have been idle for long
         return self._machine.newcomers
 
-    def _form(self, hello: Hello, parent: Engine | None = None) -> None:
+    def _join_job(self, hello: Hello, parent: Engine | None = None) -> None:
         """Become a rank of a generation of the job, while `parent` lasts. Raises ClosedError when `shutdown` is called
         meanwhile."""
         secret = load_secret(self.config.security) if self._own_secret is None else self._own_secret
-        self._enter(join_beside(parent, self.config, hello, secret, lambda: self._gave_up), hello, secret)
-        if self._gave_up:  # `shutdown` came after the join, or has only asked the old engine to leave
+        self._begin_generation(
+            join_beside(parent, self.config, hello, secret, lambda: self._shutdown_called), hello, secret
+        )
+        if self._shutdown_called:  # `shutdown` came after the join, or has only asked the old engine to leave
             self._hang_up()
             self._end_embedded()
             raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
 
-    def _enter(self, arrival: JoinedWorker, hello: Hello, secret: Secret | None) -> None:
+    def _begin_generation(self, arrival: JoinedWorker, hello: Hello, secret: Secret | None) -> None:
         self._assignment = arrival.joined.assignment
         channels = [Channel(self.config, self._job, arrival, self._pools[0])]
         if self.config.protocol.urgent_bytes:
             try:
-                pool, gave_up = self._pools[1], lambda: self._gave_up
+                pool, gave_up = self._pools[1], lambda: self._shutdown_called
                 channels.append(join_urgent(channels[0], self.config, hello, secret, gave_up, pool))
             except BaseException as error:
-                if not self._gave_up:
+                if not self._shutdown_called:
                     channels[0].engine.abort(left_because(error))
                 channels[0].engine.shutdown()
                 raise
         first, last = channels[0], channels[-1]
         self._channels, joined = channels, first.joined
-        self._member = RankChannels(first.way, last.way, self.config.protocol.urgent_bytes)
+        self._member = RankChannels(first.call_channel, last.call_channel, self.config.protocol.urgent_bytes)
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self.formation = object()
         self.transport = "+".join(sorted(first.kinds | last.kinds))
         self.in_memory = any(channel.in_memory for channel in channels)
         self.shards = len(first.links)
         if first is not last:
-            first.engine.other, last.engine.other = weakref.ref(last.engine), weakref.ref(first.engine)
+            first.engine.other_engine, last.engine.other_engine = weakref.ref(last.engine), weakref.ref(first.engine)
             last.engine.names = first.engine.names
         hosts = [channel.machine.host for channel in channels if channel.machine.host is not None]
-        self._compiling_signs.also_in(hosts)
+        self._compiling_signs.add_exchanges(hosts)
         on_demand = KernelsOnDemand(self._compiling_signs, self._progress)
         for channel in channels:
-            channel.engine.on_closed = _weakly(self._has_closed)
+            channel.engine.on_closed = _weak_call(self._has_closed)
             channel.engine.make_ready = on_demand if self._has_embedded and hosts else None
         self._profiler.opened(self.rank, self.size, channels)
         engine.opened(self)
@@ -390,7 +392,7 @@ class Communicator:
         In a signal handler that interrupts a collective it returns at once. The collective then leaves the job, closes
         everything and raises ClosedError. A `reform` that joins meanwhile raises ClosedError soon.
         """
-        self._gave_up = True
+        self._shutdown_called = True
         self._end_groups()
         if self._hang_up():
             self._end_embedded()
@@ -399,7 +401,7 @@ class Communicator:
     @property
     def is_shut_down(self) -> bool:
         """Whether `shutdown` was called, and `reform` was not called since."""
-        return self._gave_up
+        return self._shutdown_called
 
     def _hang_up(self) -> bool:
         """Close all channels; return whether all are closed. If not, a signal handler called this, and the call that it
@@ -413,14 +415,14 @@ class Communicator:
 
     def _has_closed(self) -> None:
         """A channel has closed. After a shutdown that a signal handler asked for, the others follow."""
-        for channel in self._channels if self._gave_up else ():
+        for channel in self._channels if self._shutdown_called else ():
             if not channel.engine.is_closed:
                 channel.engine.shutdown()
         if not all(channel.engine.is_closed for channel in self._channels):
             return
         engine.closed(self)
         self._profiler.closed()
-        if self._gave_up:
+        if self._shutdown_called:
             self._end_embedded()
 
     def _end_groups(self) -> None:
@@ -503,8 +505,8 @@ class Communicator:
         another thread, and for a name that belongs to another thread; AbortedError or its subclass
         CollectiveTimeoutError when the job failed; ClosedError after `shutdown`.
         """
-        way = self._way(x, priority, block_size)
-        return self._start_allreduce(way, x, out, op=op, name=name, block_size=block_size, codec=codec).wait()
+        channel = self._channel_for(x, priority, block_size)
+        return self._start_allreduce(channel, x, out, op=op, name=name, block_size=block_size, codec=codec).wait()
 
     @overload
     def allreduce_async(
@@ -539,9 +541,10 @@ class Communicator:
         The arrays belong to the collective until the handle is done. Raises the errors of `allreduce`, but a failure
         after the start is raised by the handle's `wait`. The same holds for all methods that end with `_async`.
         """
-        way = self._way(x, priority, block_size)
+        channel = self._channel_for(x, priority, block_size)
         return self._in_background(
-            way, lambda: self._start_allreduce(way, x, out, op=op, name=name, block_size=block_size, codec=codec)
+            channel,
+            lambda: self._start_allreduce(channel, x, out, op=op, name=name, block_size=block_size, codec=codec),
         )
 
     def reduce(self, x: NDArray[S], root: int = 0, *, op: Op = "sum", name: str = "") -> NDArray[S] | None:
@@ -736,13 +739,13 @@ class Communicator:
         refused; ranks that wait already get it at once. Returns before the others know. Does nothing if the other ranks
         know of the error, or if the job is over. Raises nothing.
         """
-        tell(self._member, error)
+        tell_ranks(self._member, error)
 
     # An `except` costs nothing unless an error is raised. Errors after the start of a call are not handled here.
 
-    def _way(self, x: object, priority: object, block_size: object) -> CallChannel:
+    def _channel_for(self, x: object, priority: object, block_size: object) -> CallChannel:
         try:
-            return self._member.way(x, priority, block_size)
+            return self._member.channel_for(x, priority, block_size)
         except Exception as error:
             self.refuse(error)
             raise
@@ -764,9 +767,9 @@ class Communicator:
         return self._in_background(self._member.ordinary, lambda: self._start(make, *args, **kwargs))
 
     def _start_allreduce(
-        self, way: CallChannel, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
+        self, channel: CallChannel, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
     ) -> Handle[Any]:
-        context, engine = way
+        context, engine = channel
         try:
             if not isinstance(x, GROUPS):
                 call = single.reduction(
@@ -793,16 +796,16 @@ class Communicator:
             raise
         return HandleGroup(handles, batch.result)
 
-    def _in_background(self, way: CallChannel, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _in_background(self, channel: CallChannel, start: Callable[[], Handle[T]]) -> Handle[T]:
         if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
             return start()
         try:
-            way.engine.drive_in_background()  # first: if there is no room for a thread, nothing is started
+            channel.engine.drive_in_background()  # first: if there is no room for a thread, nothing is started
         except Exception as error:
             self.refuse(error)
             raise
         handle = start()
-        way.engine.drive_in_background()  # now there is something to drive
+        channel.engine.drive_in_background()  # now there is something to drive
         return handle
 
     # collectives that run a program on the shards
@@ -810,7 +813,7 @@ class Communicator:
     def state_bytes(self, tensors: Iterable[tuple[int, int]], columns: int, cells: int = 0) -> int:
         """The bytes of state on the shard that keeps the most, for states with `columns` columns and `cells` cells.
         `tensors`: for each tensor its number of elements, and its block size. For `create_group`."""
-        sharding = self._member.ordinary.place.sharding._replace(slot_bytes=0)  # no host sends sums there
+        sharding = self._member.ordinary.context.sharding._replace(slot_bytes=0)  # no host sends sums there
         total = 0
         for elements, block_size in tensors:
             layout = Layout(elements, block_size).dealt(
@@ -865,13 +868,13 @@ class Communicator:
         return self._start_async(fused_rows, indices, values, program, **options)
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weak_call(method: Callable[[], None]) -> Callable[[], None]:
     """A function that calls `method` without keeping its communicator alive: a communicator that refers to itself would
     keep its memory until the cycle collector runs."""
-    known = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        if (method := known()) is not None:
+        if (method := reference()) is not None:
             method()
 
     return call

@@ -23,7 +23,7 @@ from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of_codec
 from omnireduce.protocol.collective.effects import End, error_of
 from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.runtime.driver import say_last_words
+from omnireduce.runtime.driver import flush_before_close
 from omnireduce.runtime.rank.calls.arguments import Names
 from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.handles import EngineObserver, SingleHandle, check_fits, check_free
@@ -34,55 +34,57 @@ from omnireduce.transport.base import Link
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Own = TypeVar("Own", bound="Interruptible")
+Instance = TypeVar("Instance", bound="Interruptible")
 
 
 class ThreadState(threading.local):
     """The state of one thread: the number of nested calls under way, and functions to call after them."""
 
     depth = 0
-    asked: tuple[Callable[[], None], ...] = ()
+    deferred: tuple[Callable[[], None], ...] = ()
 
 
 class Interruptible:
     """Base of a class whose calls signal handlers may interrupt."""
 
-    _here: ThreadState
+    _thread_state: ThreadState
 
     @property
     def inside(self) -> bool:
         """Whether this thread is in a call. For code outside the call that means: it runs in a signal handler that has
         interrupted the call."""
-        return self._here.depth > 0
+        return self._thread_state.depth > 0
 
     def afterwards(self, function: Callable[[], None], *, first: bool = False) -> None:
         """Call `function` when the outermost call of this thread is over, perhaps before others."""
-        self._here.asked = (function, *self._here.asked) if first else (*self._here.asked, function)
+        self._thread_state.deferred = (
+            (function, *self._thread_state.deferred) if first else (*self._thread_state.deferred, function)
+        )
 
     def _refuse_nested(self) -> None:
         """Raise UsageError in a call inside another call."""
-        if self._here.depth > 1:
+        if self._thread_state.depth > 1:
             raise UsageError(
                 "a collective from a signal handler (or another callback) that interrupts a collective of the same "
                 "thread would wait for itself; let the handler set a flag, and call it from the program"
             )
 
 
-def entering(method: Callable[Concatenate[Own, P], T]) -> Callable[Concatenate[Own, P], T]:
+def entering(method: Callable[Concatenate[Instance, P], T]) -> Callable[Concatenate[Instance, P], T]:
     """Count `method` as a call; after the outermost call, call the functions that `afterwards` was given meanwhile."""
 
     @functools.wraps(method)
-    def entered(self: Own, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        here = self._here
-        before = here.depth
-        here.depth = before + 1  # no handler runs between an assignment and `try`, or at the start of `finally`
+    def entered(self: Instance, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        state = self._thread_state
+        outer_depth = state.depth
+        state.depth = outer_depth + 1  # no handler runs between an assignment and `try`, or at the start of `finally`
         try:
             return method(self, *args, **kwargs)
         finally:
-            here.depth = before
-            if here.asked and not before:
-                asked, here.asked = here.asked, ()
-                for function in asked:
+            state.depth = outer_depth
+            if state.deferred and not outer_depth:
+                deferred, state.deferred = state.deferred, ()
+                for function in deferred:
                     function()
 
     return entered
@@ -107,14 +109,16 @@ class _Process:
         self.open: weakref.WeakSet[Open] = weakref.WeakSet()
         self._ended_by: BaseException | None = None
         self._hook = self._remember  # kept as one object: `is` has to recognise it
-        self._show: Callable[..., object] | None = None  # the hook that this one has replaced; None: it is not in place
+        self._replaced_hook: Callable[..., object] | None = (
+            None  # the hook that this one has replaced; None: it is not in place
+        )
         self._lock = threading.RLock()  # a signal handler may interrupt its owner
 
     def opened(self, communicator: Open) -> None:
         with self._lock:
             self.open.add(communicator)
-            if self._show is None:
-                self._show, sys.excepthook = sys.excepthook, self._hook
+            if self._replaced_hook is None:
+                self._replaced_hook, sys.excepthook = sys.excepthook, self._hook
 
     def closed(self, communicator: Open) -> None:
         with self._lock:
@@ -126,14 +130,14 @@ class _Process:
         if self.open:
             return
         self._ended_by = None
-        if sys.excepthook is self._hook and self._show is not None:
-            sys.excepthook, self._show = self._show, None
+        if sys.excepthook is self._hook and self._replaced_hook is not None:
+            sys.excepthook, self._replaced_hook = self._replaced_hook, None
 
     def _remember(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not hasattr(sys, "ps1"):  # an interactive session goes on
             self._ended_by = error
-        show = sys.__excepthook__ if self._show is None else self._show
-        show(kind, error, trace)
+        hook = sys.__excepthook__ if self._replaced_hook is None else self._replaced_hook
+        hook(kind, error, trace)
 
     def abandon_in_child(self) -> None:
         """In a forked child: close the parent's connections without a word. The child must not keep them open after the
@@ -191,14 +195,14 @@ class Engine(Interruptible):
         self._handles: dict[int, SingleHandle[Any]] = {}
         self.names = Names()
         self._start_afresh()
-        self._left = False  # this process has shut the communicator down
+        self._has_left = False  # this process has shut the communicator down
         self.is_closed = False  # the shutdown is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once when closed, perhaps for a signal handler
         self.observer: EngineObserver | None = None  # if a profile or a timeline is wanted
         self.make_ready: Callable[[Descriptor], None] | None = None  # makes the kernels ready that a collective needs
         self.refused: tuple[SingleHandle[Any], str] | None = None  # the last call that this rank has refused, and why
-        self.other: Callable[[], Engine | None] | None = None  # the engine of the communicator's other channel
-        self._ended_there: Cause | None = None  # why the other channel has ended
+        self.other_engine: Callable[[], Engine | None] | None = None  # the engine of the communicator's other channel
+        self._other_end_cause: Cause | None = None  # why the other channel has ended
 
     def _start_afresh(self) -> None:
         """No thread drives, waits or holds the lock."""
@@ -208,12 +212,12 @@ class Engine(Interruptible):
         self._changed = threading.Condition(self._lock)
         self._driving, self._waiters = False, 0
         self._background: threading.Thread | None = None
-        self._here = ThreadState()
+        self._thread_state = ThreadState()
         self._asked_to_leave = False  # set by a shutdown in a signal handler that interrupts a call
         # The exception that interrupted a call. The call is half done, so the job has to end. It is noted by an
         # assignment, because no other signal handler can come before that. The lock is kept until the job has ended.
-        self._cut_by = ""
-        self._leaving = 0  # the thread that shuts down
+        self._interrupted_by = ""
+        self._leaving_thread = 0  # the thread that shuts down
 
     @entering
     def exclusively(self, function: Callable[[], T]) -> T:
@@ -241,8 +245,10 @@ class Engine(Interruptible):
             self._refuse_if_over()
             for call in calls:
                 check_fits(call.operand.block_bytes, self._machine.largest_block_bytes)
-            other = None if self.other is None else self.other()
-            check_free(handles, self._handles.values() if other is None else self._in_use(other), self.names)
+            other_engine = None if self.other_engine is None else self.other_engine()
+            check_free(
+                handles, self._handles.values() if other_engine is None else self._in_use(other_engine), self.names
+            )
             now = time.monotonic()
             if self.observer is not None:
                 calls = self.observer.watch(calls, handles)
@@ -259,16 +265,16 @@ class Engine(Interruptible):
                     self._read_at = now + READ_EVERY_S
                     self._driver.turn()
             except BaseException as error:
-                self._cut_by = error.__class__.__name__
+                self._interrupted_by = error.__class__.__name__
                 self._leave(fault_of_codec(error))
                 raise
         return handles
 
-    def _in_use(self, other: Engine) -> Collection[SingleHandle[Any]]:
+    def _in_use(self, other_engine: Engine) -> Collection[SingleHandle[Any]]:
         """The collectives under way in both channels. Raises the error of the other channel's end."""
-        if other._machine.ended is not None:
-            raise other.end_error()
-        return [*self._handles.values(), *list(other._handles.values())]
+        if other_engine._machine.ended is not None:
+            raise other_engine.end_error()
+        return [*self._handles.values(), *list(other_engine._handles.values())]
 
     @entering
     def wait(self, handle: SingleHandle[Any], timeout_s: float | None = None) -> None:
@@ -281,7 +287,7 @@ class Engine(Interruptible):
             try:
                 in_time = self._wait(handle, deadline)
             except BaseException as error:
-                self._cut_by = error.__class__.__name__
+                self._interrupted_by = error.__class__.__name__
                 self._leave(fault_of_codec(error))
                 raise
             finally:
@@ -324,7 +330,7 @@ class Engine(Interruptible):
         if self.is_closed:
             return
         self.is_closed = True
-        self._machine.ended, self._left = End(Cause("this process", FORKED)), False
+        self._machine.ended, self._has_left = End(Cause("this process", FORKED)), False
         for handle in self._handles.values():
             handle.abandon()
         self._fail_all()
@@ -367,7 +373,7 @@ class Engine(Interruptible):
                     else:
                         self._drive(lambda: self._waiters > 0 or not self._machine.under_way, None)
             except BaseException as error:
-                self._cut_by = error.__class__.__name__
+                self._interrupted_by = error.__class__.__name__
                 self._leave(fault_of_codec(error))
                 raise
 
@@ -395,17 +401,17 @@ class Engine(Interruptible):
         ends = [at for at in (deadline, self._machine.deadline) if at is not None]
         if self._machine.under_way:
             ends.append(self._driver.read_all_at)
-        patience_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
-        mine = 1, threading.get_ident()
+        timeout_ms = max(0.0, min(ends) - now) * 1000 + 1 if ends else None
+        lock_state = 1, threading.get_ident()
         try:
             self._lock.release()
             if waits:
-                self._poller.wait(now + self._spin_s, patience_ms, self._lock)
+                self._poller.wait(now + self._spin_s, timeout_ms, self._lock)
             else:
                 os.sched_yield()  # another thread may want the lock
                 self._poller.check()
         finally:  # `_acquire_restore` is C code: no signal handler can run inside it
-            self._lock._acquire_restore(mine)  # type: ignore[attr-defined]
+            self._lock._acquire_restore(lock_state)  # type: ignore[attr-defined]
 
     # ends
 
@@ -419,7 +425,7 @@ class Engine(Interruptible):
     def end_error(self, *, under_way: bool = False) -> OmniReduceError:
         """The exception that says why the job is over. `under_way`: it is for a collective that was under way then."""
         end = self._machine.ended
-        if self._left or end is None or end.cause is None:
+        if self._has_left or end is None or end.cause is None:
             when = " while this collective was under way" if under_way else ""
             return ClosedError(f"the communicator was shut down{when}; make a new one to go on")
         return error_of(end.cause)
@@ -429,16 +435,16 @@ class Engine(Interruptible):
         self._changed.notify_all()
         self._poller.wake()  # closing a link does not wake a thread that polls it
         if end.cause is not None:
-            if not self._left and not end.cause.orderly:  # else the other channel ends by itself
-                self._tell_other(end.cause)
+            if not self._has_left and not end.cause.orderly:  # else the other channel ends by itself
+                self._end_other_channel(end.cause)
             self._close_links()
 
-    def _tell_other(self, cause: Cause) -> None:
+    def _end_other_channel(self, cause: Cause) -> None:
         """Let a thread in the other channel end it. No thread may hold both locks at once."""
-        other = None if self.other is None else self.other()
-        if other is not None:
-            other._ended_there = cause
-            other._poller.wake()
+        other_engine = None if self.other_engine is None else self.other_engine()
+        if other_engine is not None:
+            other_engine._other_end_cause = cause
+            other_engine._poller.wake()
 
     def _fail_all(self) -> None:
         for handle in self._handles.values():
@@ -454,22 +460,22 @@ class Engine(Interruptible):
             self._leave(reason)
 
     def _refuse_if_over(self) -> None:
-        if self._machine.ended is not None or self._leaving or self._asked_to_leave:
+        if self._machine.ended is not None or self._leaving_thread or self._asked_to_leave:
             raise self.end_error()
 
     @property
     def _wants_to_leave(self) -> bool:
-        return self._asked_to_leave or bool(self._cut_by) or self._ended_there is not None
+        return self._asked_to_leave or bool(self._interrupted_by) or self._other_end_cause is not None
 
     def _leave(self, reason: str | Cause = "") -> None:
         """End the job, unless it is over. Without a `reason`, this process leaves in order."""
         try:
-            if self._cut_by and not reason:
-                reason = f"interrupted by {self._cut_by}"
-            reason = reason or self._ended_there or ""
+            if self._interrupted_by and not reason:
+                reason = f"interrupted by {self._interrupted_by}"
+            reason = reason or self._other_end_cause or ""
             if self._asked_to_leave:
                 reason = ""
-            self._left = self._left or (not reason and self._machine.ended is None)
+            self._has_left = self._has_left or (not reason and self._machine.ended is None)
             self._driver.perform(self._machine.leave(reason))
         finally:  # a second interrupt may have cut the first abort short
             if self._machine.ended is not None and self._handles:
@@ -492,14 +498,14 @@ class Engine(Interruptible):
         return self.is_closed
 
     def _shut_down(self) -> None:
-        me, mine = threading.get_ident(), False
+        thread_id, is_leaving = threading.get_ident(), False
         try:
             with self._lock:
-                while self._leaving not in (0, me) and self._background is not threading.current_thread():
+                while self._leaving_thread not in (0, thread_id) and self._background is not threading.current_thread():
                     self._await_change(GOODBYE_S)  # for the thread that shuts down
-                if self._leaving or self.is_closed:
+                if self._leaving_thread or self.is_closed:
                     return
-                mine, self._leaving = True, me
+                is_leaving, self._leaving_thread = True, thread_id
                 self._leave()
                 while self._driving:
                     self._await_change()
@@ -509,11 +515,11 @@ class Engine(Interruptible):
             background = self._background
             if background is not None and background is not threading.current_thread() and background.is_alive():
                 background.join()  # not a thread whose start was interrupted
-            self._let_go()
+            self._release()
             self.on_closed()
         finally:
-            if mine:
-                self._leaving = 0
+            if is_leaving:
+                self._leaving_thread = 0
                 with self._lock:
                     self._changed.notify_all()
 
@@ -526,7 +532,7 @@ class Engine(Interruptible):
             self._block(deadline)
             self._driver.turn(self._poller.news())
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             # The old driver refers back to this engine. Without it the slots are freed with the last reference to the
             # engine, not with the next run of the cycle collector.
@@ -541,6 +547,6 @@ class Engine(Interruptible):
     def _close_links(self) -> None:
         deadline = time.monotonic() + GOODBYE_S
         for shard, link in enumerate(self._links):
-            say_last_words(link, deadline)
+            flush_before_close(link, deadline)
             self._poller.forget(shard)
             link.close()

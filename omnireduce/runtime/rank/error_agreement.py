@@ -56,15 +56,16 @@ def run_agreed_by(attempt: Callable[[], T], exchange: Callable[[T | None, str], 
 
 
 class Comparison:
-    """A comparison of values that should be the same on all ranks of `comm`. `own`: names, and this rank's values.
+    """A comparison of values that should be the same on all ranks of `comm`. `local_values`: names, and this rank's
+    values.
 
     It starts an exchange of a checksum of 8 bytes. The ranks may exchange other tensors before they call `settle`.
     `name`: the name of the collective.
     """
 
-    def __init__(self, comm: Agreeing, own: Sequence[tuple[str, str]], name: str) -> None:
-        self._comm, self._own, self._name = comm, own, name
-        digest = hashlib.blake2b(msgspec.json.encode(own), digest_size=DIGEST_BYTES).digest()
+    def __init__(self, comm: Agreeing, local_values: Sequence[tuple[str, str]], name: str) -> None:
+        self._comm, self._local_values, self._name = comm, local_values, name
+        digest = hashlib.blake2b(msgspec.json.encode(local_values), digest_size=DIGEST_BYTES).digest()
         # `_start` needs no thread to drive the exchange meanwhile; `allgather_async` would start one
         self._handle = comm._start(single.all_parts, np.frombuffer(digest, np.uint8), name)
 
@@ -74,23 +75,23 @@ class Comparison:
         digests = self._handle.wait()
         if (digests == digests[0]).all():
             return
-        first, *others = self._comm.allgather_object([list(pair) for pair in self._own], name=self._name)
-        for rank, theirs in enumerate(others, 1):
-            for mine, other in zip_longest(first, theirs):
-                if mine != other:
-                    raise told(UsageError(_difference(mine, other, rank)))
+        first, *others = self._comm.allgather_object([list(pair) for pair in self._local_values], name=self._name)
+        for rank, other_values in enumerate(others, 1):
+            for first_value, other_value in zip_longest(first, other_values):
+                if first_value != other_value:
+                    raise told(UsageError(_difference_text(first_value, other_value, rank)))
 
 
-def check_agreement(comm: Agreeing, own: Sequence[tuple[str, str]], name: str) -> None:
+def check_agreement(comm: Agreeing, local_values: Sequence[tuple[str, str]], name: str) -> None:
     """Raises UsageError on all ranks, with the first difference, unless all have the same values. All ranks call this.
-    `own`: names, and this rank's values. `name`: the name of the collective."""
-    Comparison(comm, own, name).settle()
+    `local_values`: names, and this rank's values. `name`: the name of the collective."""
+    Comparison(comm, local_values, name).settle()
 
 
-def _difference(first: Sequence[str] | None, other: Sequence[str] | None, rank: int) -> str:
-    what = (first or other or ("",))[0]
+def _difference_text(first: Sequence[str] | None, other: Sequence[str] | None, rank: int) -> str:
+    name = (first or other or ("",))[0]
     if first and other and first[0] != other[0]:
-        said = f"rank 0 has {' '.join(first)}, rank {rank} has {' '.join(other)} in its place"
+        text = f"rank 0 has {' '.join(first)}, rank {rank} has {' '.join(other)} in its place"
     else:
-        said = f"rank 0 has {first[1] if first else 'nothing'}, rank {rank} has {other[1] if other else 'nothing'}"
-    return f"'{what}' differs between ranks: {said}; expected the same on all ranks"
+        text = f"rank 0 has {first[1] if first else 'nothing'}, rank {rank} has {other[1] if other else 'nothing'}"
+    return f"'{name}' differs between ranks: {text}; expected the same on all ranks"

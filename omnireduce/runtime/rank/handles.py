@@ -89,9 +89,9 @@ class HandleGroup(Handle[T]):
         return self._handles
 
     def wait(self, timeout_s: float | None = None) -> T:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle in self._handles:
-            handle.wait(None if end is None else end - time.monotonic())
+            handle.wait(None if deadline is None else deadline - time.monotonic())
         return self._result()
 
 
@@ -152,9 +152,9 @@ class SingleHandle(Handle[T]):
             self._put_back()
         self._reads = self._writes = ()
         self._put_back, self._failed = _nothing, failed
-        over, self.on_over = self.on_over, None
-        if over is not None:
-            over(failed=failed)
+        callback, self.on_over = self.on_over, None
+        if callback is not None:
+            callback(failed=failed)
         self.finished = True
         self.tell()
 

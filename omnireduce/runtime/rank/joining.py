@@ -46,8 +46,8 @@ from omnireduce.protocol.joining.rank import (
     perform,
 )
 from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.runtime.aggregator_client import connect_once, reach, read_message, why_lost
-from omnireduce.runtime.driver import say_last_words
+from omnireduce.runtime.aggregator_client import connect_once, loss_hint, reach, read_message
+from omnireduce.runtime.driver import flush_before_close
 from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.engine import GOODBYE_S, Engine
 from omnireduce.runtime.rank.threads import threads_for
@@ -79,40 +79,41 @@ def memory_key() -> str:
     host, in one network namespace. Empty if these are not known."""
     with suppress(OSError), open(BOOT_ID, "rb") as file:
         clock = os.stat(CLOCK).st_ino if os.path.exists(CLOCK) else 0
-        told = b"%s %d %d %d" % (file.read(64).strip(), os.stat(NETWORK).st_ino, clock, os.geteuid())
-        return hashlib.sha256(told).hexdigest()[:32]
+        text = b"%s %d %d %d" % (file.read(64).strip(), os.stat(NETWORK).st_ino, clock, os.geteuid())
+        return hashlib.sha256(text).hexdigest()[:32]
     return ""
 
 
 CONNECT_S = 3.0  # the longest attempt to connect: meanwhile no messages are read
-AGAIN_S = 1.0  # pause between two attempts
+RECONNECT_S = 1.0  # pause between two attempts
 LOOK_S = 0.1  # pause between two looks whether the kernels are ready
 
 
-def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, over: threading.Event) -> None:
-    """Let the aggregators know that the worker of `hello` compiles, until `over` is set. `secret` (None: the configured
+def tell_aggregators(config: Config, hello: Hello, secret: Secret | None, stop: threading.Event) -> None:
+    """Let the aggregators know that the worker of `hello` compiles, until `stop` is set. `secret` (None: the configured
     secret) proves who it is. Aggregators that cannot be reached may start later. Raises ConfigError."""
     secret = load_secret(config.security) if secret is None else secret
-    first = 1 if hello.min_ranks else None  # in an elastic job, only the first aggregator knows the ranks so far
-    wanted = {shard: 0.0 for shard, _ in enumerate(config.cluster.aggregators[:first])}  # when to try
+    # In an elastic job, only the first aggregator knows the ranks so far
+    visible_shards = 1 if hello.min_ranks else None
+    next_attempt = {shard: 0.0 for shard, _ in enumerate(config.cluster.aggregators[:visible_shards])}  # when to try
     links = dict[int, StreamLink]()
     with ExitStack() as stack:
-        while not over.wait(LOOK_S):
+        while not stop.wait(LOOK_S):
             now = time.monotonic()
-            for shard in [shard for shard, at in wanted.items() if at <= now]:
+            for shard in [shard for shard, at in next_attempt.items() if at <= now]:
                 with suppress(OmniReduceError, OSError):
                     link = reach(config.cluster.aggregators[shard], config, secret, now + CONNECT_S)
                     stack.callback(link.close)
                     link.send_control(encode_control(replace(hello, shard=shard, compiling=True)))
                     links[shard] = link
-                wanted[shard] = float("inf") if shard in links else now + AGAIN_S
+                next_attempt[shard] = float("inf") if shard in links else now + RECONNECT_S
             for shard, link in list(links.items()):
-                if not _is_heard(link):
+                if not _is_connected(link):
                     del links[shard]
-                    wanted[shard] = now + AGAIN_S
+                    next_attempt[shard] = now + RECONNECT_S
 
 
-def _is_heard(link: StreamLink) -> bool:
+def _is_connected(link: StreamLink) -> bool:
     """Whether the connection lasts: the aggregator still knows of this worker."""
     try:
         for event in link.poll():
@@ -137,39 +138,39 @@ def assemble(config: Config, job: str, arrival: JoinedWorker) -> AssembledRank:
     everything back.
     """
     joined = arrival.joined
-    me = worker_name(joined.rank, socket.gethostname(), os.getpid())
+    name = worker_name(joined.rank, socket.gethostname(), os.getpid())
     try:
-        return _assemble(config, job, arrival, me)
+        return _assemble(config, job, arrival, name)
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno is None:  # an error of a signal handler, not of the system
-            _give_up(arrival, Cause(me, left_because(error)))
+            _give_up(arrival, Cause(name, left_because(error)))
             raise
         wrong = shortage(error)
     except BaseException as error:
-        _give_up(arrival, Cause(me, left_because(error)))
+        _give_up(arrival, Cause(name, left_because(error)))
         raise
     # Not inside `except`: the error would keep the memory alive.
-    _give_up(arrival, Cause(me, f"could not begin: {wrong}"))
+    _give_up(arrival, Cause(name, f"could not begin: {wrong}"))
     raise TransportError(f"rank {joined.rank} of job '{job}' could not begin: {wrong}")
 
 
-def _assemble(config: Config, job: str, arrival: JoinedWorker, me: str) -> AssembledRank:
+def _assemble(config: Config, job: str, arrival: JoinedWorker, name: str) -> AssembledRank:
     joined, parts = arrival.joined, RankParts(arrival.links)
     is_traced = bool(trace_folder(config.trace))
     if is_traced:
         parts = traced(with_folder(config.trace), job, joined.rank, joined.size, parts.links)
     links = parts.links
-    host = None if arrival.group is None else parts.exchange(*_host(config, joined, arrival.group))
-    used = links if host is None or joined.local_ranks.hosts > 1 else []  # the links that carry blocks
-    for link in used:
+    host = None if arrival.group is None else parts.exchange(*_exchange_arguments(config, joined, arrival.group))
+    block_links = links if host is None or joined.local_ranks.hosts > 1 else []  # the links that carry blocks
+    for link in block_links:
         touch(link.send_slots)
         touch(link.receive_slots)
-    wanted = 1 if is_traced else config.transport.threads  # a trace shows the work of one thread
-    threads = threads_for(wanted, used, len(joined.local_ranks.ranks))
+    thread_count = 1 if is_traced else config.transport.threads  # a trace shows the work of one thread
+    threads = threads_for(thread_count, block_links, len(joined.local_ranks.ranks))
     machine = parts.machine(
         [(link.send_slots, link.receive_slots) for link in links],
         [link.peer for link in links],
-        me,
+        name,
         rank=joined.rank,
         scan_span=config.protocol.scan_span,
         timeout_s=config.cluster.timeout_s,
@@ -197,13 +198,15 @@ def _sizing(protocol: settings.Protocol, link: Link) -> MessageSizing:
     return MessageSizing(protocol.slot_bytes, protocol.slot_bytes)
 
 
-def _host(config: Config, joined: Joined, group: HostGroup) -> tuple[Array, int, list[str], int, int, LocalRanks]:
+def _exchange_arguments(
+    config: Config, joined: Joined, group: HostGroup
+) -> tuple[Array, int, list[str], int, int, LocalRanks]:
     """The arguments of a host exchange."""
     local_ranks, protocol = joined.local_ranks, config.protocol
     pids = zip(local_ranks.ranks, group.pids, strict=True)
     names = [worker_name(number, socket.gethostname(), pid) for number, pid in pids]
-    me = local_ranks.ranks.index(joined.rank)
-    return group.regions, me, names, protocol.slots, protocol.slot_bytes, local_ranks
+    own_index = local_ranks.ranks.index(joined.rank)
+    return group.regions, own_index, names, protocol.slots, protocol.slot_bytes, local_ranks
 
 
 def _give_up(arrival: JoinedWorker, cause: Cause) -> None:
@@ -215,7 +218,7 @@ def _give_up(arrival: JoinedWorker, cause: Cause) -> None:
     for link in links:
         link.send_control(encode_control(Leave(cause)))
     for link in links:
-        say_last_words(link, deadline)
+        flush_before_close(link, deadline)
         link.close()
         link.attach(NO_SLOTS, NO_SLOTS)
 
@@ -272,7 +275,7 @@ def join(config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[
     return pending.run(gave_up)
 
 
-class First(Protocol):
+class ChannelEngine(Protocol):
     """The part of a channel's engine that a join beside it needs."""
 
     def listen(self) -> bool: ...
@@ -280,7 +283,7 @@ class First(Protocol):
 
 
 def join_beside(
-    first: First | None, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]
+    first: ChannelEngine | None, config: Config, hello: Hello, secret: Secret | None, gave_up: Callable[[], bool]
 ) -> JoinedWorker:
     """`join`, for as long as `first` lasts (None: no condition). Raises the errors of `join`, and the error of its
     end."""
@@ -324,7 +327,7 @@ class _PendingRank:
         with self._selector:
             try:
                 self._perform(self._machine.start(time.monotonic()))
-                while not self._arrived():
+                while not self._attach_links():
                     if gave_up():
                         raise ClosedError("the communicator was shut down while it joined; make a new one to go on")
                     self._wait()
@@ -337,35 +340,35 @@ class _PendingRank:
 
     def _wait(self) -> None:
         deadline = self._machine.deadline
-        patience_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - time.monotonic()))
+        timeout_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - time.monotonic()))
         if self._rendezvous is not None and self._rendezvous.must_try_again:
-            patience_s = min(patience_s, RETRY_S)
-        for key, _ in self._selector.select(patience_s):
+            timeout_s = min(timeout_s, RETRY_S)
+        for key, _ in self._selector.select(timeout_s):
             link, shard = key.fileobj, key.data
             if not isinstance(link, Link):
                 continue  # the rendezvous of local ranks has its turn below
             for event in link.poll() if link in self._links else ():
                 if link in self._links:  # an earlier event may have ended this attempt
                     self._perform(feed(self._machine, shard, link.peer, event, time.monotonic()))
-        self._go_on_meeting()
+        self._advance_rendezvous()
         self._perform(self._machine.timer(time.monotonic()))
 
-    def _go_on_meeting(self) -> None:
+    def _advance_rendezvous(self) -> None:
         if self._rendezvous is None or self._rendezvous.group is not None:
             return
         try:
-            has_met = self._rendezvous.turn()
+            is_complete = self._rendezvous.turn()
         except RankGoneError:
-            self._end_meeting()  # an aggregator will say which rank failed, and why
+            self._end_rendezvous()  # an aggregator will say which rank failed, and why
             return
         except (TransportError, OSError) as error:
-            self._could_not_share(error)
+            self._fail_to_share_memory(error)
             return
-        if has_met:
+        if is_complete:
             self._selector.unregister(self._rendezvous)
             self._perform(self._machine.local_ranks_met(time.monotonic()))
 
-    def _arrived(self) -> bool:
+    def _attach_links(self) -> bool:
         """If the worker has joined, give every link its slots; return whether all links have theirs."""
         if self._joined is None:
             return False
@@ -385,71 +388,71 @@ class _PendingRank:
         """End this attempt."""
         self._perform(self._machine.failed(TransportError(wrong), time.monotonic()))
 
-    def _could_not_share(self, error: TransportError | OSError) -> None:
+    def _fail_to_share_memory(self, error: TransportError | OSError) -> None:
         """End this attempt because memory could not be shared. Raises the error if a signal handler has raised it."""
         if isinstance(error, OSError) and from_a_handler(error):
             raise error
         self._fail(str(error) if isinstance(error, TransportError) else shortage(error))
 
-    def _meet(self, meet: MeetLocalRanks) -> None:
+    def _begin_rendezvous(self, action: MeetLocalRanks) -> None:
         """Begin to meet the other ranks of this host."""
         protocol = self._config.protocol
-        size = region_bytes(protocol.slots, protocol.slot_bytes, meet.hosts)
+        size = region_bytes(protocol.slots, protocol.slot_bytes, action.hosts)
         try:
-            self._rendezvous = HostRendezvous(meet.token, meet.size, meet.rank, size)
+            self._rendezvous = HostRendezvous(action.token, action.size, action.rank, size)
         except (TransportError, OSError) as error:
-            self._could_not_share(error)
+            self._fail_to_share_memory(error)
         else:
             self._selector.register(self._rendezvous, selectors.EVENT_READ)
 
     def _perform(self, effects: Iterator[JoinEffect]) -> None:
-        perform(effects, self._do)
+        perform(effects, self._execute)
 
-    def _do(self, action: JoinAction) -> Iterator[JoinEffect] | None:
+    def _execute(self, action: JoinAction) -> Iterator[JoinEffect] | None:
         """Carry out an effect; return the further effects of the machine."""
         try:
-            return self._carry_out(action)
+            return self._execute_action(action)
         except TransportError as error:
             return self._machine.failed(error, time.monotonic())
 
-    def _carry_out(self, action: JoinAction) -> Iterator[JoinEffect] | None:
+    def _execute_action(self, action: JoinAction) -> Iterator[JoinEffect] | None:
         if isinstance(action, Connect):
             return self._connect(action)
         if isinstance(action, SendControl):
-            self._tell(action)
+            self._send(action)
         elif isinstance(action, HangUp):
             self._hang_up(action.first)
         elif isinstance(action, MeetLocalRanks):
-            self._meet(action)
+            self._begin_rendezvous(action)
         elif isinstance(action, Notice):
-            about = {} if action.shard < 0 else {"aggregator": self._config.cluster.aggregators[action.shard]}
-            self._log.warning("%s", action.text, extra=tagged(action.event, **about))
+            fields = {} if action.shard < 0 else {"aggregator": self._config.cluster.aggregators[action.shard]}
+            self._log.warning("%s", action.text, extra=tagged(action.event, **fields))
         else:
             self._joined = action
         return None
 
-    def _connect(self, wanted: Connect) -> Iterator[JoinEffect]:
-        address = self._config.cluster.aggregators[wanted.shard]
+    def _connect(self, action: Connect) -> Iterator[JoinEffect]:
+        address = self._config.cluster.aggregators[action.shard]
 
         def say(reason: str) -> None:
             self._log.warning("going on by tcp: %s", reason, extra=tagged("no_shm", aggregator=address))
 
         try:
-            by = min(wanted.deadline, time.monotonic() + CONNECT_S)
-            link = connect_once(address, self._config, lambda: self._tls, by, say)
+            deadline = min(action.deadline, time.monotonic() + CONNECT_S)
+            link = connect_once(address, self._config, lambda: self._tls, deadline, say)
         except OSError as error:
-            return self._machine.unreachable(wanted.shard, error.strerror or str(error), time.monotonic())
+            return self._machine.unreachable(action.shard, error.strerror or str(error), time.monotonic())
         self._links.append(link)
         self._offers.append(None)
-        self._selector.register(link, selectors.EVENT_READ, wanted.shard)
+        self._selector.register(link, selectors.EVENT_READ, action.shard)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return self._machine.connected(wanted.shard, nonce, time.monotonic(), why_lost(link))
+        return self._machine.connected(action.shard, nonce, time.monotonic(), loss_hint(link))
 
-    def _tell(self, effect: SendControl) -> None:
+    def _send(self, effect: SendControl) -> None:
         """Send a message. A Hello also gets this worker's endpoint for RDMA."""
         link, message = self._links[effect.peer], effect.message
         if isinstance(message, Hello):
-            offered = offer_rdma(link, self._config, partial(_say_no_verbs, self._log, link))
+            offered = offer_rdma(link, self._config, partial(_log_no_verbs, self._log, link))
             self._offers[effect.peer] = offered
             message = replace(message, verbs=None if offered is None else offered.endpoint)
         link.send_control(encode_control(message))
@@ -462,11 +465,11 @@ class _PendingRank:
         for offer in self._offers[first:]:
             if offer is not None:
                 offer.close()
-        self._end_meeting()
+        self._end_rendezvous()
         self._joined = None
         del self._links[first:], self._offers[first:]
 
-    def _end_meeting(self) -> None:
+    def _end_rendezvous(self) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is None:
             return
@@ -482,14 +485,18 @@ def _attach(link: Link, welcome: Welcome, offered: Offer | None, config: Config,
     """The link with its slots, over RDMA if the aggregator took the offer. Raises TransportError, OSError and
     MemoryError."""
     if offered is not None:
-        taken = take_answer(link, offered, welcome.verbs, welcome.note, config, partial(_say_no_verbs, log, link))
-        if taken is not link:
-            return taken
+        verbs_link = take_answer(link, offered, welcome.verbs, welcome.note, config, partial(_log_no_verbs, log, link))
+        if verbs_link is not link:
+            return verbs_link
     link.take_slots(welcome.place, config.protocol.slots, config.protocol.slot_bytes)
     return link
 
 
-def _say_no_verbs(log: BoundLog, link: Link, why: str) -> None:
+def _log_no_verbs(log: BoundLog, link: Link, reason: str) -> None:
     log.info(
-        "aggregator %s by %s, not verbs: %s", link.peer, link.kind, why, extra=tagged("no_verbs", aggregator=link.peer)
+        "aggregator %s by %s, not verbs: %s",
+        link.peer,
+        link.kind,
+        reason,
+        extra=tagged("no_verbs", aggregator=link.peer),
     )

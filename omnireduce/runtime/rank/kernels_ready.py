@@ -83,19 +83,19 @@ class CompilingSigns:
     this one do not count that time towards their time limit, `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._every_s = min(SIGN_S, timeout_s / 4)
+        self._interval_s = min(SIGN_S, timeout_s / 4)
         self._exchanges = list[weakref.ref[HostExchange]]()
 
-    def also_in(self, exchanges: Sequence[HostExchange]) -> None:
+    def add_exchanges(self, exchanges: Sequence[HostExchange]) -> None:
         """From now on, sign in these exchanges as well."""
-        kept = [exchange for exchange in self._exchanges if exchange() is not None]
-        self._exchanges = [*kept, *map(weakref.ref, exchanges)]
+        living = [exchange for exchange in self._exchanges if exchange() is not None]
+        self._exchanges = [*living, *map(weakref.ref, exchanges)]
 
     @contextmanager
-    def given(self) -> Iterator[None]:
+    def signing(self) -> Iterator[None]:
         """Sign while the block runs."""
         self._sign()
-        with Ticker(self._sign, self._every_s):
+        with Ticker(self._sign, self._interval_s):
             yield
 
     def _sign(self) -> None:
@@ -105,40 +105,40 @@ class CompilingSigns:
 
 
 def make_kernels_ready(
-    kernels: Sequence[Kernel], progress: Progress, signs: CompilingSigns, meet: Callable[[], None],
-    tell: Callable[[threading.Event], None],
+    kernels: Sequence[Kernel], progress: Progress, signs: CompilingSigns, find_aggregators: Callable[[], None],
+    tell_aggregators: Callable[[threading.Event], None],
 ) -> None:  # fmt: skip
-    """Compile, or load, what this rank needs, and `meet` the other ranks of its host. If there is something to compile,
-    both go on at the same time, and then `tell` tells the aggregators, until the event is set. `signs` are for ranks of
-    the job whose group this is. Raises what `meet` raises."""
+    """Compile, or load, what this rank needs, and `find_aggregators` the other ranks of its host. If there is something
+    to compile, both go on at the same time, and then `tell_aggregators` tells the aggregators, until the event is set.
+    `signs` are for ranks of the job whose group this is. Raises what `find_aggregators` raises."""
     if are_kept(kernels):
         make_ready(kernels, progress)
-        meet()
+        find_aggregators()
         return
-    over, has_met = threading.Event(), Future[None]()
+    stop, search = threading.Event(), Future[None]()
 
-    def meet_and_tell() -> None:
+    def find_and_tell() -> None:
         try:
-            meet()
+            find_aggregators()
         except BaseException as error:
-            has_met.set_exception(error)
+            search.set_exception(error)
             return
-        has_met.set_result(None)
+        search.set_result(None)
         with suppress(OmniReduceError):  # the join itself will raise it
-            tell(over)
+            tell_aggregators(stop)
 
     def progress_or_end(done_s: float, total_s: float) -> None:
         progress(done_s, total_s)
-        if has_met.done():
-            has_met.result()
+        if search.done():
+            search.result()
 
-    threading.Thread(target=meet_and_tell, name="omnireduce-meet", daemon=True).start()
+    threading.Thread(target=find_and_tell, name="omnireduce-meet", daemon=True).start()
     try:
-        with signs.given():
+        with signs.signing():
             make_ready(kernels, progress_or_end)
     finally:
-        over.set()
-    has_met.result()
+        stop.set()
+    search.result()
 
 
 class KernelsOnDemand:
@@ -154,12 +154,12 @@ class KernelsOnDemand:
         if key in self._ready or descriptor.refused:  # a refusal has no elements, and the other ranks wait for it
             return
         kernels = [reducer_kernel(storage_of(descriptor.element)), *(row_kernels() if descriptor.has_rows else [])]
-        with self._signs.given():
+        with self._signs.signing():
             make_ready(kernels, self._progress)
         self._ready.add(key)
 
 
-def say_trouble(log: BoundLog, *, is_first: bool) -> None:
+def log_kernel_trouble(log: BoundLog, *, is_first: bool) -> None:
     """Log once what was wrong with the files of kernels, on the rank that is first on its host."""
     if (trouble := take_trouble()) and is_first:
         log.warning("%s", trouble, extra=tagged("kernels_not_kept"))

@@ -36,10 +36,10 @@ from omnireduce.support.launchers import (
 )
 from omnireduce.support.logs import tagged
 
-LONGEST = 128  # the most characters of a job's name, and of a launch's id
+MAX_CHARACTERS = 128  # the most characters of a job's name, and of a launch's id
 PROC = Path("/proc")
 log = logging.getLogger("omnireduce")
-_said = set[str]()  # signs of other processes that were logged
+_logged_signs = set[str]()  # signs of other processes that were logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,17 @@ def detect_launch(
     """
     if rank is not None or size is not None:
         if rank is None or size is None:
-            given, missing = (f"rank {rank}", "size") if size is None else (f"size {size}", "rank")
-            raise UsageError(f"got {given} and no {missing}, expected both or neither")
+            present, missing = (f"rank {rank}", "size") if size is None else (f"size {size}", "rank")
+            raise UsageError(f"got {present} and no {missing}, expected both or neither")
         rank, size = whole(rank, "rank"), whole(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
-        said = _innermost(environ)
-        if said is None or not _says(said, environ, rank, size):
+        launcher = _innermost(environ)
+        if launcher is None or not _agrees(launcher, environ, rank, size):
             return Launch(rank, size, None, None, "arguments")
-        return Launch(rank, size, launcher="arguments", job=None, **_places(said, environ, rank, size))
+        return Launch(rank, size, launcher="arguments", job=None, **_local_numbers(launcher, environ, rank, size))
     launcher = _innermost(environ)
-    return Launch(0, 1, 0, None, "none", 1) if launcher is None else _launch(launcher, environ)
+    return Launch(0, 1, 0, None, "none", 1) if launcher is None else _launch_by(launcher, environ)
 
 
 def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = None, size: int | None = None) -> Launch:
@@ -93,14 +93,14 @@ def own_launch(environ: Mapping[str, str] = os.environ, *, rank: int | None = No
     ranks, as in a batch script that runs once, this logs a warning, once.
     """
     launch = detect_launch(environ, rank=rank, size=size)
-    alone = None if launch.launcher != "none" else alone_though(environ)
-    if alone is not None:
-        if alone.is_certain:
-            raise UsageError(f"{alone.said}, but does not give this process a rank and a size: {alone.instead}")
-        if alone.said not in _said:
-            _said.add(alone.said)
-            what = f"this process is rank 0 of 1 though {alone.said}: if it should be one of them, {alone.instead}"
-            log.warning("%s", what, extra=tagged("alone"))
+    sign = None if launch.launcher != "none" else find_launcher_sign(environ)
+    if sign is not None:
+        if sign.is_certain:
+            raise UsageError(f"{sign.text}, but does not give this process a rank and a size: {sign.instead}")
+        if sign.text not in _logged_signs:
+            _logged_signs.add(sign.text)
+            text = f"this process is rank 0 of 1 though {sign.text}: if it should be one of them, {sign.instead}"
+            log.warning("%s", text, extra=tagged("alone"))
     return launch
 
 
@@ -108,19 +108,19 @@ class LauncherSign(NamedTuple):
     """The sign in the environment that a process without a launcher is one of several, and what to do `instead`.
     `is_certain`: it should certainly be one of several ranks."""
 
-    said: str
+    text: str
     instead: str
     is_certain: bool
 
 
-def alone_though(environ: Mapping[str, str] = os.environ) -> LauncherSign | None:
+def find_launcher_sign(environ: Mapping[str, str] = os.environ) -> LauncherSign | None:
     """The sign that there are several processes; None if there is none."""
     for hint in HINTS:
-        many = hint.many(environ)
-        if many:
-            said = f"{hint.who} speaks of {f'{many} processes or more' if many > 1 else 'several processes'}"
+        count = hint.many(environ)
+        if count:
+            text = f"{hint.who} speaks of {f'{count} processes or more' if count > 1 else 'several processes'}"
             instead = f"{hint.instead}; or, for a process on its own, set RANK=0 and WORLD_SIZE=1"
-            return LauncherSign(said, instead, hint.is_certain and many > 1)
+            return LauncherSign(text, instead, hint.is_certain and count > 1)
     return None
 
 
@@ -133,7 +133,7 @@ def job_name(config: Config, launcher_job: str | None) -> str:
     if config.cluster.job != "auto":
         return config.cluster.job
     team = f"{config.security.team}." if config.security.team else ""
-    return (team + _clean(launcher_job or "default"))[:LONGEST]
+    return (team + _clean_name(launcher_job or "default"))[:MAX_CHARACTERS]
 
 
 def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> str:
@@ -146,15 +146,15 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     id stands before the address, but all launches may have the same id. A loopback address is the same on all hosts,
     so the identity of the host follows it.
     """
-    inside = _innermost(environ)
-    if inside is not None and not _says(inside, environ, rank, size):
-        inside = None
-    meets = MEETS if inside is None else inside.meets
-    parts = [] if inside is None else [_id(inside, environ)]
-    if meets is not None:
-        address, port = (environ.get(name, "") for name in meets)
-        parts.append(_met_at(f"{address}:{port}") if address and port else None)
-    return _short("@".join(part for part in parts if part))
+    launcher = _innermost(environ)
+    if launcher is not None and not _agrees(launcher, environ, rank, size):
+        launcher = None
+    variables = MEETS if launcher is None else launcher.meets
+    parts = [] if launcher is None else [_id(launcher, environ)]
+    if variables is not None:
+        address, port = (environ.get(name, "") for name in variables)
+        parts.append(_rendezvous_address(f"{address}:{port}") if address and port else None)
+    return _bounded_id("@".join(part for part in parts if part))
 
 
 def identity_of(config: Config, rank: int, size: int) -> str:
@@ -176,23 +176,25 @@ def check_told_apart(config: Config, rank: int, size: int, *, is_named: bool) ->
 def _id(variables: Variables, environ: Mapping[str, str]) -> str | None:
     """The id of the launch: the launcher's id. If MPICH's mpirun gives none: the address where it waits for its
     proxies. Else the id of another launcher that agrees on this process's rank and size."""
-    job_id = _job(variables, environ)
+    job_id = _launcher_job(variables, environ)
     if job_id is None and variables.launcher == "MPICH":
-        job_id = _met_at(_process_manager() or "") or None
+        job_id = _rendezvous_address(_process_manager() or "") or None
     if job_id is None and variables is not TORCHRUN:
         rank, size = environ[variables.rank], environ[_size_of(variables, environ)]
-        others = (_job(launcher, environ) for launcher in _same(variables, environ, rank, size))
-        job_id = next((other for other in others if other is not None), None)
+        job_ids = (_launcher_job(launcher, environ) for launcher in _agreeing_launchers(variables, environ, rank, size))
+        job_id = next((other_id for other_id in job_ids if other_id is not None), None)
     return job_id
 
 
-def _same(said: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> list[Variables]:
-    """The other launchers that agree with `said` on rank and size: a launcher may start its ranks by another one."""
-    inside = [launcher for launcher in LAUNCHERS if launcher is not said and _is_inside(launcher, environ)]
-    return [launcher for launcher in inside if _says(launcher, environ, rank, size)]
+def _agreeing_launchers(
+    first: Variables, environ: Mapping[str, str], rank: int | str, size: int | str
+) -> list[Variables]:
+    """The other launchers that agree with `first` on rank and size: a launcher may start its ranks by another one."""
+    others = [launcher for launcher in LAUNCHERS if launcher is not first and _has_started(launcher, environ)]
+    return [launcher for launcher in others if _agrees(launcher, environ, rank, size)]
 
 
-def _met_at(address: str) -> str:
+def _rendezvous_address(address: str) -> str:
     """HOST:PORT where the ranks of a launch meet. For an address that every host has, the identity of this host follows
     it."""
     host = address.rpartition(":")[0].strip("[]")
@@ -211,64 +213,64 @@ def this_host(proc: Path = PROC) -> str:
     return ".".join(parts)
 
 
-def _says(variables: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> bool:
+def _agrees(variables: Variables, environ: Mapping[str, str], rank: int | str, size: int | str) -> bool:
     """Whether the launcher gives this process this rank and size."""
     sizes = [environ[name] for name in variables.size if name in environ]
     return environ.get(variables.rank) == str(rank) and sizes[:1] == [str(size)]
 
 
-def _clean(text: str) -> str:
+def _clean_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._:@+-]", "_", text)
 
 
-def _short(text: str) -> str:
+def _bounded_id(text: str) -> str:
     """The text as an id of a limited length. Two different texts give different ids, however long they are."""
-    if len(text) <= LONGEST and text == _clean(text):
+    if len(text) <= MAX_CHARACTERS and text == _clean_name(text):
         return text
-    return _clean(text)[:64] + hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+    return _clean_name(text)[:64] + hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _innermost(environ: Mapping[str, str]) -> Variables | None:
     """The launcher that started this process. Variables of torchrun without torchrun, beside Slurm, only repeat the
     numbers of Slurm: then it is Slurm."""
-    inside = [launcher for launcher in LAUNCHERS if _is_inside(launcher, environ)]
+    launchers = [launcher for launcher in LAUNCHERS if _has_started(launcher, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if inside[:1] == [OWN]:  # it sets torchrun's variables, too, except torchrun's id
-        return inside[1] if "TORCHELASTIC_RUN_ID" in environ and len(inside) > 1 else OWN
-    if [launcher.launcher for launcher in inside] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
-        return inside[1] if _says(inside[1], environ, rank, size) else inside[0]
-    return inside[0] if inside else None
+    if launchers[:1] == [OWN]:  # it sets torchrun's variables, too, except torchrun's id
+        return launchers[1] if "TORCHELASTIC_RUN_ID" in environ and len(launchers) > 1 else OWN
+    if [launcher.launcher for launcher in launchers] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
+        return launchers[1] if _agrees(launchers[1], environ, rank, size) else launchers[0]
+    return launchers[0] if launchers else None
 
 
-def _is_inside(variables: Variables, environ: Mapping[str, str]) -> bool:
+def _has_started(variables: Variables, environ: Mapping[str, str]) -> bool:
     """Whether this process was started by this launcher, perhaps through others."""
     is_guarded = all(name in environ for name in variables.guards)
     return is_guarded and any(name in environ for name in (variables.rank, *variables.size))
 
 
-def _launch(variables: Variables, environ: Mapping[str, str]) -> Launch:
+def _launch_by(variables: Variables, environ: Mapping[str, str]) -> Launch:
     rank_name, size_name = variables.rank, _size_of(variables, environ)
     if rank_name not in environ or size_name not in environ:
-        given, missing = (rank_name, size_name) if rank_name in environ else (size_name, rank_name)
+        present, missing = (rank_name, size_name) if rank_name in environ else (size_name, rank_name)
         is_outer = LAUNCHERS.index(variables) > LAUNCHERS.index(TORCHRUN)
-        or_else = "; or set RANK and WORLD_SIZE" if is_outer else ""
-        raise UsageError(f"{variables.launcher}: got {given} but not {missing}, expected both or neither{or_else}")
+        hint = "; or set RANK and WORLD_SIZE" if is_outer else ""
+        raise UsageError(f"{variables.launcher}: got {present} but not {missing}, expected both or neither{hint}")
     rank, size = number_in(rank_name, environ), number_in(size_name, environ)
     if rank >= size:
         raise UsageError(
             f"{variables.launcher}: got {rank_name}={rank} and {size_name}={size}, expected 0 <= rank < size"
         )
-    places = _places(variables, environ, rank, size)
-    local_rank, local_size = places["local_rank"] or 0, places["local_size"]
+    numbers = _local_numbers(variables, environ, rank, size)
+    local_rank, local_size = numbers["local_rank"] or 0, numbers["local_size"]
     if local_size is not None and not local_rank < local_size <= size:
         raise UsageError(
             f"{variables.launcher}: got local rank {local_rank} of {local_size} on this host and {size} in all, "
             "expected local rank < local size <= size"
         )
-    job = _job(variables, environ)
+    job = _launcher_job(variables, environ)
     if job is None and variables.launcher == "MPICH":
         job = _process_manager()
-    return Launch(rank, size, launcher=variables.launcher, job=job or _id(variables, environ), **places)
+    return Launch(rank, size, launcher=variables.launcher, job=job or _id(variables, environ), **numbers)
 
 
 def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
@@ -276,20 +278,20 @@ def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
     return next((name for name in variables.size if name in environ), variables.size[-1])
 
 
-def _places(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
+def _local_numbers(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
     """The numbers of a `Launch` on its host and across hosts. If the launcher leaves some out, another launcher that
     agrees with it may give them."""
-    places: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
-    for launcher in (variables, *_same(variables, environ, rank, size)):
-        for name in places:
-            if places[name] is None:
-                places[name] = _local(getattr(launcher, name), environ)
-        if launcher.one_per_host and places["local_rank"] is None:
-            places["local_rank"], places["local_size"] = 0, 1
-    return places
+    numbers: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
+    for launcher in (variables, *_agreeing_launchers(variables, environ, rank, size)):
+        for name in numbers:
+            if numbers[name] is None:
+                numbers[name] = _local_number(getattr(launcher, name), environ)
+        if launcher.one_per_host and numbers["local_rank"] is None:
+            numbers["local_rank"], numbers["local_size"] = 0, 1
+    return numbers
 
 
-def _local(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+def _local_number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
     """The number in the first of these variables that is set, which counts on this host only; None if none is set."""
     name = next((name for name in names if name in environ), None)
     if name == TASKS_PER_NODE:
@@ -317,7 +319,7 @@ def number_in(name: str, environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _job(variables: Variables, environ: Mapping[str, str]) -> str | None:
+def _launcher_job(variables: Variables, environ: Mapping[str, str]) -> str | None:
     for names in variables.job:
         texts = {name: environ.get(name, "") for name in names}
         parts = [text.partition(BEHIND_ID[name])[0] if name in BEHIND_ID else text for name, text in texts.items()]

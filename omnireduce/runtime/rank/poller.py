@@ -63,17 +63,17 @@ class Poller:
 
     def _watch(self, shard: int) -> None:
         link = self._links[shard]
-        wanted = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
-        if wanted == self._masks[shard]:
+        events = 0 if link.over else select.POLLIN | (select.POLLOUT if link.wants_write else 0)
+        if events == self._masks[shard]:
             return
         self._masks[shard] = UNKNOWN  # Ctrl-C may come between the change of the poll object and of this list
-        if wanted:
+        if events:
             self._descriptors[shard] = link.fileno()
             self._shards[self._descriptors[shard]] = shard
-            self._poll.register(self._descriptors[shard], wanted)
+            self._poll.register(self._descriptors[shard], events)
         else:
             self._unwatch(shard)
-        self._masks[shard] = wanted
+        self._masks[shard] = events
 
     def _unwatch(self, shard: int) -> None:
         if self._descriptors[shard] >= 0:

@@ -17,15 +17,15 @@ from omnireduce.support.secret import Secret, load_secret
 HEARD_S = 10.0  # the longest wait of a rank that refuses until the aggregator has heard it
 
 
-def check_group(ranks: Sequence[int], own: int, size: int, name: str, taken: Sequence[str]) -> None:
-    """Raises UsageError unless `ranks` are different ranks of a job of `size`, with `own` among them, and `name` is not
-    taken."""
-    if name in taken:
+def check_group(ranks: Sequence[int], own_rank: int, size: int, name: str, taken_names: Sequence[str]) -> None:
+    """Raises UsageError unless `ranks` are different ranks of a job of `size`, with `own_rank` among them, and `name`
+    is not taken."""
+    if name in taken_names:
         raise UsageError(f"there is a group {name!r} already: give another name, or shut that group down")
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
         raise UsageError(f"ranks {list(ranks)}: expected different ranks from 0 to {size - 1}")
-    if own not in ranks:
-        raise UsageError(f"ranks {list(ranks)}: this is rank {own}, which is not among them")
+    if own_rank not in ranks:
+        raise UsageError(f"ranks {list(ranks)}: this is rank {own_rank}, which is not among them")
 
 
 def job_of_group(job: str, name: str, generation: int) -> str:
@@ -46,7 +46,7 @@ def config_of_group(config: Config, launch: str, state_bytes: int) -> Config:
     )
 
 
-def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None) -> None:
+def refuse_to_come(config: Config, hello: Hello, reason: str, secret: Secret | None) -> None:
     """Tell the ranks that wait for this rank in the group of `hello` why it does not come.
 
     All of them come to the first aggregator first, and it tells them. Returns when the aggregator has heard: the next
@@ -54,7 +54,8 @@ def refuse_to_come(config: Config, hello: Hello, why: str, secret: Secret | None
     about to end.
     """
     hello = replace(
-        hello, refuses=why, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0, memory="",
+        hello, refuses=reason, min_ranks=0, last_call_s=0.0, formation=0, survived=0, ticket=b"", state_bytes=0,
+        memory="",
     )  # fmt: skip
     with suppress(OmniReduceError, OSError):
         secret = load_secret(config.security) if secret is None else secret

@@ -43,12 +43,12 @@ class Profiler:
         self._output, self._folder = Path(), Path()
         self._refresher: _Refresher | None = None
         self._followers: weakref.WeakSet[Profiler] = weakref.WeakSet()
-        self._follows = False
+        self._has_leader = False
 
     def follow(self, leader: Profiler) -> None:
         """Let `leader` make profile and timeline of both from now on. Its communicator has made the communicator of
         this profiler as a group, and does not end earlier."""
-        self._follows = True
+        self._has_leader = True
         leader._followers.add(self)
         self._profile = leader._profile if self._profile is not None else None
         for observer in self._observers:
@@ -100,7 +100,7 @@ class Profiler:
         self._recorders = []
         timeline.close()
         self._stop_refreshing()
-        if self._follows:
+        if self._has_leader:
             return
         others = (path for path in self._folder.glob(f"*{PART_SUFFIX}") if path != timeline.path)
         if self._rank == 0 or not any(is_written(path) for path in others):
@@ -114,7 +114,7 @@ class Profiler:
         for channel in self._channels:
             channel.engine.observer = None  # the observer refers to the channel
         self._channels, self._observers = (), []
-        if self._profile is not None and not self._follows:
+        if self._profile is not None and not self._has_leader:
             self._write_profile(self._profile)
 
     def abandon(self) -> None:
@@ -135,13 +135,15 @@ class Profiler:
         self._observe()
         for channel, observer in zip(self._channels, self._observers, strict=True):
             if not trace_folder(self._settings):  # otherwise the rank records from its beginning
-                of_channel = Origin(job=channel.job, kind="rank", number=self._rank, ranks=self._size, shards=shards)
-                own = Trace(folder=str(folder), events=self._settings.events)
-                self._recorders.append(Recorder(own, of_channel))
+                channel_origin = Origin(
+                    job=channel.job, kind="rank", number=self._rank, ranks=self._size, shards=shards
+                )
+                settings = Trace(folder=str(folder), events=self._settings.events)
+                self._recorders.append(Recorder(settings, channel_origin))
                 observer.recorder = self._recorders[-1]
             observer.timeline = timeline
         self.timeline = timeline
-        if self._rank == 0 and not self._follows:
+        if self._rank == 0 and not self._has_leader:
             for stale in path.parent.glob(f".{path.name}.*.partial"):  # files of processes that were killed
                 with contextlib.suppress(OSError):
                     stale.unlink()
@@ -150,7 +152,7 @@ class Profiler:
 
     def _observe(self) -> None:
         if not self._observers:
-            self._observers = [Observer(_moved(channel), self._profile) for channel in self._channels]
+            self._observers = [Observer(_counters_of(channel), self._profile) for channel in self._channels]
         for channel, observer in zip(self._channels, self._observers, strict=True):
             channel.engine.observer = observer
 
@@ -174,21 +176,21 @@ class Profiler:
 
     def _write_profile(self, profile: Profile) -> None:
         folder = self._profile_folder
-        own = _jobs.setdefault(folder, self._job) == self._job
-        path = Path(folder) / f"{PROFILE}.{'' if own else f'{self._job}.'}{self._rank}"
+        is_first_job = _jobs.setdefault(folder, self._job) == self._job
+        path = Path(folder) / f"{PROFILE}.{'' if is_first_job else f'{self._job}.'}{self._rank}"
         try:
             write_file(profile.text().encode(), path)
         except UsageError as error:
             self._log.warning("the profile cannot be written: %s", error)
 
 
-def _moved(channel: Channel) -> Callable[[], ChannelCounters]:
+def _counters_of(channel: Channel) -> Callable[[], ChannelCounters]:
     host = channel.machine.host
 
-    def moved() -> ChannelCounters:
+    def counters() -> ChannelCounters:
         return ChannelCounters(channel.sent_bytes, None if host is None else host.own_blocks)
 
-    return moved
+    return counters
 
 
 class _Refresher:

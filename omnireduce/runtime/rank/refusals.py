@@ -31,45 +31,47 @@ from omnireduce.runtime.rank.shared_errors import is_told, reason_of, told
 SETTLE_S = 2.0  # the longest wait of a rank that leaves for the others to hear its refusal
 
 
-def refusal(place: CallContext, why: str) -> Call[None]:
+def refusal_call(context: CallContext, reason: str) -> Call[None]:
     """The call that takes the place of a refused one: without data, with the reason."""
     empty = np.zeros(0, BYTES)
-    called = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
-    return Call(called, DenseTensor(empty, empty, place.layout(called), called.element.zero_mask), lambda: None)
+    descriptor = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=reason)
+    return Call(
+        descriptor, DenseTensor(empty, empty, context.layout(descriptor), descriptor.element.zero_mask), lambda: None
+    )
 
 
-def tell(member: RankChannels, error: Exception) -> None:
+def tell_ranks(member: RankChannels, error: Exception) -> None:
     """Tell the other ranks that this rank refuses the next collective because of `error`. Does nothing if they know of
     the error, or if the job is over."""
     if is_told(error):
         return
     told(error)
     ordinary, urgent = member.ordinary, member.urgent
-    if ordinary.place.size == 1:
+    if ordinary.context.size == 1:
         return
-    why, instead = reason_of(error), error.__dict__.pop("instead", None)
+    reason, instead = reason_of(error), error.__dict__.pop("instead", None)
     with suppress(OmniReduceError):
         if instead is not None:
-            _start(ordinary.engine, instead(why), why)
+            _start(ordinary.engine, instead(reason), reason)
             return
-    _start(ordinary.engine, refusal(ordinary.place, why), why)
+    _start(ordinary.engine, refusal_call(ordinary.context, reason), reason)
     if urgent.engine is not ordinary.engine:  # the others may call it in the urgent channel
-        _start(urgent.engine, refusal(urgent.place, why), why)
+        _start(urgent.engine, refusal_call(urgent.context, reason), reason)
 
 
-def _start(engine: Engine, call: Call[Any], why: str) -> None:
+def _start(engine: Engine, call: Call[Any], reason: str) -> None:
     """Start a call in place of a refused one. In a signal handler that interrupts a collective, start it afterwards."""
     if engine.inside:
-        engine.afterwards(lambda: _start(engine, call, why))
+        engine.afterwards(lambda: _start(engine, call, reason))
         return
     with suppress(OmniReduceError, RuntimeError):  # the job is over; or no thread starts, and the next call drives it
         [handle] = engine.submit(call)
-        before, engine.refused = engine.refused, (handle, why)
-        if before is None or before[0].done():
-            threading.Thread(target=_await, args=(engine,), name="omnireduce-refusal", daemon=True).start()
+        previous, engine.refused = engine.refused, (handle, reason)
+        if previous is None or previous[0].done():
+            threading.Thread(target=_await_refusals, args=(engine,), name="omnireduce-refusal", daemon=True).start()
 
 
-def _await(engine: Engine) -> None:
+def _await_refusals(engine: Engine) -> None:
     with suppress(OmniReduceError):
         while engine.refused is not None and not engine.refused[0].done():
             engine.refused[0].wait()
@@ -79,10 +81,10 @@ def settle(engine: Engine) -> None:
     """Before a rank leaves, wait until the others have reached the calls that it has refused."""
     if engine.refused is None or engine.inside:
         return
-    handle, why = engine.refused
+    handle, reason = engine.refused
     try:
         handle.wait(SETTLE_S)
     except TimeoutError:
-        engine.abort(f"left after it had refused a call: {why}")
+        engine.abort(f"left after it had refused a call: {reason}")
     except OmniReduceError:  # the job is over
         pass

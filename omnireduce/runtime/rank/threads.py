@@ -25,21 +25,21 @@ from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.processors import quota, usable
 from omnireduce.transport.base import Event, Link, Received
 
-MOST_BY_ITSELF = 6  # threads: an eighth of their work runs in the interpreter, one thread at a time
+MAX_DEFAULT_THREADS = 6  # threads: an eighth of their work runs in the interpreter, one thread at a time
 
 
-def threads_for(wanted: int, links: Sequence[Link], ranks: int) -> Threads | None:
-    """The threads of a rank with these links, `wanted` or fewer; None if a single thread is enough. If `wanted` is 0,
-    the number follows from the processors: each shard on this host gets one, the ranks of the host share the others,
-    and half of a rank's share is for the user's own work. `ranks`: the number of ranks that share memory here; the
-    launcher may know of more. Raises BlockingIOError when the system has no room for the wanted threads."""
-    count = min(wanted or _by_processors(links, ranks), len(links))
+def threads_for(requested: int, links: Sequence[Link], ranks: int) -> Threads | None:
+    """The threads of a rank with these links, `requested` or fewer; None if a single thread is enough. If `requested`
+    is 0, the number follows from the processors: each shard on this host gets one, the ranks of the host share the
+    others, and half of a rank's share is for the user's own work. `ranks`: the number of ranks that share memory here;
+    the launcher may know of more. Raises BlockingIOError when the system has no room for the wanted threads."""
+    count = min(requested or _by_processors(links, ranks), len(links))
     if count < 2:
         return None
     try:
         return Threads(count)
     except RuntimeError as error:  # it says that no thread can be started
-        if not wanted:
+        if not requested:
             return None
         raise BlockingIOError(errno.EAGAIN, f"no room for {count} threads; set transport.threads = 1") from error
 
@@ -47,7 +47,7 @@ def threads_for(wanted: int, links: Sequence[Link], ranks: int) -> Threads | Non
 def _by_processors(links: Sequence[Link], ranks: int) -> int:
     shards_here = sum(link.process is not None for link in links)
     share = (min(usable(), quota() or math.inf) - shards_here) / max(ranks, _launched_here())
-    return min(int(share / 2), MOST_BY_ITSELF)
+    return min(int(share / 2), MAX_DEFAULT_THREADS)
 
 
 def _launched_here() -> int:
@@ -111,27 +111,29 @@ class _Run:
     """Some calls. Each thread that takes part makes the next call, until none is left."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
-        self._size, self._left = len(calls), iter(enumerate(calls))
-        self._done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        self._came: list[None] = []  # an entry for each other thread that has begun to help; in `_went`, that has ended
-        self._went: list[None] = []
+        self._size, self._remaining = len(calls), iter(enumerate(calls))
+        self._outcomes: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._begun: list[
+            None
+        ] = []  # an entry for each other thread that has begun to help; in `_ended`, that has ended
+        self._ended: list[None] = []
 
     def help(self) -> None:
         """Take part, in a thread that no signal handler interrupts."""
-        self._came.append(None)
+        self._begun.append(None)
         self.make_calls()
-        self._went.append(None)
+        self._ended.append(None)
 
     def make_calls(self) -> None:
-        for number, call in self._left:
+        for number, call in self._remaining:
             try:
-                self._done.put((number, call(), None))
+                self._outcomes.put((number, call(), None))
             except BaseException as error:
-                self._done.put((number, None, error))
+                self._outcomes.put((number, None, error))
 
     def outcome(self) -> list[Any]:
         """Wait for all calls; the results, in the order of the calls. Raises the first error among them."""
-        outcomes = sorted((self._done.get() for _ in range(self._size)), key=lambda outcome: outcome[0])
+        outcomes = sorted((self._outcomes.get() for _ in range(self._size)), key=lambda outcome: outcome[0])
         errors = [error for _, _, error in outcomes if error is not None]
         errors.sort(key=lambda error: isinstance(error, Exception))  # Ctrl-C first: it may have caused the other errors
         if errors:
@@ -144,8 +146,8 @@ class _Run:
     def settle(self) -> None:
         """Drop the calls that have not begun, and return when no other thread helps any more. Until then they use
         arrays that the caller may release."""
-        deque(self._left, maxlen=0)
-        while len(self._went) < len(self._came):
+        deque(self._remaining, maxlen=0)
+        while len(self._ended) < len(self._begun):
             time.sleep(0)  # gives up the interpreter's lock; after an interrupt this lasts as long as a call
 
 

@@ -161,13 +161,13 @@ def size() -> int:
 def local_rank() -> int:
     """This worker's number among the workers on its host, from the launcher. Raises UsageError if the launcher did not
     give it."""
-    return _said_by_launcher(running().local_rank, "this worker's number on its host")
+    return _launcher_number(running().local_rank, "this worker's number on its host")
 
 
 def local_size() -> int:
     """The number of workers of the launch on this host, from the launcher. Raises UsageError if the launcher did not
     give it."""
-    return _said_by_launcher(running().local_size, "how many workers this host has")
+    return _launcher_number(running().local_size, "how many workers this host has")
 
 
 def local_first() -> AbstractContextManager[bool]:
@@ -193,7 +193,7 @@ def first_of_host(is_first: bool, barrier: Callable[[], object]) -> Iterator[boo
         barrier()
 
 
-def _said_by_launcher(found: int | None, what: str) -> int:
-    if found is None:
-        raise UsageError(f"{what} is not known: no launcher gave it, expected omnireduce run, mpirun, srun or torchrun")
-    return found
+def _launcher_number(number: int | None, name: str) -> int:
+    if number is None:
+        raise UsageError(f"{name} is not known: no launcher gave it, expected omnireduce run, mpirun, srun or torchrun")
+    return number

@@ -16,7 +16,7 @@ from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.connections import Connection, Connections
-from omnireduce.runtime.shard.job import why_broken_off
+from omnireduce.runtime.shard.job import failure_text
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener, ListeningSockets
 from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.status_requests import StatusPages, StatusRequests
@@ -52,8 +52,8 @@ class Admission:
         unidentified, closing = self._connections.unidentified, self._connections.closing
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one
         room = min(MAX_UNIDENTIFIED, descriptors // 2)
-        most = BESIDE_JOBS if busy else room
-        for link in listening.accept(listener, most=max(1, min(most, room // 4))):
+        limit = BESIDE_JOBS if busy else room
+        for link in listening.accept(listener, limit=max(1, min(limit, room // 4))):
             try:
                 if len(unidentified) + len(closing) >= room:
                     self._teardown.forget(max(unidentified, closing, key=len).oldest)
@@ -64,19 +64,21 @@ class Admission:
                 else:
                     listening.turn_away(link)
             except Exception as error:  # no memory, or a bug: only this client may lose its connection
-                why_broken_off(error, None)
+                failure_text(error, None)
 
     def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
         """Serve a worker that has just connected, or the daemon's monitor."""
         self._connections.add(Connection(link, self.access.gate(link), of_monitor))
 
-    def hear(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
+    def handle_events(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event]:
         """Handle a newcomer's events; return the events that came after its admission to a job."""
         for number, event in enumerate(events):
             if isinstance(event, Lost):
                 if event.violation:
-                    log.warning("dropped %s: %s", connection.link.peer, event.reason, extra=connection.about("dropped"))
-                    self._connections.say(connection, Refused(event.reason))
+                    log.warning(
+                        "dropped %s: %s", connection.link.peer, event.reason, extra=connection.log_fields("dropped")
+                    )
+                    self._connections.send(connection, Refused(event.reason))
                 self._teardown.forget(connection)
             elif not isinstance(event, Control) or not self._read(connection, event.body):
                 return events[number + 1 :]
@@ -88,12 +90,12 @@ class Admission:
             message = decode_control(body)
             self._status_requests.check(connection, message)
             if connection.hello is None and isinstance(message, AdminRequest):
-                self._obey(connection, message)
+                self._carry_out(connection, message)
                 return False
             may_ask = isinstance(message, StatusRequest) and is_operator(connection.link)
             answer = None if may_ask else connection.gate.answer(message)
             if answer is not None:
-                self._connections.say(connection, answer)
+                self._connections.send(connection, answer)
                 return True
             if connection.hello is not None and isinstance(message, Leave):
                 self._teardown.forget(connection, message.cause)
@@ -108,27 +110,27 @@ class Admission:
             self._membership.connection_ended(connection, self._clock())
             return False
         connection.hello = hello = connection.gate.signed(message)
-        log.debug("%s wants to join", connection.link.peer, extra=connection.about("hello"))
+        log.debug("%s wants to join", connection.link.peer, extra=connection.log_fields("hello"))
         self._connections.unidentified.discard(connection)
         if hello.compiling:
             self._connections.compilers[connection] = None
-        self._look_at(self._membership.rival(hello))
+        self._read_rival(self._membership.rival(hello))
         self.answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
 
-    def _obey(self, connection: Connection, request: AdminRequest) -> None:
+    def _carry_out(self, connection: Connection, request: AdminRequest) -> None:
         """Carry out a request of an operator or a team. Raises ProtocolError if the peer may not make it."""
         order = self.access.order(request, connection.link, connection.gate)
-        log.info("%s asks to %s", order.by, request.text, extra=connection.about("admin"))
+        log.info("%s asks to %s", order.by, request.text, extra=connection.log_fields("admin"))
         jobs = self._administration.ask(order)
-        self._connections.say(connection, AdminAnswer(jobs))
+        self._connections.send(connection, AdminAnswer(jobs))
         self._teardown.leave(connection)
 
-    def _look_at(self, rival: Hashable | None) -> None:
+    def _read_rival(self, rival: Hashable | None) -> None:
         """Read from the connection of a rival: a worker that gave up and comes again at once may be here before the end
         of its first connection was read."""
         if isinstance(rival, Connection):
-            self.hear(rival, rival.link.poll())
+            self.handle_events(rival, rival.link.poll())
 
     def answer(self, effects: Iterable[MembershipEffect]) -> None:
         """Pass the decisions of the membership on to newcomers and jobs."""
@@ -141,20 +143,20 @@ class Admission:
             if isinstance(effect.message, Refused):
                 self.refuse(connection, effect.message.reason, temporary=effect.message.temporary)
             elif isinstance(effect.message, Aborted):
-                self._connections.say(connection, effect.message)
+                self._connections.send(connection, effect.message)
                 self._teardown.leave(connection)
             elif not connection.link.wants_write:  # no news for a peer that does not read
-                self._connections.say(connection, effect.message)
+                self._connections.send(connection, effect.message)
 
     def refuse(self, connection: Connection, reason: str, *, temporary: bool = False) -> None:
         """Tell a connection why it cannot join, and let it leave."""
         self._pages.refuse(connection.link.user)
-        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.about("refused"))
-        self._connections.say(connection, Refused(reason, temporary))
+        log.warning("refused %s: %s", connection.link.peer, shown(reason), extra=connection.log_fields("refused"))
+        self._connections.send(connection, Refused(reason, temporary))
         self._teardown.leave(connection)
 
     def expire(self, now: float) -> None:
         """Refuse connections that have not said Hello in time."""
         unidentified = self._connections.unidentified
-        for connection in unidentified.over(now):
+        for connection in unidentified.expired(now):
             self.refuse(connection, f"no Hello within {unidentified.limit_s:g} s", temporary=True)

@@ -48,7 +48,7 @@ class TimeLimit:
         """The time when the oldest connection must go; None without any."""
         return self._since[self.oldest] + self.limit_s if self._since else None
 
-    def over(self, now: float) -> Iterator[Connection]:
+    def expired(self, now: float) -> Iterator[Connection]:
         """Take out the connections whose time is over."""
         while self._since and now >= self._since[self.oldest] + self.limit_s:
             connection = self.oldest
@@ -71,13 +71,13 @@ class Connection:
     number: int = 0  # ascending in the order of arrival
     interest: int = selectors.EVENT_READ  # the events that the selector looks for; 0: none
 
-    def about(self, what: str) -> dict[str, object]:
-        """The log's fields for the event `what`, with the facts known of this connection's peer."""
+    def log_fields(self, event: str) -> dict[str, object]:
+        """The log's fields for the event `event`, with the facts known of this connection's peer."""
         hello, team = self.hello, self.gate.claimed_team or None
         peer: dict[str, object] = {"peer": self.link.peer, "user": self.link.user, "team": team}
         if hello is None or not hello.job.isprintable():
-            return tagged(what, **peer)
-        return tagged(what, job=hello.job[:SHOWN], rank=hello.rank, **peer)
+            return tagged(event, **peer)
+        return tagged(event, job=hello.job[:SHOWN], rank=hello.rank, **peer)
 
 
 HELLO_LIMIT = 4096  # the longest message of a peer that is in no job yet; an honest message has a tenth of that
@@ -125,23 +125,23 @@ class Connections:
         self._selector.register(link, selectors.EVENT_READ, uplink)
         return uplink
 
-    def go_on_by(self, connection: Connection, link: Link) -> None:
+    def replace_link(self, connection: Connection, link: Link) -> None:
         """Use this link for the connection from now on."""
         self.pause(connection)
         connection.link, connection.interest = link, selectors.EVENT_READ
         self._selector.register(link, selectors.EVENT_READ, connection)
 
-    def say(self, connection: Connection, message: ControlMessage) -> None:
+    def send(self, connection: Connection, message: ControlMessage) -> None:
         """Send a message. If the socket has no room for all of it, the rest leaves later by itself."""
         connection.link.send_control(encode_control(message))
         self.update_interest(connection)
 
     def update_interest(self, connection: Connection) -> None:
         """Let the selector look for room to write if output waits, and only then."""
-        wanted = INTEREST[connection.link.wants_write]
-        if connection.interest not in (0, wanted) and connection in self._all:
-            connection.interest = wanted
-            self._selector.modify(connection.link, wanted, connection)
+        interest = INTEREST[connection.link.wants_write]
+        if connection.interest not in (0, interest) and connection in self._all:
+            connection.interest = interest
+            self._selector.modify(connection.link, interest, connection)
 
     def pause(self, connection: Connection) -> None:
         """Stop looking for events of the connection: its unread input would end each wait at once."""

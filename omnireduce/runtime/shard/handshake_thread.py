@@ -26,7 +26,7 @@ class HandshakeThread:
         self._done: deque[Connection] = deque()
         self._wake = -1
 
-    def do(self, connection: Connection) -> None:
+    def start_task(self, connection: Connection) -> None:
         """Do the task of the connection's link, if there is one."""
         link = connection.link
         if link.task is None:
@@ -35,7 +35,7 @@ class HandshakeThread:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "aside")
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._selector.register(self._wake, selectors.EVENT_READ, self._hear)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._resume_connections)
         self._executor.submit(self._run, connection, link, link.task)
 
     def _run(self, connection: Connection, link: Link, task: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class HandshakeThread:
         self._done.append(connection)
         os.eventfd_write(self._wake, 1)
 
-    def _hear(self) -> None:
+    def _resume_connections(self) -> None:
         os.eventfd_read(self._wake)
         while self._done:
             connection = self._done.popleft()

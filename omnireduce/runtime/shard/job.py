@@ -49,26 +49,26 @@ log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # if a collective stands still for longer, all ranks are told whom they wait for
 
 
-def why_not_started(error: Exception, job: str) -> tuple[str, bool]:
+def start_failure_text(error: Exception, job: str) -> tuple[str, bool]:
     """The text for the ranks of a job that could not be made, and whether it may be possible later."""
     if isinstance(error, OSError | MemoryError):
-        what = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
-        return f"the aggregator has no {what} for this job: {error}", True
-    failed = tagged("internal_error", job=job)
-    log.exception("internal error at the start of a job; please report it", extra=failed)
+        lack = "descriptors" if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS else "memory"
+        return f"the aggregator has no {lack} for this job: {error}", True
+    fields = tagged("internal_error", job=job)
+    log.exception("internal error at the start of a job; please report it", extra=fields)
     return "internal error; the log of the aggregator has the details", False
 
 
-def why_broken_off(error: Exception, job: Job | None) -> str:
+def failure_text(error: Exception, job: Job | None) -> str:
     """The text for the ranks of a job, or for a newcomer, after an unexpected error; the log gets the details."""
-    about, what = log if job is None else job.log, job or "a newcomer"
+    logger, subject = log if job is None else job.log, job or "a newcomer"
     if isinstance(error, MemoryError):
-        about.error("out of memory while serving %s: %s", what, error, extra=tagged("out_of_memory"))
+        logger.error("out of memory while serving %s: %s", subject, error, extra=tagged("out_of_memory"))
         return f"out of memory: {error}".rstrip(": ")
     if isinstance(error, CodecError):
-        about.error("%s: %s", what, error, exc_info=error.__cause__, extra=tagged("codec_failed"))
+        logger.error("%s: %s", subject, error, exc_info=error.__cause__, extra=tagged("codec_failed"))
         return str(error)
-    about.exception("internal error while serving %s; please report it", what, extra=tagged("internal_error"))
+    logger.exception("internal error while serving %s; please report it", subject, extra=tagged("internal_error"))
     return "internal error; its log has the details"
 
 
@@ -76,7 +76,13 @@ class JobFactory(Protocol):
     """Makes a job on a server from the arguments that differ between jobs. Raises OSError and MemoryError."""
 
     def __call__(
-        self, generation: int, name: str, links: Sequence[Link], hellos: Sequence[Hello], above: JobUpstream | None, /
+        self,
+        generation: int,
+        name: str,
+        links: Sequence[Link],
+        hellos: Sequence[Hello],
+        upstream: JobUpstream | None,
+        /,
     ) -> Job: ...
 
 
@@ -90,7 +96,7 @@ class JobUpstream(NamedTuple):
 
 class Job:
     """A job whose ranks are all there. It tells each rank so, once nothing can fail any more. `links[r]` and
-    `hellos[r]` belong to rank r. On a relay they belong to its member r, and `above` is its upstream: the uplinks
+    `hellos[r]` belong to rank r. On a relay they belong to its member r, and `upstream` is its upstream: the uplinks
     follow in `links`. Raises OSError and MemoryError.
 
     `shards`: the number of shards of the daemon. After `straggler_s` without a result the log names the ranks that a
@@ -103,7 +109,7 @@ class Job:
         name: str,
         links: Sequence[Link],
         hellos: Sequence[Hello],
-        above: JobUpstream | None = None,
+        upstream: JobUpstream | None = None,
         *,
         clock: Clock,
         on_end: Callable[[Job, End], None],
@@ -119,17 +125,17 @@ class Job:
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
-        self.most_work = budget.work  # of its next turn: see `Scheduler`
+        self.work_limit = budget.work  # of its next turn: see `Scheduler`
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
-        self._since, self._spec, self._above = clock(), hellos[0], above
+        self._since, self._spec, self._upstream = clock(), hellos[0], upstream
         relays = Counter(hello.relays[0] for hello in hellos if hello.relays)
         self._relays = [JobRelay(*relay) for relay in list(relays.items())[:LISTED]]
-        if above is None:
+        if upstream is None:
             welcomes = welcomes_of(generation, hellos, partial(secrets.token_bytes, TOKEN_BYTES))
             welcomes = [replace(welcome, shards=shards) for welcome in welcomes]
         else:
             welcomes = with_places(
-                [replace(welcome, verbs=None, note="", shards=0) for welcome in above.welcomes], hellos
+                [replace(welcome, verbs=None, note="", shards=0) for welcome in upstream.welcomes], hellos
             )
         slots, slot_bytes, ranks = self._spec.slots, self._spec.slot_bytes, len(links)
         with ExitStack() as undo:
@@ -155,13 +161,13 @@ class Job:
         over_tcp = [
             hello.tcp_message_bytes
             for link, hello in zip(self.links, hellos, strict=True)
-            if link.inline or self._above is not None
+            if link.inline or self._upstream is not None
         ]
         spec, members = self._spec, members_of(welcomes, hellos)
         hosts = max(1 if member.host is None else member.host.hosts for member in members)
-        has_relays = self._above is not None or any(hello.relay for hello in hellos)
+        has_relays = self._upstream is not None or any(hello.relay for hello in hellos)
         make = partial(
-            AggregatorMachine if self._above is None else self._below(self._above, undo),
+            AggregatorMachine if self._upstream is None else self._relay_machine_maker(self._upstream, undo),
             [member_name(hello) for hello in hellos], self._arena.slots, self._results.slots,
         )  # fmt: skip
         return make(
@@ -179,17 +185,17 @@ class Job:
             states=ShardStates(spec.state_bytes),
         )
 
-    def _below(self, above: JobUpstream, undo: ExitStack) -> Callable[..., AggregatorMachine]:
+    def _relay_machine_maker(self, upstream: JobUpstream, undo: ExitStack) -> Callable[..., AggregatorMachine]:
         """Give the uplinks their slots; return the function that makes the machine of a relay."""
         self._sums = undo.enter_context(closing(Region(*self._results.slots.shape)))
-        for place, link in enumerate(above.uplinks):
-            own = (self._rows_of(place), NO_SLOTS) if place else (self._sums.slots, self._results.slots)
-            link.attach(*own)
+        for member, link in enumerate(upstream.uplinks):
+            slots = (self._rows_of(member), NO_SLOTS) if member else (self._sums.slots, self._results.slots)
+            link.attach(*slots)
             undo.callback(link.attach, NO_SLOTS, NO_SLOTS)
-        self.links = [*self.links, *above.uplinks]
-        only = above.welcomes[0]
-        in_memory = bool(only.local_ranks) and only.hosts == 1
-        return partial(RelayMachine, sums=self._sums.slots, upstream=above.address, in_memory=in_memory)
+        self.links = [*self.links, *upstream.uplinks]
+        first_welcome = upstream.welcomes[0]
+        in_memory = bool(first_welcome.local_ranks) and first_welcome.hosts == 1
+        return partial(RelayMachine, sums=self._sums.slots, upstream=upstream.address, in_memory=in_memory)
 
     def _attach(self, rank: int, hello: Hello, verbs: Verbs | None, welcome: Welcome, undo: ExitStack) -> Welcome:
         """Give the rank's link its slots, over RDMA if both ends can; return the welcome for the rank."""
@@ -224,12 +230,14 @@ class Job:
     def _warn(self, warning: Warn) -> None:
         wait = self.machine.waiting(self._clock())
         if warning.still_s >= self._straggler_s:
-            still = tagged("stood_still", seconds=round(warning.still_s, 1))
-            self.log.warning("%s: %s", self, warning.text, extra=still)
+            fields = tagged("stood_still", seconds=round(warning.still_s, 1))
+            self.log.warning("%s: %s", self, warning.text, extra=fields)
         elif not warning.still_s and wait is not None and wait.seconds >= self._straggler_s:
-            who: dict[str, object] = {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
-            waiting = tagged("waiting", **who, seconds=round(wait.seconds, 1))
-            self.log.warning("%s: %s", self, warning.text, extra=waiting)
+            awaited: dict[str, object] = (
+                {"rank": wait.ranks[0]} if len(wait.ranks) == 1 else {"ranks": wait.ranks[:LISTED]}
+            )
+            fields = tagged("waiting", **awaited, seconds=round(wait.seconds, 1))
+            self.log.warning("%s: %s", self, warning.text, extra=fields)
 
     def log_end(self, end: End) -> None:
         """Log why the job is over."""
@@ -309,7 +317,7 @@ class Job:
             results_in_use=results_in_use,
             waiting=wait and Stragglers(wait.what, wait.ranks[:LISTED], wait.total, wait.who, wait.seconds),
             late=machine.account.late[:LISTED],
-            upstream="" if self._above is None else self._above.address,
+            upstream="" if self._upstream is None else self._upstream.address,
             relays=self._relays,
         )
 
@@ -322,7 +330,7 @@ class Job:
             link.drop()
         self._arena.close()
         self._results.close()
-        if self._above is not None:
+        if self._upstream is not None:
             self._sums.close()
         if self._trace is not None:
             self._trace.close()

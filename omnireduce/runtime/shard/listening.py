@@ -59,9 +59,9 @@ class ListeningSockets:
             self.deadline = None
             self._begin()
 
-    def accept(self, listener: Listener, most: int) -> Iterator[Link]:
-        """Accept connections at a listener that was readable, at most `most`, and yield their links."""
-        for _ in range(min(most, ACCEPTED)):
+    def accept(self, listener: Listener, limit: int) -> Iterator[Link]:
+        """Accept connections at a listener that was readable, at most `limit`, and yield their links."""
+        for _ in range(min(limit, ACCEPTED)):
             if self.deadline is not None:  # set by an earlier event of the same turn
                 return
             try:

@@ -21,12 +21,12 @@ OTHERS_WORK = 4 << 20  # after this work a turn serves no further connection out
 OTHERS_S = 0.002  # after this time in seconds, too
 LATELY_S = 0.05  # jobs that had work within this time share the shard
 BESIDE_OTHERS = 8  # beside other jobs, a turn does an eighth of the work
-LEAST_WORK = 1 << 20  # least work of one turn: with less, the cost of a turn itself would show
+MIN_WORK = 1 << 20  # least work of one turn: with less, the cost of a turn itself would show
 TURN_S = 0.002  # processor seconds that a job may take in one turn beside others; a job that is alone: ALONE_S
 ALONE_S = 0.02
-LEAST_SLOW_WORK = 1 << 16  # least work of one turn, for a job whose work takes longer than its usual time
+MIN_SLOW_WORK = 1 << 16  # least work of one turn, for a job whose work takes longer than its usual time
 RECOVERY = 1.25  # the turns of such a job grow by this factor while they stay within their time
-LEAST_OUTPUT = 1 << 16  # the least limit on bytes to one rank in one turn
+MIN_OUTPUT = 1 << 16  # the least limit on bytes to one rank in one turn
 
 _age = attrgetter("number")
 
@@ -58,19 +58,19 @@ class Scheduler:
         self._shared_until = clock()
 
     @property
-    def waited_for(self) -> bool:
+    def has_queued(self) -> bool:
         """Whether a job or connection is queued."""
         return bool(self._jobs or self._others)
 
     def ready(self, connection: Connection, mask: int) -> None:
         """Queue a connection that is ready, or the job that it belongs to."""
         if connection.job is None or connection.leaving:
-            line = self._others
+            queue = self._others
         else:
-            line = self._jobs.setdefault(connection.job, {})
-        line[connection] = line.get(connection, 0) | mask
+            queue = self._jobs.setdefault(connection.job, {})
+        queue[connection] = queue.get(connection, 0) | mask
 
-    def due(self, job: Job) -> None:
+    def queue_job(self, job: Job) -> None:
         """Queue a job that can go on without news from a connection."""
         self._jobs.setdefault(job, {})
 
@@ -90,13 +90,13 @@ class Scheduler:
 
     def _serve_job(self, serve_job: ServeJob, job: Job, share: Share) -> int:
         """Give a job its turn, and set the limit of its next turn."""
-        begun = self._processor_s()
-        work = serve_job(job, self._jobs.pop(job), share._replace(work=min(share.work, job.most_work)))
-        took_s, limit_s = self._processor_s() - begun, ALONE_S if share is self._alone else TURN_S
+        started_s = self._processor_s()
+        work = serve_job(job, self._jobs.pop(job), share._replace(work=min(share.work, job.work_limit)))
+        took_s, limit_s = self._processor_s() - started_s, ALONE_S if share is self._alone else TURN_S
         if took_s > limit_s:
-            job.most_work = max(LEAST_SLOW_WORK, int(work * limit_s / took_s))
-        elif job.most_work < self._budget.work:
-            job.most_work = int(job.most_work * RECOVERY)
+            job.work_limit = max(MIN_SLOW_WORK, int(work * limit_s / took_s))
+        elif job.work_limit < self._budget.work:
+            job.work_limit = int(job.work_limit * RECOVERY)
         return work
 
     def _serve_others(self, serve_other: Callable[[Connection, int], int]) -> None:
@@ -121,7 +121,7 @@ def share(budget: Budget, ranks: int, busy: int, *, shared: bool) -> Share:
     """The share of a job with `ranks` ranks while `busy` jobs are queued. It is smaller if the shard is `shared`: other
     jobs may get work at any time. It is never so small that the cost of the turn itself shows."""
     part = budget.work // BESIDE_OTHERS if shared else budget.work
-    work = max(part // busy, min(budget.work, LEAST_WORK))
+    work = max(part // busy, min(budget.work, MIN_WORK))
     if not shared:
         return Share(work, EVERYTHING)
-    return Share(work, max(budget.output // (ranks * busy), min(budget.output, LEAST_OUTPUT)))
+    return Share(work, max(budget.output // (ranks * busy), min(budget.output, MIN_OUTPUT)))

@@ -27,7 +27,7 @@ from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.admission import Admission
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
-from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, JobFactory, JobUpstream, why_broken_off, why_not_started
+from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, JobFactory, JobUpstream, failure_text, start_failure_text
 from omnireduce.runtime.shard.listening import Listener, ListeningSockets
 from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
@@ -124,12 +124,12 @@ class ShardServer:
         self._settled_until = UNSETTLED
         self._admission.adopt(link, of_monitor=of_monitor)
 
-    def serve(self, turned: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
-        """Run until `stop` was called and all jobs have ended, or their time is over. Calls `turned` after each turn. A
-        turn waits for at most `longest_s` seconds."""
+    def serve(self, after_turn: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
+        """Run until `stop` was called and all jobs have ended, or their time is over. Calls `after_turn` after each
+        turn. A turn waits for at most `longest_s` seconds."""
         while not self.stopped:
             self.turn(longest_s)
-            turned()
+            after_turn()
         for connection in self._connections:
             self._teardown.drop(connection)
         self._handshake_thread.close()
@@ -167,7 +167,7 @@ class ShardServer:
 
     def turn(self, longest_s: float) -> None:
         """Wait for events, at most `longest_s`, and handle them within the budget of one turn."""
-        for key, mask in self._selector.select(self._patience(longest_s)):
+        for key, mask in self._selector.select(self._wait_limit_s(longest_s)):
             if isinstance(key.data, Connection) and not key.data.of_monitor:
                 self._scheduler.ready(key.data, mask)
                 continue
@@ -181,7 +181,7 @@ class ShardServer:
         now = self._clock()
         for job in self._jobs.values() if now >= self._wake_at else ():
             if job.machine.deadline is not None and job.machine.deadline <= now:
-                self._scheduler.due(job)
+                self._scheduler.queue_job(job)
         self._scheduler.serve(self._serve_job, self._serve_other)
         if now >= self._settled_until:
             self._housekeeping(now)
@@ -199,11 +199,11 @@ class ShardServer:
             try:
                 driver.push() if ready else driver.advance()  # no timer after news: a rank with unread news is not late
             except Exception as error:  # as in `_serve`
-                self._contain(error, job)
+                self._end_after_error(error, job)
             self._update_interests(job.generation)
             work += machine.spent
             if machine.more and job.generation in self._jobs:
-                self._scheduler.due(job)
+                self._scheduler.queue_job(job)
         for connection, mask in ready.items():
             self._scheduler.ready(connection, mask)
         return work
@@ -213,7 +213,7 @@ class ShardServer:
         self._settled_until = UNSETTLED
         work = self._serve(connection, mask)
         if connection.job is not None and not connection.leaving:
-            self._scheduler.due(connection.job)
+            self._scheduler.queue_job(connection.job)
         return work
 
     def _serve(self, connection: Connection, mask: int) -> int:
@@ -225,7 +225,7 @@ class ShardServer:
         try:
             self._connection_ready(connection, mask)
         except Exception as error:  # no memory, or a bug: only this client may lose its job
-            self._contain(error, connection.job, connection)
+            self._end_after_error(error, connection.job, connection)
         return POLL_WORK + (link.counters.received_bytes - before if link.inline else 0)
 
     def _connection_ready(self, connection: Connection, mask: int) -> None:
@@ -235,29 +235,29 @@ class ShardServer:
             self._connections.update_interest(connection)
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
-            self._handshake_thread.do(connection)
-            events = self._admission.hear(connection, events)
+            self._handshake_thread.start_task(connection)
+            events = self._admission.handle_events(connection, events)
             self._connections.update_interest(connection)
         if not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
             return
         self._settled_until = UNSETTLED
         if connection.leaving and self._clock() < (self._stop_by or 0.0):
-            self._teardown.hear(connection, events)
+            self._teardown.handle_events(connection, events)
         if connection.leaving and (connection.link.over or connection.link.task is not None):
             self._teardown.drop(connection)  # no last messages before the end of the handshake, which is not awaited
 
-    def _patience(self, longest_s: float) -> float:
+    def _wait_limit_s(self, longest_s: float) -> float:
         """The seconds to wait for events. No deadline passes before `_wake_at`, the time when the wait ends."""
         now = self._wake_at = self._clock()
-        if self._scheduler.waited_for:
+        if self._scheduler.has_queued:
             return 0.0
-        others_at = self._others_deadline() if self._settled_until == UNSETTLED else self._settled_until
+        others_at = self._idle_deadline() if self._settled_until == UNSETTLED else self._settled_until
         deadlines = [job.machine.deadline for job in self._jobs.values()]
         self._wake_at = min([now + longest_s, others_at, *(at for at in deadlines if at is not None)])
         return max(0.0, self._wake_at - now)
 
-    def _others_deadline(self) -> float:
+    def _idle_deadline(self) -> float:
         """The time of the next work outside jobs, if nothing happens before."""
         stopped_at = self._stop_by if self._jobs or self._connections.staying else None
         others = self._connections.unidentified, self._connections.closing, self._status_requests, self._listening
@@ -273,9 +273,9 @@ class ShardServer:
                     connections=len(self._connections), team=team, draining=self.administration.draining,
                     wants_secret=self.access.teams is not None,
                 )  # fmt: skip
-                self._connections.say(connection, page)
+                self._connections.send(connection, page)
             except Exception as error:  # a bug
-                self._contain(error, None, connection)
+                self._end_after_error(error, None, connection)
 
     def _answer(self, effects: Iterable[MembershipEffect]) -> None:
         """Carry out the decisions of an upstream."""
@@ -297,11 +297,11 @@ class ShardServer:
         connections = [key for key in admit.keys if isinstance(key, Connection)]
         links, relayed = [connection.link for connection in connections], admit.relayed
         uplinks = [link for link in relayed.uplinks if isinstance(link, Link)] if relayed is not None else []
-        above = None if relayed is None else JobUpstream(relayed.address, relayed.welcomes, uplinks)
+        job_upstream = None if relayed is None else JobUpstream(relayed.address, relayed.welcomes, uplinks)
         try:
-            job = self._make_job(admit.generation, admit.job, links, admit.hellos, above)
+            job = self._make_job(admit.generation, admit.job, links, admit.hellos, job_upstream)
         except Exception as error:  # otherwise the ranks would wait for ever, and the job would still count
-            reason, temporary = why_not_started(error, admit.job)
+            reason, temporary = start_failure_text(error, admit.job)
             self._membership.finished(admit.generation, self._clock())
             self._membership.released(admit.generation)
             for connection in connections:
@@ -312,12 +312,12 @@ class ShardServer:
             return
         self._pages.jobs_started += 1
         self._jobs[job.generation] = job
-        connections += [self._connections.add_uplink(link, connections[place]) for place, link in enumerate(uplinks)]
+        connections += [self._connections.add_uplink(link, connections[member]) for member, link in enumerate(uplinks)]
         self._teardown.enter(job.generation, connections)
         for rank, connection in enumerate(connections):
             connection.job, connection.rank = job, rank
             if job.links[rank] is not connection.link:  # the rank goes on over RDMA, or is traced
-                self._connections.go_on_by(connection, job.links[rank])
+                self._connections.replace_link(connection, job.links[rank])
         self._update_interests(job.generation)
 
     def _feed(self, connection: Connection, job: Job, events: Sequence[Event]) -> None:
@@ -338,10 +338,10 @@ class ShardServer:
         for connection in self._teardown.members(job.generation):
             self._teardown.leave(connection)
 
-    def _contain(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
+    def _end_after_error(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
         self._settled_until = UNSETTLED
-        reason = why_broken_off(error, job)
+        reason = failure_text(error, job)
         if connection is not None and job is None:
             self._teardown.forget(connection)
         elif job is not None and job.generation in self._jobs:
@@ -357,7 +357,7 @@ class ShardServer:
         self._admission.answer(self._membership.expire(now))
         self._tell_status()
         self._admission.expire(now)
-        for connection in self._connections.closing.over(now):
+        for connection in self._connections.closing.expired(now):
             self._teardown.drop(connection)
         self._listening.resume(now)
         if self._stops_after_jobs and not self._jobs:
@@ -365,17 +365,17 @@ class ShardServer:
         if self._stop_by is not None:
             self._finish(now >= self._stop_by)
         else:
-            self._settled_until = self._others_deadline()
+            self._settled_until = self._idle_deadline()
 
     def _finish(self, overdue: bool) -> None:
-        why = "shutting down"
+        reason = "shutting down"
         if overdue:
-            why += f"; collectives did not finish within {self._finish_s:g} s"
-            self._teardown.send_away(Cause(f"aggregator {self.name}", why))
+            reason += f"; collectives did not finish within {self._finish_s:g} s"
+            self._teardown.send_away(Cause(f"aggregator {self.name}", reason))
         for job in list(self._jobs.values()):
             idle = job.machine.idle
             if overdue or idle:
-                cause = Cause(f"aggregator {self.name}", why, orderly=idle)
+                cause = Cause(f"aggregator {self.name}", reason, orderly=idle)
                 job.abort(cause, "shutdown")
         for connection in self._connections:
             if connection.job is None and not connection.leaving:

@@ -21,7 +21,7 @@ from omnireduce.support.version import __version__
 STATUSES = 4  # requests that are answered in one turn: the jobs come first
 SHARE = 10  # answers take at most a tenth of the time
 PAUSE_S = 0.5  # longest pause after answers: their time may include a wait for a processor
-MOST = 1024  # the most requests that may wait
+MAX_REQUESTS = 1024  # the most requests that may wait
 
 
 class StatusRequests:
@@ -31,7 +31,7 @@ class StatusRequests:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: dict[Connection, StatusRequest] = {}
-        self._again_at = clock()
+        self._next_answers_at = clock()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,7 +39,7 @@ class StatusRequests:
     @property
     def deadline(self) -> float | None:
         """The time of the next answer; None without requests."""
-        return self._again_at if self._waiting else None
+        return self._next_answers_at if self._waiting else None
 
     def check(self, connection: Connection, message: ControlMessage) -> None:
         """Raise ProtocolError for a message of a connection whose request has not been answered yet."""
@@ -51,8 +51,8 @@ class StatusRequests:
         wrong = other_version(request.version)
         if not wrong and connection.link.wants_write:
             wrong = "a StatusRequest before the last answer was read"
-        if not wrong and len(self._waiting) >= MOST and not connection.of_monitor:
-            wrong = f"{MOST} status requests wait for an answer already: ask again later"
+        if not wrong and len(self._waiting) >= MAX_REQUESTS and not connection.of_monitor:
+            wrong = f"{MAX_REQUESTS} status requests wait for an answer already: ask again later"
         if wrong:
             raise ProtocolError(wrong)
         self._waiting[connection] = request
@@ -67,17 +67,17 @@ class StatusRequests:
             return
         started = self._clock()
         chosen = [connection for connection in self._waiting if connection.of_monitor]
-        if started >= self._again_at:
+        if started >= self._next_answers_at:
             chosen += islice((connection for connection in self._waiting if not connection.of_monitor), STATUSES)
         for connection in chosen:
             request = self._waiting.pop(connection, None)
             if request is not None:
                 yield connection, request
         pause_s = min(SHARE * (self._clock() - started), PAUSE_S)
-        self._again_at = max(self._again_at, started + pause_s)
+        self._next_answers_at = max(self._next_answers_at, started + pause_s)
 
 
-MOST_USERS = 16  # users whose refusals are counted separately: a user namespace can have many users
+MAX_USERS = 16  # users whose refusals are counted separately: a user namespace can have many users
 PAGE_BYTES = 48 * 1024  # the jobs of one page; a control message holds more
 
 
@@ -95,9 +95,9 @@ class StatusPages:
         """Count a refused connection. `user`: the local user, if the kernel knows it."""
         self._refused += 1
         if user is not None:
-            known, name = self._refused_users, str(user)
-            name = name if name in known or len(known) < MOST_USERS else "others"
-            known[name] = known.get(name, 0) + 1
+            counts, name = self._refused_users, str(user)
+            name = name if name in counts or len(counts) < MAX_USERS else "others"
+            counts[name] = counts.get(name, 0) + 1
 
     def job_ended(self, job: Job, end: End) -> None:
         """A job is over."""
@@ -121,11 +121,11 @@ class StatusPages:
         now, traffic = self._clock(), Traffic()
         for subtotal in (self._ended, *(job.traffic for job in running)):
             traffic.add(subtotal)
-        makers: dict[JobKey, Callable[[], JobStatus]] = {
+        status_makers: dict[JobKey, Callable[[], JobStatus]] = {
             job.key: partial(job.status, now) for job in running if team in ("", job.team)
         }
-        makers |= {job.key: partial(_same, job) for job in pending_jobs if team in ("", job.team)}
-        jobs, more = _fill(makers, request.after)
+        status_makers |= {job.key: partial(_unchanged, job) for job in pending_jobs if team in ("", job.team)}
+        jobs, more = _fill_page(status_makers, request.after)
         return Status(
             shard=self._name,
             pid=os.getpid(),
@@ -147,16 +147,16 @@ class StatusPages:
         )
 
 
-def _same(job: JobStatus) -> JobStatus:
+def _unchanged(job: JobStatus) -> JobStatus:
     return job
 
 
-def _fill(makers: Mapping[JobKey, Callable[[], JobStatus]], after: JobKey) -> tuple[list[JobStatus], bool]:
+def _fill_page(status_makers: Mapping[JobKey, Callable[[], JobStatus]], after: JobKey) -> tuple[list[JobStatus], bool]:
     """The jobs behind `after`, in the order of their keys, that fit one page, and whether there are more."""
     jobs: list[JobStatus] = []
     room = PAGE_BYTES
-    for key in sorted(key for key in makers if key > after):
-        job = makers[key]()
+    for key in sorted(key for key in status_makers if key > after):
+        job = status_makers[key]()
         room -= len(msgspec.msgpack.encode(job))
         if jobs and room < 0:
             return jobs, True

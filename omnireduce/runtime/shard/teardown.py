@@ -48,7 +48,7 @@ class Teardown:
             self._status_requests.withdraw(connection)
             self._connections.let_leave(connection)
 
-    def hear(self, connection: Connection, events: Sequence[Event]) -> None:
+    def handle_events(self, connection: Connection, events: Sequence[Event]) -> None:
         """Handle events of a leaving rank. If it reports, a collective goes on in memory, which the shard cannot see:
         then all ranks of its job stay. If a rank that stays fails, the others must not wait for it."""
         job = connection.job
@@ -91,7 +91,7 @@ class Teardown:
             self._send_away(connection, cause)
 
     def _send_away(self, connection: Connection, cause: Cause) -> None:
-        self._connections.say(connection, Aborted(cause))
+        self._connections.send(connection, Aborted(cause))
         if connection in self._connections.staying:
             self._connections.let_leave(connection)
 

@@ -22,11 +22,11 @@ class TracedReduction(Reduction):
         super().__init__(*arguments)
         self._recorder = recorder
 
-    def merge(self, slot: int, most: int) -> int:
-        start, before = now(), self.written
-        work = super().merge(slot, most)
+    def merge(self, slot: int, work_limit: int) -> int:
+        start, written_before = now(), self.written
+        work = super().merge(slot, work_limit)
         if work:
-            self._recorder.add(SpanKind.MERGE, start, now(), detail=self.written - before)
+            self._recorder.add(SpanKind.MERGE, start, now(), detail=self.written - written_before)
         return work
 
 

@@ -24,10 +24,10 @@ class Lane:
     origin: Origin
     spans: Array
 
-    def of(self, what: SpanKind, peer: int | None = None) -> Array:
+    def of(self, kind: SpanKind, peer: int | None = None) -> Array:
         """The lane's spans of one kind, only those with `peer` if it is given, in the order in which they were
         recorded."""
-        spans: Array = self.spans[self.spans["what"] == what]
+        spans: Array = self.spans[self.spans["what"] == kind]
         return spans if peer is None else spans[spans["peer"] == peer]
 
     @property
@@ -53,7 +53,7 @@ def read_lanes(folder: str | Path, job: str | None = None) -> list[Lane]:
         raise UsageError(f"{folder}: traces of several jobs, choose one with --job: {', '.join(jobs)}")
     lanes = [Lane(origin, spans) for origin, spans in traces if origin.job == (job or jobs[0])]
     lanes.sort(key=lambda lane: (lane.origin.kind, lane.origin.number))
-    _refuse_strangers([lane.origin for lane in lanes])
+    _check_one_run([lane.origin for lane in lanes])
     return on_one_clock(lanes, clocks(lanes))
 
 
@@ -72,7 +72,7 @@ def read_traces(folder: str | Path) -> list[tuple[Origin, Array]]:
     return traces
 
 
-def _refuse_strangers(origins: Sequence[Origin]) -> None:
+def _check_one_run(origins: Sequence[Origin]) -> None:
     """Raise UsageError unless all traces were recorded at the same time: an older run may have left some."""
     latest = max(origins, key=lambda origin: origin.began_ns + origin.epoch_ns)
     for origin in origins:
@@ -103,39 +103,39 @@ def clocks(lanes: Sequence[Lane]) -> dict[str, int]:
         shifts.setdefault(lane.origin.boot, lane.origin.epoch_ns)
     if len(shifts) <= 1:
         return dict.fromkeys(shifts, 0)
-    known, learned = list(shifts)[:1], True
-    while learned:
-        learned = False
-        for one, other in itertools.product(list(known), shifts.keys() - known):
-            out, back = (_fastest(lanes, *way, shifts) for way in ((one, other), (other, one)))
-            if out is not None and back is not None and other not in known:
-                shifts[other] -= (out - back) // 2
-                known.append(other)
-                learned = True
+    aligned, has_aligned = list(shifts)[:1], True
+    while has_aligned:
+        has_aligned = False
+        for first, second in itertools.product(list(aligned), shifts.keys() - aligned):
+            out, back = (_fastest(lanes, *direction, shifts) for direction in ((first, second), (second, first)))
+            if out is not None and back is not None and second not in aligned:
+                shifts[second] -= (out - back) // 2
+                aligned.append(second)
+                has_aligned = True
     return shifts
 
 
-def _fastest(lanes: Sequence[Lane], one: str, other: str, shifts: Mapping[str, int]) -> int | None:
+def _fastest(lanes: Sequence[Lane], source: str, target: str, shifts: Mapping[str, int]) -> int | None:
     """The shortest time that a message or credit took from one host to the other, by their own clocks."""
     times = []
     for sender, receiver in itertools.product(lanes, lanes):
         from_to = sender.origin, receiver.origin
-        if [origin.boot for origin in from_to] != [one, other] or len({origin.job for origin in from_to}) > 1:
+        if [origin.boot for origin in from_to] != [source, target] or len({origin.job for origin in from_to}) > 1:
             continue
         if sender.origin.kind == receiver.origin.kind:
             continue
         for out, into in ((SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN), (SpanKind.CREDIT_OUT, SpanKind.CREDIT_IN)):
             left, arrived = pairs(sender, receiver, out, into)
             if left.size:
-                times.append(int((arrived - left).min()) + shifts[other] - shifts[one])
+                times.append(int((arrived - left).min()) + shifts[target] - shifts[source])
     return min(times, default=None)
 
 
 def missing(lanes: Sequence[Lane]) -> list[str]:
     """The ranks and shards of the job that left no trace."""
-    origin, there = lanes[0].origin, {str(lane.origin) for lane in lanes}
-    wanted = [*(f"rank {i}" for i in range(origin.ranks)), *(f"shard {i}" for i in range(origin.shards))]
-    return [name for name in wanted if name not in there]
+    origin, present = lanes[0].origin, {str(lane.origin) for lane in lanes}
+    expected = [*(f"rank {i}" for i in range(origin.ranks)), *(f"shard {i}" for i in range(origin.shards))]
+    return [name for name in expected if name not in present]
 
 
 def pairs(sender: Lane, receiver: Lane, out: SpanKind, into: SpanKind) -> Pairs:
@@ -212,20 +212,20 @@ def windows(lanes: Sequence[Lane]) -> dict[str, tuple[Array, Array]]:
     by_lane = {}
     for lane in ranks:
         collectives = lane.of(SpanKind.COLLECTIVE)[:count]
-        by_lane[str(lane.origin)] = apart(collectives["start"], collectives["end"]), collectives["end"]
+        by_lane[str(lane.origin)] = without_overlap(collectives["start"], collectives["end"]), collectives["end"]
     begins = np.min([begin for begin, _ in by_lane.values()], axis=0)
     ends = np.max([end for _, end in by_lane.values()], axis=0)
     for lane in lanes:
         if lane.origin.kind == "shard":
-            by_lane[str(lane.origin)] = apart(begins, ends), ends
+            by_lane[str(lane.origin)] = without_overlap(begins, ends), ends
     whole = int(np.searchsorted(ends, min(lane.known_until for lane in lanes), "right"))
     return {name: (begin[:whole], end[:whole]) for name, (begin, end) in by_lane.items()}
 
 
-def apart(begins: Array, ends: Array) -> Array:
+def without_overlap(begins: Array, ends: Array) -> Array:
     """The begins of collectives in order, each no earlier than the end of the collective before."""
-    before: Array = np.concatenate((begins[:1], ends[:-1]))
-    return np.maximum(begins, before, out=before)
+    previous_ends: Array = np.concatenate((begins[:1], ends[:-1]))
+    return np.maximum(begins, previous_ends, out=previous_ends)
 
 
 def sizes(lanes: Sequence[Lane]) -> Array:

@@ -52,11 +52,11 @@ class TracedLink(Link):
     # output
 
     def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
-        with self._leaving(SpanKind.MESSAGE_OUT, nbytes if instead is None else instead.size):
+        with self._record_departure(SpanKind.MESSAGE_OUT, nbytes if instead is None else instead.size):
             self._link.send(slot, nbytes, instead)
 
     def return_credit(self, slot: int) -> None:
-        with self._leaving(SpanKind.CREDIT_OUT, slot):
+        with self._record_departure(SpanKind.CREDIT_OUT, slot):
             self._link.return_credit(slot)
 
     def _send(self, slot: int, nbytes: int) -> None:
@@ -66,35 +66,35 @@ class TracedLink(Link):
         raise AssertionError("the link within returns credits")
 
     def send_control(self, body: bytes) -> None:
-        start = self._offer()
+        start = self._begin_departure()
         self._link.send_control(body)
         self._recorder.add(SpanKind.SEND, start, now(), self._number)
 
-    def flush(self, most: int = EVERYTHING) -> None:
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
         if self._gathered or self._link.wants_write:
-            start = self._offer()
-            self._link.flush(most)
+            start = self._begin_departure()
+            self._link.flush(max_bytes)
             self._recorder.add(SpanKind.SEND, start, now(), self._number)
         else:
-            self._link.flush(most)
+            self._link.flush(max_bytes)
 
     @contextmanager
-    def _leaving(self, what: SpanKind, detail: int) -> Iterator[None]:
+    def _record_departure(self, kind: SpanKind, detail: int) -> Iterator[None]:
         """A context in which a message or credit is handed to the link. It leaves with the next `flush`, or by RDMA at
         once."""
-        self._gathered.append((what, detail))
+        self._gathered.append((kind, detail))
         if self._gathers:
             yield
             return
-        start = self._offer()
+        start = self._begin_departure()
         yield
         self._recorder.add(SpanKind.SEND, start, now(), self._number)
 
-    def _offer(self) -> int:
+    def _begin_departure(self) -> int:
         """Record that all gathered messages and credits begin to leave now; return the time."""
         start = now()
-        for what, detail in self._gathered:
-            self._recorder.add(what, start, start, self._number, detail)
+        for kind, detail in self._gathered:
+            self._recorder.add(kind, start, start, self._number, detail)
         self._gathered.clear()
         return start
 

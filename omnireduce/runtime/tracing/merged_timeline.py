@@ -21,7 +21,15 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing import timeline_reader
-from omnireduce.runtime.tracing.aligned_traces import Lane, apart, clocks, on_one_clock, pairs, read_traces, wake_ups
+from omnireduce.runtime.tracing.aligned_traces import (
+    Lane,
+    clocks,
+    on_one_clock,
+    pairs,
+    read_traces,
+    wake_ups,
+    without_overlap,
+)
 from omnireduce.runtime.tracing.timeline import CYCLE
 from omnireduce.runtime.tracing.timeline_reader import Part, read_parts
 from omnireduce.runtime.tracing.trace import WORK, Origin, SpanKind
@@ -48,8 +56,8 @@ def chrome_trace(lanes: Sequence[Lane], begin: int | None = None, end: int | Non
     low = min(int(lane.spans["start"].min()) for lane in lanes) if begin is None else begin
     high = max(int(lane.spans["end"].max()) for lane in lanes) if end is None else end
     events = list(lane_events(lanes, low, high))
-    about = {"job": lanes[0].origin.job, "missed": {str(lane.origin): lane.origin.missed for lane in lanes}}
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    summary = {"job": lanes[0].origin.job, "missed": {str(lane.origin): lane.origin.missed for lane in lanes}}
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": summary})
 
 
 def lane_events(
@@ -64,7 +72,7 @@ def lane_events(
         yield from process_events(number, f"{lane.origin}{suffix}")
         for track in TRACKS:
             yield thread_event(number, _thread(number, track), track)
-        yield from _lane(number, lane, lanes, low, high)
+        yield from _lane_events(number, lane, lanes, low, high)
     yield from _messages(lanes, numbers, low, high)
 
 
@@ -79,26 +87,26 @@ def thread_event(process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _lane(number: int, lane: Lane, lanes: Sequence[Lane], low: int, high: int) -> Iterator[Event]:
+def _lane_events(number: int, lane: Lane, lanes: Sequence[Lane], low: int, high: int) -> Iterator[Event]:
     peer = "shard" if lane.origin.kind == "rank" else "rank"
     collectives = lane.of(SpanKind.COLLECTIVE)
-    collectives["start"] = apart(collectives["start"], collectives["end"])
-    shown = [("", COLLECTIVES, collectives), ("", WAITING, lane.of(SpanKind.WAIT))]
-    shown += [("wake-up", WAITING, wake_ups(lane, lanes)), *(("", WORKING, lane.of(what)) for what in WORK)]
-    for name, track, spans in shown:
-        place = {"ph": "X", "pid": number, "tid": _thread(number, track)}
-        for what, to, detail, start, end in _by_and_by(_within(spans, low, high)):
-            args = ({} if to < 0 else {peer: to}) | ({DETAILS[what]: detail} if what in DETAILS else {})
+    collectives["start"] = without_overlap(collectives["start"], collectives["end"])
+    layers = [("", COLLECTIVES, collectives), ("", WAITING, lane.of(SpanKind.WAIT))]
+    layers += [("wake-up", WAITING, wake_ups(lane, lanes)), *(("", WORKING, lane.of(kind)) for kind in WORK)]
+    for name, track, spans in layers:
+        location = {"ph": "X", "pid": number, "tid": _thread(number, track)}
+        for kind, target, detail, start, end in _tuples_of(_within(spans, low, high)):
+            args = ({} if target < 0 else {peer: target}) | ({DETAILS[kind]: detail} if kind in DETAILS else {})
             begin = microseconds(start - low)
             times = {"ts": begin, "dur": microseconds(end - low) - begin}
-            yield place | {"name": name or SpanKind(what).name.lower(), "args": args} | times
+            yield location | {"name": name or SpanKind(kind).name.lower(), "args": args} | times
 
 
 def _thread(lane: int, track: str) -> int:
     return len(TRACKS) * lane + TRACKS.index(track)
 
 
-def _by_and_by(spans: Array) -> Iterator[Any]:
+def _tuples_of(spans: Array) -> Iterator[Any]:
     """The spans as tuples, MANY at a time, to save memory."""
     for at in range(0, len(spans), MANY):
         yield from spans[at : at + MANY].tolist()
@@ -124,9 +132,9 @@ def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high:
         i, j = numbers[str(sender.origin)], numbers[str(receiver.origin)]
         if sender.origin.kind == receiver.origin.kind or sender.origin.boot != receiver.origin.boot:
             continue
-        left, there = pairs(sender, receiver, SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN)
-        inside = (left >= low) & (there <= high)
-        for start, end in zip(left[inside].tolist(), there[inside].tolist(), strict=True):
+        left, arrived = pairs(sender, receiver, SpanKind.MESSAGE_OUT, SpanKind.MESSAGE_IN)
+        inside = (left >= low) & (arrived <= high)
+        for start, end in zip(left[inside].tolist(), arrived[inside].tolist(), strict=True):
             arrow = {"name": "message", "cat": "message", "id": next(arrows)}
             yield arrow | {"ph": "s", "pid": i, "tid": _thread(i, WORKING), "ts": microseconds(start - low)}
             ending = {"ph": "f", "bp": "e", "pid": j, "tid": _thread(j, WORKING)}
@@ -190,9 +198,9 @@ class _Run:
         elif len(of_lanes := clocks(lanes)) > 1:
             self._shifts |= of_lanes
         on_one_clock(lanes, self._shifts)
-        began = min(origins, key=lambda origin: origin.began_ns + self.shift(origin))
-        self.low = began.began_ns + self.shift(began)
-        self.epoch_us = (began.began_ns + began.epoch_ns) // 1000
+        first = min(origins, key=lambda origin: origin.began_ns + self.shift(origin))
+        self.low = first.began_ns + self.shift(first)
+        self.epoch_us = (first.began_ns + first.epoch_ns) // 1000
 
     def shift(self, origin: Origin) -> int:
         return self._shifts[origin.boot]
@@ -218,13 +226,15 @@ def _read(folder: str | Path, job: str | None) -> _Run:
     if job is not None:
         recordings = [recording for recording in recordings if recording[0].job.startswith(job)]
     if not recordings:
-        what = f" of job {job!r}" if job else ""
-        raise UsageError(f"{folder}: no traces{what}; set trace.timeline for workers, and trace.folder for daemons")
+        content = f" of job {job!r}" if job else ""
+        raise UsageError(f"{folder}: no traces{content}; set trace.timeline for workers, and trace.folder for daemons")
     latest = _latest([origin for origin, _ in recordings])
-    kept = [(origin, what) for origin, what in recordings if origin.began_ns + origin.epoch_ns >= latest]
+    recordings_of_run = [
+        (origin, content) for origin, content in recordings if origin.began_ns + origin.epoch_ns >= latest
+    ]
     return _Run(
-        [Lane(origin, what) for origin, what in kept if not isinstance(what, Part)],
-        [what for _, what in kept if isinstance(what, Part)],
+        [Lane(origin, content) for origin, content in recordings_of_run if not isinstance(content, Part)],
+        [content for _, content in recordings_of_run if isinstance(content, Part)],
     )
 
 
@@ -283,17 +293,17 @@ class _Tensors:
 
     def _note_ready(self, part: Part) -> None:
         """Note when which rank was ready for which tensor. A rank that begins to negotiate is ready."""
-        me, shift = str(part.origin.number), self._run.shift(part.origin)
-        said, begun = set[str](), list[tuple[str, int]]()
+        rank, shift = str(part.origin.number), self._run.shift(part.origin)
+        own_ready, begun = set[str](), list[tuple[str, int]]()
         for event in timeline_reader.events_of(part):
             if event.phase == "R":
                 self._ready[part.origin.job, event.tensor].append((event.at + shift, event.name))
-                said |= {event.tensor} if event.name == me else set()
+                own_ready |= {event.tensor} if event.name == rank else set()
             elif event.phase == "B" and event.name.startswith(_NEGOTIATE):
                 begun.append((event.tensor, event.at + shift))
         for tensor, at in begun:
-            if tensor not in said:
-                self._ready[part.origin.job, tensor].append((at, me))
+            if tensor not in own_ready:
+                self._ready[part.origin.job, tensor].append((at, rank))
         for ticks in self._ready.values():
             ticks.sort()
 
@@ -306,16 +316,16 @@ class _Tensors:
                 yield self._cycle(who, time)
             if phase not in "BE":
                 continue
-            place = yield from self._place(tensor, slot, who)
+            row = yield from self._row_of(tensor, slot, who)
             if name.startswith(_NEGOTIATE) and phase == "B":
                 begun[tensor] = time
             elif name.startswith(_NEGOTIATE):
                 for ready, rank in self._ticks(who[0], tensor, ended.get(tensor, 0), time):
                     tick = microseconds(max(ready, begun[tensor]) - run.low)
-                    yield {"ph": "X", "name": rank, **place, "ts": tick, "dur": 0}
+                    yield {"ph": "X", "name": rank, **row, "ts": tick, "dur": 0}
                 ended[tensor] = time
             args = {"args": details} if details else {}
-            yield {"ph": phase, "name": name, **place, "ts": microseconds(time - run.low), **args}
+            yield {"ph": phase, "name": name, **row, "ts": microseconds(time - run.low), **args}
 
     def _ticks(self, job: str, tensor: str, after: int, until: int) -> Sequence[tuple[int, str]]:
         """The last time in a span when each rank became ready."""
@@ -337,7 +347,7 @@ class _Tensors:
             "ts": microseconds(at - self._run.low),
         }
 
-    def _place(self, tensor: str, slot: int, who: Who) -> Generator[Chrome, None, dict[str, int]]:
+    def _row_of(self, tensor: str, slot: int, who: Who) -> Generator[Chrome, None, dict[str, int]]:
         """Give names to process and thread, if they are new; return both."""
         process = self._processes.get(tensor)
         if process is None:

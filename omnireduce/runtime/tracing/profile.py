@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from omnireduce.runtime.tracing.trace import now
 
-MOST_SIZES = 4096  # the sizes that are counted separately
+MAX_SIZES = 4096  # the sizes that are counted separately
 SHOWN_SIZES = (
     40  # the most sizes shown for one routine; if there are more, sizes between two powers of two are added up
 )
@@ -71,7 +71,7 @@ class Profile:
             if not self._under_way:
                 self._busy_ns += at - self._since
             key = kind, tally.nbytes
-            if key not in self._tallies and len(self._tallies) >= MOST_SIZES:
+            if key not in self._tallies and len(self._tallies) >= MAX_SIZES:
                 key = kind, _power(tally.nbytes)
             self._tallies.setdefault(key, Tally()).add(tally)
 
@@ -92,8 +92,8 @@ class Profile:
         failed = sum(tally.failed for tally in routines.values())
         lines = [RULE, heading, RULE, *body, RULE, *_totals(busy_ns, at - self._began, failed), "", NOTE]
         for kind in routines:
-            own = [(size, tally) for (routine, size), tally in sorted(sizes.items()) if routine == kind]
-            lines += ["", *_table(kind.capitalize(), [("", tally) for tally in _few(own)])]
+            routine_sizes = [(size, tally) for (routine, size), tally in sorted(sizes.items()) if routine == kind]
+            lines += ["", *_table(kind.capitalize(), [("", tally) for tally in _shown_tallies(routine_sizes)])]
         return "\n".join(lines) + "\n"
 
 
@@ -127,7 +127,7 @@ def _totals(busy_ns: int, elapsed_ns: int, failed: int) -> Iterable[str]:
     yield f"written at               = {time.strftime('%Y-%m-%d %H:%M:%S')}."
 
 
-def _few(sizes: Sequence[tuple[int, Tally]]) -> list[Tally]:
+def _shown_tallies(sizes: Sequence[tuple[int, Tally]]) -> list[Tally]:
     if len(sizes) <= SHOWN_SIZES:
         return [tally for _, tally in sizes]
     by_power: dict[int, Tally] = {}

@@ -26,7 +26,7 @@ from omnireduce.runtime.tracing.trace import Origin, now, stamped
 
 log = logging.getLogger("omnireduce")
 PART_SUFFIX = ".events"
-LONGEST_LINE = 4096  # bytes; a longer line is written without its details
+MAX_LINE_BYTES = 4096  # bytes; a longer line is written without its details
 NEGOTIATE = "NEGOTIATE_ALLREDUCE"
 QUEUE = "QUEUE"
 INIT_FUSION_BUFFER = "INIT_FUSION_BUFFER"
@@ -97,12 +97,12 @@ class Timeline(NoTimeline):
 
     is_on = True
 
-    def __init__(self, folder: Path, origin: Origin, most: int, *, marks_cycles: bool = False) -> None:
+    def __init__(self, folder: Path, origin: Origin, max_lines: int, *, marks_cycles: bool = False) -> None:
         self.marks_cycles = marks_cycles
         self.origin = stamped(origin)
         self.path = folder / f"{origin.job}-{origin.kind}{origin.number}{PART_SUFFIX}"
         self._lock = threading.RLock()  # a signal handler may interrupt its owner
-        self._left, self._missed = most, 0
+        self._lines_left, self._missed = max_lines, 0
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -146,27 +146,27 @@ class Timeline(NoTimeline):
             os.close(self._file)
         self._file = -1
 
-    def _note(self, line: LineKind, *what: object) -> None:
+    def _note(self, kind: LineKind, *details: object) -> None:
         with self._lock:
-            if self._left <= 0 or self._file < 0:
+            if self._lines_left <= 0 or self._file < 0:
                 self._missed += 1
                 return
-            self._left -= 1
+            self._lines_left -= 1
             at = now()  # with the lock held: times ascend
-            text = self._encode([line, at, *what]) + b"\n"
-            if len(text) > LONGEST_LINE:
-                text = self._encode([line, at, *(_shortened(detail) for detail in what)]) + b"\n"
+            text = self._encode([kind, at, *details]) + b"\n"
+            if len(text) > MAX_LINE_BYTES:
+                text = self._encode([kind, at, *(_shortened(detail) for detail in details)]) + b"\n"
             self._write(text)
 
     def _write(self, text: bytes) -> None:
         try:
             if os.write(self._file, text) == len(text):
                 return
-            why = "no space is left"
+            reason = "no space is left"
         except OSError as error:
-            why = error.strerror or str(error)
-        self._left = 0
-        log.warning("%s: the timeline cannot be written: %s", self.path, why)
+            reason = error.strerror or str(error)
+        self._lines_left = 0
+        log.warning("%s: the timeline cannot be written: %s", self.path, reason)
 
 
 def _plain(x: object) -> object:

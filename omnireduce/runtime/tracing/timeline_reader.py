@@ -134,10 +134,10 @@ class _Reader:
         self._open: defaultdict[str, list[str]] = defaultdict(list)  # activities of each tensor
         self._exchanges: dict[str, dict[str, Any]] = {}  # tensors whose exchange is under way, with their totals
         self._collectives: dict[int, tuple[str, int, str]] = {}
-        self._taken: defaultdict[str, set[int]] = defaultdict(set)  # slots of the rows of each name
+        self._used_slots: defaultdict[str, set[int]] = defaultdict(set)  # slots of the rows of each name
 
     def events(self) -> Iterator[Event]:
-        does: dict[LineKind, Callable[..., Iterator[Event]]] = {
+        handlers: dict[LineKind, Callable[..., Iterator[Event]]] = {
             LineKind.BEGIN: self._begin,
             LineKind.END: self._end,
             LineKind.READY: self._ready,
@@ -146,9 +146,9 @@ class _Reader:
             LineKind.CYCLE: lambda at: iter([Event("", 0, "C", "", at, {})]),
             LineKind.LAST: lambda at, missed: iter(()),
         }
-        for line, at, *rest in lines_of(self._part):
+        for kind, at, *rest in lines_of(self._part):
             self._last = max(self._last, at)
-            yield from does[LineKind(line)](at, *rest)
+            yield from handlers[LineKind(kind)](at, *rest)
         yield from self._close()
 
     def _begin(self, at: int, tensor: str, activity: str, details: dict[str, Any]) -> Iterator[Event]:
@@ -158,15 +158,15 @@ class _Reader:
         yield Event(tensor, 0, "B", activity, at, details)
 
     def _end(self, at: int, tensor: str, activity: str, details: dict[str, Any]) -> Iterator[Event]:
-        open_here = self._open[tensor]
-        if activity not in open_here:
+        activities = self._open[tensor]
+        if activity not in activities:
             return
         while True:
-            innermost = open_here.pop()
-            own_details = details if innermost == activity else {}
+            innermost = activities.pop()
+            event_details = details if innermost == activity else {}
             if innermost == EXCHANGE:
-                own_details = self._exchanges.pop(tensor, {}) | own_details
-            yield Event(tensor, 0, "E", innermost, at, own_details)
+                event_details = self._exchanges.pop(tensor, {}) | event_details
+            yield Event(tensor, 0, "E", innermost, at, event_details)
             if innermost == activity:
                 return
 
@@ -179,9 +179,9 @@ class _Reader:
             return
         row = name or f"{kind} {details.get('dtype', '')}{details.get('shape', '')}"
         slot = 1 if self._open.get(row) else 0  # a queue may have a tensor of this name
-        while slot in self._taken[row]:
+        while slot in self._used_slots[row]:
             slot += 1
-        self._taken[row].add(slot)
+        self._used_slots[row].add(slot)
         self._collectives[number] = row, slot, kind
         yield Event(row, slot, "B", kind.upper(), at, {})
         yield Event(row, slot, "B", f"OMNIREDUCE_{kind.upper()}", at, {})
@@ -192,7 +192,7 @@ class _Reader:
             for exchange in self._exchanges.values():
                 exchange |= details
             return
-        self._taken[row].discard(slot)
+        self._used_slots[row].discard(slot)
         yield Event(row, slot, "E", f"OMNIREDUCE_{kind.upper()}", at, details)
         yield Event(row, slot, "E", kind.upper(), at, details)
 

@@ -36,7 +36,7 @@ DYNAMIC = "DYNAMIC"
 HEADER_BYTES = 4096  # header of a trace during the recording: its origin, and spaces
 STEP = 1 << 15  # spans for which room on the disk is taken at once
 MORE_NS = 60 * 10**9  # a killed process is taken to have lived at most this long after its last record
-MOST_MEMBERS = 1 << 20  # the most ranks, or shards, of one job
+MAX_MEMBERS = 1 << 20  # the most ranks, or shards, of one job
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -79,9 +79,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     kind: Literal["rank", "shard"]
-    number: Annotated[int, msgspec.Meta(ge=0, le=MOST_MEMBERS)]
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
-    shards: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)]
+    number: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS)]
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
+    shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
     boot: str = ""
     epoch_ns: _Nanoseconds = 0
     began_ns: _Nanoseconds = 0
@@ -133,14 +133,14 @@ def profile_folder(settings: Trace) -> str:
 
 
 def _check_folder(key: str, name: str) -> None:
-    folder, what = Path(name), "profiles" if key == "trace.profile" else "traces"
-    wanted = f"expected a folder for {what}, or one that can be made"
+    folder, content = Path(name), "profiles" if key == "trace.profile" else "traces"
+    expected = f"expected a folder for {content}, or one that can be made"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{key}: got {str(folder)!r}, {wanted}: {error.strerror}") from None
+        raise ConfigError(f"{key}: got {str(folder)!r}, {expected}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{key}: got {str(folder)!r}, {wanted}: no permission to write to it")
+        raise ConfigError(f"{key}: got {str(folder)!r}, {expected}: no permission to write to it")
 
 
 class _Live:
@@ -193,18 +193,18 @@ class Recorder:
         self._columns = [self._spans[name] for name in SPAN.names or ()]
         self._count = self._missed = 0
 
-    def add(self, what: SpanKind, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
+    def add(self, kind: SpanKind, start: int, end: int, peer: int = -1, detail: int = 0) -> None:
         """Record a span. Two threads must not call this at once."""
         i = self._count
-        if i == self._room and not self._grown():
+        if i == self._room and not self._grow():
             self._missed += 1
             return
         kinds, peers, details, starts, ends = self._columns
-        kinds[i], peers[i], details[i], starts[i] = what, peer, detail, start
+        kinds[i], peers[i], details[i], starts[i] = kind, peer, detail, start
         ends[i] = end  # last: a reader of the file takes only spans that have an end
         self._count = i + 1
 
-    def _grown(self) -> bool:
+    def _grow(self) -> bool:
         if self._live is None or self._missed or self._room == len(self._spans):
             return False
         try:

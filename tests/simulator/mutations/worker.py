@@ -240,8 +240,8 @@ MUTATIONS = (
         "rows are lent while in use",
         "omnireduce.runtime.rank.calls.single",
         "memory of a result is lent to the next collective",
-        "_references(self._lent, at) == _UNUSED]",
-        "_references(self._lent, at) >= _UNUSED]",
+        "_reference_count(self._lent, index) == _UNUSED]",
+        "_reference_count(self._lent, index) >= _UNUSED]",
     ),
     Mutation(
         "rows stay in the order of their shards",

@@ -19,24 +19,24 @@ from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
 from omnireduce.protocol.collective.operands import as_writable
 
-LONGEST_BITS = 1024  # the longest integer that an error shows
+MAX_SHOWN_BITS = 1024  # the longest integer that an error shows
 
 
-def whole(value: object, what: str) -> int:
+def whole(value: object, name: str) -> int:
     """An integer of any type as an int. Raises UsageError for anything else. A bool is most likely a mistake, so it is
     refused, too."""
     try:
         if not isinstance(value, bool):
             number = operator.index(value)  # type: ignore[arg-type]  # that is the question
-            if number.bit_length() > LONGEST_BITS:
-                raise UsageError(f"{what} is an integer of {number.bit_length()} bits, which is out of any range")
+            if number.bit_length() > MAX_SHOWN_BITS:
+                raise UsageError(f"{name} is an integer of {number.bit_length()} bits, which is out of any range")
             return number
     except TypeError:
         pass
-    raise UsageError(f"{what} is {value!r}, {a_type(value)}; expected an int")
+    raise UsageError(f"{name} is {value!r}, {a_type(value)}; expected an int")
 
 
-MOST_NAMES = 4096  # the least number of names that are remembered; at most twice as many are
+NAMES_PER_TABLE = 4096  # the least number of names that are remembered; at most twice as many are
 
 
 class Names:
@@ -56,53 +56,53 @@ class Names:
 
     def claim(self, name: str, thread: threading.Thread) -> None:
         """Raise UsageError if the name belongs to another thread; else it belongs to `thread` from now on."""
-        known = self._newer.get(name)
-        if known is not None and known() is thread:  # nearly always
+        owner_reference = self._newer.get(name)
+        if owner_reference is not None and owner_reference() is thread:  # nearly always
             return
-        known = known or self._older.get(name)
-        owner = None if known is None else known()
+        owner_reference = owner_reference or self._older.get(name)
+        owner = None if owner_reference is None else owner_reference()
         if owner is not None and owner is not thread and owner.is_alive():
             raise UsageError(
                 f"the name '{name}' belongs to thread '{owner.name}', which used it first; thread '{thread.name}' must "
                 "use another one: the ranks tell threads apart by the names of their collectives, and nothing else"
             )
-        if len(self._newer) >= MOST_NAMES:
+        if len(self._newer) >= NAMES_PER_TABLE:
             self._older, self._newer = self._newer, {}
         self._newer[name] = weakref.ref(thread)
 
 
-def check_array(x: Array, what: str) -> Array:
+def check_array(x: Array, name: str) -> Array:
     """`x` itself. Raises UsageError when it is no array, or a masked array."""
     if type(x) is np.ndarray:  # nearly always true
         return x
     if isinstance(x, np.ma.MaskedArray):
-        raise UsageError(f"{what} is a masked array, and masks are not sent; pass an ordinary array")
+        raise UsageError(f"{name} is a masked array, and masks are not sent; pass an ordinary array")
     if isinstance(x, np.ndarray):
         return x
     is_number = isinstance(x, np.generic | int | float)
-    advice = f": make one of it first, {what} = numpy.array([{what}])" if is_number else ""
-    raise UsageError(f"{what} is {a_type(x)}; expected a numpy.ndarray{advice}")
+    advice = f": make one of it first, {name} = numpy.array([{name}])" if is_number else ""
+    raise UsageError(f"{name} is {a_type(x)}; expected a numpy.ndarray{advice}")
 
 
-def flat_view(x: Array, what: str, *, writable: bool, instead: str = "pass a copy") -> Array:
+def flat_view(x: Array, name: str, *, writable: bool, advice: str = "pass a copy") -> Array:
     """`x` as a flat view. Raises UsageError when that would need a copy, or when the array cannot take the result."""
-    if not check_array(x, what).flags.c_contiguous:
-        raise UsageError(f"{what} is not C-contiguous; pass numpy.ascontiguousarray({what}) or work on its base array")
+    if not check_array(x, name).flags.c_contiguous:
+        raise UsageError(f"{name} is not C-contiguous; pass numpy.ascontiguousarray({name}) or work on its base array")
     if writable and not x.flags.writeable:
-        raise UsageError(f"{what} is read-only and cannot take the result; {instead}")
+        raise UsageError(f"{name} is read-only and cannot take the result; {advice}")
     if x.dtype.hasobject:
-        raise UsageError(f"{what} holds Python objects, which cannot be sent")
+        raise UsageError(f"{name} holds Python objects, which cannot be sent")
     if x.dtype.itemsize == 0:
-        raise UsageError(f"{what} has elements of 0 bytes, so there is nothing to send; expected at least 1 byte")
+        raise UsageError(f"{name} has elements of 0 bytes, so there is nothing to send; expected at least 1 byte")
     return np.asarray(x).reshape(-1)
 
 
-def two_that_share(arrays: Sequence[Array]) -> tuple[int, int] | None:
+def find_overlap(arrays: Sequence[Array]) -> tuple[int, int] | None:
     """The indices of two of these contiguous arrays that share memory; None if no two do."""
-    placed = sorted((array.ctypes.data, array.nbytes, at) for at, array in enumerate(arrays) if array.nbytes)
-    for (start, nbytes, at), (next_start, _, other) in pairwise(placed):
+    intervals = sorted((array.ctypes.data, array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
+    for (start, nbytes, index), (next_start, _, next_index) in pairwise(intervals):
         if start + nbytes > next_start:
-            return at, other
+            return index, next_index
     return None
 
 
@@ -146,9 +146,9 @@ def check_rows(indices: Array, values: Array, n_rows: object) -> int:
     if not np.issubdtype(indices.dtype, np.integer):
         raise UsageError(f"expected integer indices, got {indices.dtype}")
     rows, length = whole(n_rows, "n_rows"), values.shape[1]
-    most = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
-    if not 0 <= rows <= most:
-        raise UsageError(f"n_rows {rows}: expected 0 to {most} for rows of {length} elements")
+    largest = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
+    if not 0 <= rows <= largest:
+        raise UsageError(f"n_rows {rows}: expected 0 to {largest} for rows of {length} elements")
     if indices.size and not rows:
         raise UsageError(f"{indices.size} indices, but n_rows is 0; expected none")
     if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < rows:

@@ -19,14 +19,14 @@ from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.table import NONE
-from omnireduce.runtime.rank.calls.arguments import check_array, check_rows, flat_view, two_that_share
+from omnireduce.runtime.rank.calls.arguments import check_array, check_rows, find_overlap, flat_view
 from omnireduce.runtime.rank.calls.single import Call, CallContext, Rows, check_codec, reduction, rows
 
 T = TypeVar("T")
 Table = tuple[Array, NDArray[Any], int]
 """(indices, values, n_rows), as `allreduce_rows` takes them."""
 FUSED_BYTES = 1 << 19  # largest array that is copied to travel with others: a larger copy costs more than an exchange
-DEEPEST = 50
+MAX_DEPTH = 50
 
 
 class _Leaf(NamedTuple):
@@ -41,15 +41,15 @@ def arrays(context: CallContext, x: object, *, op: str, name: str, codec: str | 
     if codec is not None:
         context = context._replace(codec=check_codec(codec))
     leaves = list(_leaves(x, ""))
-    _check_apart(leaves)
+    _check_no_overlap(leaves)
     calls: list[Call[Any]] = []
-    everything = _digest([(leaf.path, leaf.array.shape, str(leaf.array.dtype)) for leaf in leaves])
-    group = f"{_many(len(leaves), 'array')} {everything}"
-    for few in _together(leaves, _exchange_of):
-        if len(few) == 1:
-            calls.append(reduction(context, "allreduce", few[0].array, op=op, name=name, group=group))
+    summary = _digest([(leaf.path, leaf.array.shape, str(leaf.array.dtype)) for leaf in leaves])
+    group = f"{_count_text(len(leaves), 'array')} {summary}"
+    for members in _group_by(leaves, _exchange_key):
+        if len(members) == 1:
+            calls.append(reduction(context, "allreduce", members[0].array, op=op, name=name, group=group))
         else:
-            calls.append(_fused(context, few, op, name, group))
+            calls.append(_fused(context, members, op, name, group))
     if codec not in (None, NONE) and calls and all(call.codec is None for call in calls):
         raise UsageError(f"codec '{codec}' works on no array of the group: expected sum or mean of arrays of float32")
     return calls or [_fused(context, [], op, name, group)]  # if another rank's group has arrays, all ranks get an error
@@ -62,50 +62,53 @@ class Batch(NamedTuple):
     result: Callable[[list[Rows[Any]]], list[Rows[Any]]]
 
 
-def tables(context: CallContext, given: Sequence[Table], op: str, name: str) -> Batch:
+def tables(context: CallContext, inputs: Sequence[Table], op: str, name: str) -> Batch:
     """Row-sparse sums of several tables."""
-    if not isinstance(given, list | tuple):
-        raise UsageError(f"tables is {a_type(given)}; expected a list of (indices, values, n_rows)")
-    for at, table in enumerate(given):
-        _check_table(table, f"tables[{at}]")
-    together = _together(enumerate(given), lambda pair: _format(pair[1]))
-    group = f"{_many(len(given), 'table')} {_digest([(str(_format(table)), int(table[2])) for table in given])}"
+    if not isinstance(inputs, list | tuple):
+        raise UsageError(f"tables is {a_type(inputs)}; expected a list of (indices, values, n_rows)")
+    for index, table in enumerate(inputs):
+        _check_table(table, f"tables[{index}]")
+    groups = _group_by(enumerate(inputs), lambda pair: _table_key(pair[1]))
+    group = (
+        f"{_count_text(len(inputs), 'table')} {_digest([(str(_table_key(table)), int(table[2])) for table in inputs])}"
+    )
     calls = [
-        rows(context, *_stacked([table for _, table in few]), op=op, name=name, group=group) for few in together or [[]]
+        rows(context, *_stacked([table for _, table in members]), op=op, name=name, group=group)
+        for members in groups or [[]]
     ]
 
-    def result(found: list[Rows[Any]]) -> list[Rows[Any]]:
-        placed = dict[int, Rows[Any]]()
-        for few, one in zip(together, found, strict=False):
-            parts = _unstacked([table for _, table in few], one)
-            placed.update(zip([at for at, _ in few], parts, strict=True))
-        return [placed[at] for at in range(len(given))]
+    def result(results: list[Rows[Any]]) -> list[Rows[Any]]:
+        by_index = dict[int, Rows[Any]]()
+        for members, stacked in zip(groups, results, strict=False):
+            parts = _unstacked([table for _, table in members], stacked)
+            by_index.update(zip([index for index, _ in members], parts, strict=True))
+        return [by_index[index] for index in range(len(inputs))]
 
     return Batch(calls, result)
 
 
-def _check_table(table: object, what: str) -> None:
+def _check_table(table: object, name: str) -> None:
     if not isinstance(table, list | tuple) or len(table) != 3:
-        raise UsageError(f"{what} is {a_type(table)}; expected (indices, values, n_rows)")
+        raise UsageError(f"{name} is {a_type(table)}; expected (indices, values, n_rows)")
     try:
         element_type(check_array(table[1], "values").dtype)
         check_rows(table[0], table[1], table[2])
     except UsageError as error:
-        raise UsageError(f"{what}: {error}") from None
+        raise UsageError(f"{name}: {error}") from None
 
 
-def _exchange_of(leaf: _Leaf) -> Hashable:
+def _exchange_key(leaf: _Leaf) -> Hashable:
     """A key that is the same for arrays that travel together."""
     return leaf.array.dtype if leaf.array.nbytes <= FUSED_BYTES else id(leaf.array)
 
 
-def _format(table: Table) -> Hashable:
+def _table_key(table: Table) -> Hashable:
     """A key that is the same for tables that travel together. It must be the same on all ranks, so it leaves out the
     number of this rank's rows."""
     return table[1].dtype, table[1].shape[1]
 
 
-def _together(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+def _group_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """The items grouped by key, in the order of the first item of each key."""
     by_key: dict[Hashable, list[T]] = {}
     for item in items:
@@ -115,30 +118,30 @@ def _together(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]
 
 def _leaves(x: Any, path: str, depth: int = 0) -> Iterator[_Leaf]:
     """The arrays in `x`, in an order that is the same on all ranks."""
-    if depth > DEEPEST:
-        raise UsageError(f"x is nested more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise UsageError(f"x is nested more than {MAX_DEPTH} deep")
     if isinstance(x, dict):
-        keys = sorted(((type(key).__name__, repr(key), at) for at, key in enumerate(x)))
-        for (kind, said, _), (other, also, _) in pairwise(keys):
-            if (kind, said) == (other, also):
-                raise UsageError(f"x{path} has two keys {said}: the ranks could not tell which is which")
+        keys = sorted(((type(key).__name__, repr(key), index) for index, key in enumerate(x)))
+        for (kind, text, _), (next_kind, next_text, _) in pairwise(keys):
+            if (kind, text) == (next_kind, next_text):
+                raise UsageError(f"x{path} has two keys {text}: the ranks could not tell which is which")
         values = list(x.values())
-        for _, said, at in keys:
-            yield from _leaves(values[at], f"{path}[{said}]", depth + 1)
+        for _, text, index in keys:
+            yield from _leaves(values[index], f"{path}[{text}]", depth + 1)
     elif isinstance(x, list | tuple):
-        for at, part in enumerate(x):
-            yield from _leaves(part, f"{path}[{at}]", depth + 1)
+        for index, part in enumerate(x):
+            yield from _leaves(part, f"{path}[{index}]", depth + 1)
     else:
         array = check_array(x, f"x{path}")
         flat_view(array, f"x{path}", writable=True)
         yield _Leaf(path, array)
 
 
-def _check_apart(leaves: Sequence[_Leaf]) -> None:
-    sharing = two_that_share([leaf.array for leaf in leaves])
-    if sharing:
-        path, other = (leaves[at].path for at in sharing)
-        raise UsageError(f"x{path} and x{other} share memory; expected each array once")
+def _check_no_overlap(leaves: Sequence[_Leaf]) -> None:
+    overlapping = find_overlap([leaf.array for leaf in leaves])
+    if overlapping:
+        path, other_path = (leaves[index].path for index in overlapping)
+        raise UsageError(f"x{path} and x{other_path} share memory; expected each array once")
 
 
 def _fused(context: CallContext, leaves: Sequence[_Leaf], op: str, name: str, group: str) -> Call[Any]:
@@ -147,8 +150,8 @@ def _fused(context: CallContext, leaves: Sequence[_Leaf], op: str, name: str, gr
     dtype = flats[0].dtype if flats else np.dtype(np.bool_ if op in BOOL_OPS else np.float32)
     stops = np.cumsum([0, *(flat.size for flat in flats)])
     nbytes = int(stops[-1]) * dtype.itemsize
-    whole = context.with_pool(lambda pool: pool.take(nbytes))[:nbytes].view(dtype)
-    parts = [whole[start:stop] for start, stop in pairwise(stops.tolist())]
+    fused = context.with_pool(lambda pool: pool.take(nbytes))[:nbytes].view(dtype)
+    parts = [fused[start:stop] for start, stop in pairwise(stops.tolist())]
     for part, flat in zip(parts, flats, strict=True):
         part[:] = flat
 
@@ -156,43 +159,45 @@ def _fused(context: CallContext, leaves: Sequence[_Leaf], op: str, name: str, gr
         for part, flat in zip(parts, flats, strict=True):
             flat[:] = part
 
-    call = reduction(context, "allreduce", whole, op=op, name=name, group=group)
+    call = reduction(context, "allreduce", fused, op=op, name=name, group=group)
     return call._replace(writes=(*call.writes, *flats), put_back=put_back)
 
 
-def _stacked(given: Sequence[Table]) -> Table:
+def _stacked(tables_to_stack: Sequence[Table]) -> Table:
     """Tables of one row length, stacked into one table."""
-    if not given:
+    if not tables_to_stack:
         return np.zeros(0, np.int64), np.zeros((0, 1), np.float32), 0
-    if len(given) == 1:
-        return given[0]
-    starts = _starts(given)
+    if len(tables_to_stack) == 1:
+        return tables_to_stack[0]
+    starts = _starts(tables_to_stack)
     if starts[-1] >= MAX_BLOCKS:
         raise UsageError(f"tables of one dtype and row length have {starts[-1]} rows in all; expected fewer than 2**48")
-    numbers = np.concatenate([table[0].astype(np.int64) + start for table, start in zip(given, starts, strict=False)])
-    return numbers, np.concatenate([table[1] for table in given]), starts[-1]
+    numbers = np.concatenate(
+        [table[0].astype(np.int64) + start for table, start in zip(tables_to_stack, starts, strict=False)]
+    )
+    return numbers, np.concatenate([table[1] for table in tables_to_stack]), starts[-1]
 
 
-def _unstacked(given: Sequence[Table], found: Rows[Any]) -> list[Rows[Any]]:
+def _unstacked(stacked_tables: Sequence[Table], rows_of_stack: Rows[Any]) -> list[Rows[Any]]:
     """The rows of each table in a stack, with the table's own row numbers."""
-    numbers, values = found
-    starts = _starts(given)
+    numbers, values = rows_of_stack
+    starts = _starts(stacked_tables)
     cuts = np.searchsorted(numbers, starts).tolist()
     return [
         (numbers[cut:end] - start, values[cut:end]) for start, (cut, end) in zip(starts, pairwise(cuts), strict=False)
     ]
 
 
-def _starts(given: Sequence[Table]) -> list[int]:
+def _starts(stacked_tables: Sequence[Table]) -> list[int]:
     starts = [0]
-    for _, _, n_rows in given:
+    for _, _, n_rows in stacked_tables:
         starts.append(starts[-1] + int(n_rows))
     return starts
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _digest(what: object) -> str:
-    return hashlib.sha256(repr(what).encode(errors="backslashreplace")).hexdigest()[:16]
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode(errors="backslashreplace")).hexdigest()[:16]

@@ -54,15 +54,15 @@ def fused_reduction(
         raise UsageError(f"out has the shape {list(out.shape)}, x has {list(x.shape)}: expected the same")
     if source is not None and np.may_share_memory(source, target):
         raise UsageError("out overlaps x; a program needs two arrays")
-    called = describe(
+    descriptor = describe(
         "allreduce", check_name(name, context.owner), FLOAT.name, out.shape, check_op(op),
         context.block_size if block_size is None else whole(block_size, "block_size"), program=program,
     )  # fmt: skip
-    totals, layout = Totals(program.totals), context.layout(called)
+    totals, layout = Totals(program.totals), context.layout(descriptor)
     results = 0 if not program.returns else layout.blocks if program.every_block else None
     operand = ProgrammedTensor(source, target, layout, FLOAT.zero_mask, totals, drops=not wanted, results=results)
     reads = () if source is None else (source,)
-    return Call(called, operand, once(lambda: Fused(out, totals.sums)), reads, (target,) if wanted else ())
+    return Call(descriptor, operand, once(lambda: Fused(out, totals.sums)), reads, (target,) if wanted else ())
 
 
 def fused_rows(
@@ -75,23 +75,23 @@ def fused_rows(
     target = () if out is None else (flat_view(check_float(out, "out"), "out", writable=True),)
     if out is not None and out.shape != shape:
         raise UsageError(f"out has the shape {list(out.shape)}; expected {list(shape)}")
-    called = describe(
+    descriptor = describe(
         "allreduce_rows", check_name(name, context.owner), FLOAT.name, shape, check_op(op), program=program
     )
-    numbers, own = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), FLOAT)
-    totals, layout = Totals(program.totals), context.layout(called)
+    numbers, row_values = combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), FLOAT)
+    totals, layout = Totals(program.totals), context.layout(descriptor)
     operand = context.with_pool(
-        lambda pool: ProgrammedRows(numbers, own, layout, pool.take, totals, out=out, drops=not wanted)
+        lambda pool: ProgrammedRows(numbers, row_values, layout, pool.take, totals, out=out, drops=not wanted)
     )
     result = once(lambda: FusedRows(*operand.result, totals.sums))
-    return Call(called, operand, result, reads=(indices, values), writes=target)
+    return Call(descriptor, operand, result, reads=(indices, values), writes=target)
 
 
-def check_float(array: Array, what: str) -> Array:
+def check_float(array: Array, name: str) -> Array:
     """The array itself. Raises UsageError for anything but an array of float32."""
-    checked = check_array(array, what)
+    checked = check_array(array, name)
     if checked.dtype != np.float32:
-        raise UsageError(f"{what} is an array of {checked.dtype}; block programs work on float32")
+        raise UsageError(f"{name} is an array of {checked.dtype}; block programs work on float32")
     return checked
 
 

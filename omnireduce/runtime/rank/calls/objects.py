@@ -24,13 +24,13 @@ from omnireduce.core.wire.blocks import MAX_ELEMENTS
 from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import UsageError, a_type
 
-SAID = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
+PLAIN_TYPES = "None, bool, numbers, str, bytes, tuples, lists, dicts, sets, dates and arrays"
 ADVICE = "pass trust=True on every rank if all participants may run code in this process"
-DEEPEST = 64
-MOST_OF_ONE_HASH = 64  # keys of a table with the same hash: their time grows with the square of their number
-MOST_KEYS = 1 << 16  # keys of all tables, neither str nor bytes: a peer can choose slow hashes for them
-LONGEST_INT = 63  # bits, without the sign
-AS_THEY_ARE = (bool, float, str)
+MAX_DEPTH = 64
+MAX_EQUAL_HASHES = 64  # keys of a table with the same hash: their time grows with the square of their number
+MAX_KEYS = 1 << 16  # keys of all tables, neither str nor bytes: a peer can choose slow hashes for them
+MAX_INT_BITS = 63  # bits, without the sign
+UNCHANGED_TYPES = (bool, float, str)
 Leaf = None | bool | int | float | str | Ext
 ITEMS = list[Leaf]
 _Name = Annotated[str, Meta(max_length=40)]
@@ -48,13 +48,13 @@ _Array = tuple[
 class ObjectCodec(NamedTuple):
     """Codec for objects of one type.
 
-    `said` turns an object into simpler data for the message, `read` is the type that this data is decoded as, and
-    `made` makes the object of it. `keys` gives the keys of a table, from the data of the table.
+    `to_data` turns an object into simpler data for the message, `data_type` is the type that this data is decoded as,
+    and `from_data` makes the object of it. `keys` gives the keys of a table, from the data of the table.
     """
 
-    said: Callable[[Any], Any]
-    read: Any
-    made: Callable[[Any], object]
+    to_data: Callable[[Any], Any]
+    data_type: Any
+    from_data: Callable[[Any], object]
     keys: Callable[[list[Any]], Sequence[Any]] = lambda items: ()
 
 
@@ -63,67 +63,67 @@ class FrontObject:
     codec."""
 
 
-def add_form(kind: type[Any], name: str, form: ObjectCodec) -> None:
+def add_codec(kind: type[Any], name: str, codec: ObjectCodec) -> None:
     """Let objects of this type travel. `name` is the name of the type, the same on all ranks. A rank that does not know
     it refuses such objects."""
-    _NAMES[kind], _NAMED[name] = name, (Decoder(form.read), form)
+    _FRONT_NAMES[kind], _FRONT_CODECS[name] = name, (Decoder(codec.data_type), codec)
 
 
-def _of_front(x: list[Any]) -> object:
+def _front_from_data(x: list[Any]) -> object:
     name, data = x
-    if name not in _NAMED:
+    if name not in _FRONT_CODECS:
         raise ValueError(f"a {name}, which this rank does not know; import the same modules of omnireduce everywhere")
-    decoder, form = _NAMED[name]
-    return form.made(decoder.decode(data))
+    decoder, codec = _FRONT_CODECS[name]
+    return codec.from_data(decoder.decode(data))
 
 
-def _set(made: Callable[[list[Any]], object]) -> ObjectCodec:
-    return ObjectCodec(iter, ITEMS, made, lambda items: items)
+def _set_codec(from_data: Callable[[list[Any]], object]) -> ObjectCodec:
+    return ObjectCodec(iter, ITEMS, from_data, lambda items: items)
 
 
-def _table(made: Callable[[dict[Any, Any]], object]) -> ObjectCodec:
-    return ObjectCodec(_pairs, ITEMS, lambda items: made(_paired(items)), lambda items: items[::2])
+def _table_codec(from_data: Callable[[dict[Any, Any]], object]) -> ObjectCodec:
+    return ObjectCodec(_flat_pairs, ITEMS, lambda items: from_data(_dict_of(items)), lambda items: items[::2])
 
 
-def _pairs(x: dict[Any, Any]) -> Iterable[object]:
+def _flat_pairs(x: dict[Any, Any]) -> Iterable[object]:
     return (key_or_value for pair in x.items() for key_or_value in pair)
 
 
-def _paired(x: list[Any]) -> dict[Any, Any]:
+def _dict_of(x: list[Any]) -> dict[Any, Any]:
     return dict(zip(x[::2], x[1::2], strict=True))
 
 
-def _array_said(x: Any) -> list[object]:
+def _array_to_data(x: Any) -> list[object]:
     array = np.asarray(x)
     if array.dtype.hasobject or array.dtype.names or array.dtype.itemsize == 0:
         raise UsageError(f"an array of {array.dtype} is no plain data; {ADVICE}")
-    return [_dtype_said(array.dtype), array.shape, array.tobytes()]
+    return [_dtype_text(array.dtype), array.shape, array.tobytes()]
 
 
-def _dtype_said(dtype: np.dtype[Any]) -> str:
+def _dtype_text(dtype: np.dtype[Any]) -> str:
     try:
         return dtype.str if np.dtype(dtype.str) == dtype else dtype.name  # the str of bfloat16, "<V2", is ambiguous
     except TypeError:
         return dtype.name
 
 
-def _scalar_said(x: Any) -> list[object]:
+def _scalar_to_data(x: Any) -> list[object]:
     if type(x) is not x.dtype.type or (x.dtype.kind in "SU" and np.asarray(x)[()] != x):
         raise UsageError(f"the {type(x).__name__} {x!r} is no plain data; {ADVICE}")  # subclasses; text ending in NUL
-    return _array_said(x)
+    return _array_to_data(x)
 
 
-def _scalar_made(x: tuple[str, list[int], bytes]) -> object:
+def _scalar_from_data(x: tuple[str, list[int], bytes]) -> object:
     if x[1]:
         raise ValueError(f"a scalar of shape {x[1]}")
-    return _array_made(x)[()]
+    return _array_from_data(x)[()]
 
 
-def _time(kind: Any) -> ObjectCodec:
-    return ObjectCodec(_time_said, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
+def _time_codec(kind: Any) -> ObjectCodec:
+    return ObjectCodec(_time_to_data, tuple[_Date, _Fold], lambda x: kind.fromisoformat(x[0]).replace(fold=x[1]))
 
 
-def _time_said(x: Any) -> list[object]:
+def _time_to_data(x: Any) -> list[object]:
     zone = x.tzinfo
     offset = None if type(zone) is not datetime.timezone else zone.utcoffset(None)
     is_plain = zone is None or (
@@ -134,7 +134,7 @@ def _time_said(x: Any) -> list[object]:
     return [x.isoformat(), x.fold]
 
 
-def _array_made(x: tuple[str, list[int], bytes]) -> Any:
+def _array_from_data(x: tuple[str, list[int], bytes]) -> Any:
     text, shape, data = x
     dtype = np.dtype(text)
     is_plain = dtype.itemsize > 0 and (dtype.kind not in "Mm" or np.datetime_data(dtype)[1] > 0)
@@ -143,34 +143,34 @@ def _array_made(x: tuple[str, list[int], bytes]) -> Any:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-FORMS: dict[type[Any], ObjectCodec] = {  # the position is the number of the extension: add new types at the end
+CODECS: dict[type[Any], ObjectCodec] = {  # the position is the number of the extension: add new types at the end
     int: ObjectCodec(hex, _Number, lambda x: int(x, 16)),
     bytes: ObjectCodec(bytes, bytes, bytes),
     list: ObjectCodec(iter, ITEMS, list),
     tuple: ObjectCodec(iter, ITEMS, tuple),
-    set: _set(set),
-    frozenset: _set(frozenset),
-    dict: _table(dict),
+    set: _set_codec(set),
+    frozenset: _set_codec(frozenset),
+    dict: _table_codec(dict),
     bytearray: ObjectCodec(bytes, bytes, bytearray),
     complex: ObjectCodec(lambda x: [x.real, x.imag], tuple[float, float], lambda x: complex(*x)),
     decimal.Decimal: ObjectCodec(str, _Number, decimal.Decimal),
     datetime.date: ObjectCodec(str, _Date, datetime.date.fromisoformat),
-    datetime.time: _time(datetime.time),
-    datetime.datetime: _time(datetime.datetime),
+    datetime.time: _time_codec(datetime.time),
+    datetime.datetime: _time_codec(datetime.datetime),
     datetime.timedelta: ObjectCodec(
         lambda x: [x.days, x.seconds, x.microseconds], tuple[int, int, int], lambda x: datetime.timedelta(*x)
     ),
-    np.ndarray: ObjectCodec(_array_said, _Array, _array_made),
-    np.generic: ObjectCodec(_scalar_said, _Array, _scalar_made),
-    collections.OrderedDict: _table(collections.OrderedDict),
-    collections.Counter: _table(collections.Counter),
-    FrontObject: ObjectCodec(list, tuple[_Name, bytes], _of_front),
+    np.ndarray: ObjectCodec(_array_to_data, _Array, _array_from_data),
+    np.generic: ObjectCodec(_scalar_to_data, _Array, _scalar_from_data),
+    collections.OrderedDict: _table_codec(collections.OrderedDict),
+    collections.Counter: _table_codec(collections.Counter),
+    FrontObject: ObjectCodec(list, tuple[_Name, bytes], _front_from_data),
 }
-_NAMES = dict[type[Any], str]()  # the names of the types of fronts
-_NAMED = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # the codecs of these types by name
-_NUMBER = {kind: number for number, kind in enumerate(FORMS)}
-_READERS = [(Decoder(form.read), form) for form in FORMS.values()]
-_WHOLE = Decoder(Leaf)
+_FRONT_NAMES = dict[type[Any], str]()  # the names of the types of fronts
+_FRONT_CODECS = dict[str, tuple[Decoder[Any], ObjectCodec]]()  # the codecs of these types by name
+_NUMBER = {kind: number for number, kind in enumerate(CODECS)}
+_READERS = [(Decoder(codec.data_type), codec) for codec in CODECS.values()]
+_MESSAGE_DECODER = Decoder(Leaf)
 
 
 def to_bytes(x: object, trust: bool) -> bytes:
@@ -178,7 +178,7 @@ def to_bytes(x: object, trust: bool) -> bytes:
     try:
         if trust:
             return pickle.dumps(x, pickle.HIGHEST_PROTOCOL)
-        data = encode(_lowered(x))
+        data = encode(_to_plain(x))
         _Reader().read(data)  # if this rank cannot read it, the others cannot either
         return data
     except UsageError:
@@ -192,67 +192,66 @@ def from_bytes(data: bytes, trust: bool, sender: str) -> object:
     try:
         return pickle.loads(data) if trust else _Reader().read(data)
     except Exception as error:  # constructors and pickles may raise errors of any type
-        what = f"the object of {sender} cannot be read: {shown(str(error)[:SHOWN])}"
-        raise UsageError(what) from (error if trust else None)  # the error may hold all that the peer sent
+        text = f"the object of {sender} cannot be read: {shown(str(error)[:SHOWN])}"
+        raise UsageError(text) from (error if trust else None)  # the error may hold all that the peer sent
 
 
-def _lowered(x: Any, depth: int = 0) -> object:
+def _to_plain(x: Any, depth: int = 0) -> object:
     """The data that msgpack encodes for `x`. Raises UsageError if `x` is no plain data."""
     kind = type(x)
-    if x is None or kind in AS_THEY_ARE or (kind is int and x.bit_length() <= LONGEST_INT):
+    if x is None or kind in UNCHANGED_TYPES or (kind is int and x.bit_length() <= MAX_INT_BITS):
         return x
     kind = np.generic if isinstance(x, np.generic) else kind
-    if kind in _NAMES:
-        x, kind = (_NAMES[kind], encode(_NAMED[_NAMES[kind]][1].said(x))), FrontObject
-    if kind not in FORMS:
-        what = x.__qualname__ if callable(x) and hasattr(x, "__qualname__") else kind.__qualname__
-        raise UsageError(f"{what} is no plain data, which is {SAID}; {ADVICE}")
-    if depth == DEEPEST:
-        raise UsageError(f"plain data is nested at most {DEEPEST} deep; {ADVICE}")
-    form = FORMS[kind]
-    said = form.said(x)
-    if form.read is ITEMS:
-        said = [_lowered(part, depth + 1) for part in said]
-    return Ext(_NUMBER[kind], encode(said))
+    if kind in _FRONT_NAMES:
+        x, kind = (_FRONT_NAMES[kind], encode(_FRONT_CODECS[_FRONT_NAMES[kind]][1].to_data(x))), FrontObject
+    if kind not in CODECS:
+        type_name = x.__qualname__ if callable(x) and hasattr(x, "__qualname__") else kind.__qualname__
+        raise UsageError(f"{type_name} is no plain data, which is {PLAIN_TYPES}; {ADVICE}")
+    if depth == MAX_DEPTH:
+        raise UsageError(f"plain data is nested at most {MAX_DEPTH} deep; {ADVICE}")
+    codec = CODECS[kind]
+    data = codec.to_data(x)
+    if codec.data_type is ITEMS:
+        data = [_to_plain(part, depth + 1) for part in data]
+    return Ext(_NUMBER[kind], encode(data))
 
 
 class _Reader:
-    """Makes an object of the data that `_lowered` gave."""
+    """Makes an object of the data that `_to_plain` gave."""
 
     def __init__(self) -> None:
-        self._keys_left = MOST_KEYS
+        self._keys_left = MAX_KEYS
 
     def read(self, data: bytes) -> object:
         """The object of these bytes. Raises ValueError, and the errors of the constructors of its parts."""
-        return self._made(_WHOLE.decode(data), 0)
+        return self._object_of(_MESSAGE_DECODER.decode(data), 0)
 
-    def _made(self, x: Leaf, depth: int) -> object:
+    def _object_of(self, x: Leaf, depth: int) -> object:
         if not isinstance(x, Ext):
             return x
         if not 0 <= x.code < len(_READERS):
             raise ValueError(
                 f"an extension {x.code}, expected 0 to {len(_READERS) - 1}; install the same omnireduce everywhere"
             )
-        if depth == DEEPEST:
-            raise ValueError(f"nested more than {DEEPEST} deep")
-        decoder, form = _READERS[x.code]
-        said = decoder.decode(x.data)
+        if depth == MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        decoder, codec = _READERS[x.code]
+        data = decoder.decode(x.data)
         del x  # its bytes were copied: else each level would keep a copy
-        if form.read is ITEMS:
-            said.reverse()
-            said = [self._made(said.pop(), depth + 1) for _ in range(len(said))]
-            self._check(form.keys(said))
-        return form.made(said)
+        if codec.data_type is ITEMS:
+            data.reverse()
+            data = [self._object_of(data.pop(), depth + 1) for _ in range(len(data))]
+            self._check(codec.keys(data))
+        return codec.from_data(data)
 
     def _check(self, keys: Sequence[Any]) -> None:
         """Raise ValueError if a table of these keys could take too long."""
-        self._keys_left -= sum(
-            type(key) not in (str, bytes) for key in keys
-        )  # Python salts the hashes of str and bytes
+        # Python salts the hashes of str and bytes
+        self._keys_left -= sum(type(key) not in (str, bytes) for key in keys)
         if self._keys_left < 0:
-            raise ValueError(f"more than {MOST_KEYS} keys of dicts and sets that are neither str nor bytes")
-        if len(keys) > MOST_OF_ONE_HASH:
+            raise ValueError(f"more than {MAX_KEYS} keys of dicts and sets that are neither str nor bytes")
+        if len(keys) > MAX_EQUAL_HASHES:
             hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
             alike = np.unique(hashes, return_counts=True)[1].max()
-            if alike > MOST_OF_ONE_HASH:
-                raise ValueError(f"{alike} keys with the same hash; expected at most {MOST_OF_ONE_HASH}")
+            if alike > MAX_EQUAL_HASHES:
+                raise ValueError(f"{alike} keys with the same hash; expected at most {MAX_EQUAL_HASHES}")

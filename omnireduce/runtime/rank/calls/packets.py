@@ -32,28 +32,28 @@ def ragged_parts(context: CallContext, x: NDArray[S], name: str) -> Call[list[ND
     if check_array(x, "x").ndim == 0:
         raise UsageError("allgather_ragged needs an array of at least one dimension, the one that may differ")
     flat_view(x, "x", writable=False)
-    called = _describe(context, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
+    descriptor = _describe(context, "allgather_ragged", name, dtype_text(x.dtype), x.shape[1:], x.dtype.itemsize)
     like = np.empty((0, *x.shape[1:]), x.dtype)
-    packets = _packets(context, called, lambda: np.asarray(x), range(context.size), like)
-    return Call(called, packets, lambda: _parts(packets))
+    packets = _packets(context, descriptor, lambda: np.asarray(x), range(context.size), like)
+    return Call(descriptor, packets, lambda: _parts(packets))
 
 
 def object_of_root(context: CallContext, x: object, root: int, name: str, trust: bool) -> Call[Any]:
     """A call that gives the root's `x` on the root, and an equal object elsewhere."""
-    root, language = check_root(root, context.size), _language(trust)
-    called = _describe(context, "broadcast_object", name, language, (), root=root)
-    packets = _packets(context, called, lambda: _bytes_of(x, trust) if context.rank == root else None, [root], BYTE)
-    return Call(called, packets, once(lambda: x if context.rank == root else _read(packets, 0, root, trust)))
+    root, encoding = check_root(root, context.size), _encoding_name(trust)
+    descriptor = _describe(context, "broadcast_object", name, encoding, (), root=root)
+    packets = _packets(context, descriptor, lambda: _bytes_of(x, trust) if context.rank == root else None, [root], BYTE)
+    return Call(descriptor, packets, once(lambda: x if context.rank == root else _read(packets, 0, root, trust)))
 
 
 def all_objects(context: CallContext, x: object, name: str, trust: bool) -> Call[list[Any]]:
     """A call that gives a list with an object equal to the `x` of each rank."""
-    called = _describe(context, "allgather_object", name, _language(trust), ())
-    packets = _packets(context, called, lambda: _bytes_of(x, trust), range(context.size), BYTE)
-    return Call(called, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(context.size)]))
+    descriptor = _describe(context, "allgather_object", name, _encoding_name(trust), ())
+    packets = _packets(context, descriptor, lambda: _bytes_of(x, trust), range(context.size), BYTE)
+    return Call(descriptor, packets, once(lambda: [_read(packets, rank, rank, trust) for rank in range(context.size)]))
 
 
-def _language(trust: object) -> str:
+def _encoding_name(trust: object) -> str:
     """The encoding of objects. All ranks must agree on it."""
     if not isinstance(trust, bool):
         raise UsageError(f"trust is {a_type(trust)}; expected True or False")
@@ -71,13 +71,17 @@ def _describe(
 
 
 def _packets(
-    context: CallContext, called: Descriptor, own: Callable[[], Array | None], senders: Sequence[int], like: Array
+    context: CallContext,
+    descriptor: Descriptor,
+    make_part: Callable[[], Array | None],
+    senders: Sequence[int],
+    like: Array,
 ) -> Packets:
-    """The operand with this rank's part, which `own` makes. Raises the errors of `own`, and UsageError for too many
-    bytes; then a refusal can travel in place of the part."""
+    """The operand with this rank's part, which `make_part` makes. Raises the errors of `make_part`, and UsageError for
+    too many bytes; then a refusal can travel in place of the part."""
 
-    def made(rows: Array) -> Packets:
-        layout, max_packets = context.layout(called), called.packets
+    def make_packets(rows: Array) -> Packets:
+        layout, max_packets = context.layout(descriptor), descriptor.packets
         return context.with_pool(
             lambda pool: Packets(
                 rows, like, layout, pool.take, rank=context.rank, senders=senders, max_packets=max_packets
@@ -85,27 +89,27 @@ def _packets(
         )
 
     try:
-        return made(_rows_of(own(), context.part_bytes))
+        return make_packets(_rows_of(make_part(), context.part_bytes))
     except Exception as error:
-        take_part_instead(error, lambda why: Call(called, made(packed_refusal(why)), lambda: None))
+        take_part_instead(error, lambda reason: Call(descriptor, make_packets(packed_refusal(reason)), lambda: None))
         raise
 
 
-def _rows_of(own: Array | None, max_bytes: int) -> Array:
-    if own is None:
+def _rows_of(part: Array | None, max_bytes: int) -> Array:
+    if part is None:
         return NOTHING
-    if own.nbytes > max_bytes:
+    if part.nbytes > max_bytes:
         raise UsageError(
-            f"{own.nbytes} bytes to send; expected at most protocol.max_part_bytes, {max_bytes}: send less at once, "
+            f"{part.nbytes} bytes to send; expected at most protocol.max_part_bytes, {max_bytes}: send less at once, "
             "or raise it on every rank"
         )
-    return packed(own)
+    return packed(part)
 
 
 def _parts(packets: Packets) -> list[Array]:
     """The parts of all ranks. Raises UsageError if a rank has refused its part."""
-    for rank, why in packets.refused.items():
-        raise told(UsageError(f"rank {rank} refused its part: {why}"))
+    for rank, reason in packets.refused.items():
+        raise told(UsageError(f"rank {rank} refused its part: {reason}"))
     return packets.parts
 
 
@@ -113,5 +117,5 @@ def _bytes_of(x: object, trust: bool) -> Array:
     return np.frombuffer(to_bytes(x, trust), np.uint8)
 
 
-def _read(packets: Packets, at: int, rank: int, trust: bool) -> object:
-    return from_bytes(_parts(packets)[at].tobytes(), trust, f"rank {rank}")
+def _read(packets: Packets, index: int, rank: int, trust: bool) -> object:
+    return from_bytes(_parts(packets)[index].tobytes(), trust, f"rank {rank}")

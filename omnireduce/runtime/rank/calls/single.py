@@ -34,7 +34,9 @@ from omnireduce.runtime.rank.calls.arguments import (
 )
 from omnireduce.support.config.schema import Protocol as ProtocolConfig
 
-KEPT = 6  # arrays that a pool remembers: a call with rows takes up to four, and users keep results of earlier calls
+MAX_POOL_ARRAYS = (
+    6  # arrays that a pool remembers: a call with rows takes up to four, and users keep results of earlier calls
+)
 
 
 class Pool:
@@ -47,20 +49,20 @@ class Pool:
     def take(self, nbytes: int) -> Array:
         """An array of at least `nbytes` bytes, with any content. It belongs to the caller until no reference is
         left."""
-        free = [at for at in range(len(self._lent)) if _references(self._lent, at) == _UNUSED]
-        for at in reversed(free):
-            if self._lent[at].size >= nbytes:
-                return self._lent[at]
-            del self._lent[at]
-        self._lent = [*self._lent[1 - KEPT :], np.empty(nbytes, np.uint8)]
+        free = [index for index in range(len(self._lent)) if _reference_count(self._lent, index) == _UNUSED]
+        for index in reversed(free):
+            if self._lent[index].size >= nbytes:
+                return self._lent[index]
+            del self._lent[index]
+        self._lent = [*self._lent[1 - MAX_POOL_ARRAYS :], np.empty(nbytes, np.uint8)]
         return self._lent[-1]
 
 
-def _references(arrays: list[Array], at: int) -> int:
-    return sys.getrefcount(arrays[at])
+def _reference_count(arrays: list[Array], index: int) -> int:
+    return sys.getrefcount(arrays[index])
 
 
-_UNUSED = _references([np.empty(0)], 0)  # depends on the interpreter
+_UNUSED = _reference_count([np.empty(0)], 0)  # depends on the interpreter
 
 
 T = TypeVar("T")
@@ -110,8 +112,8 @@ class CallContext(NamedTuple):
     `owner`: the thread whose collectives need no name. `block_size`: in elements. `sharding`: the distribution of
     blocks among shards. `part_bytes`: the largest part that travels in packets. `with_pool` lends memory for results.
     `codec`: the name of the codec for sums of float32; `codec_seed`: the seed of its random numbers. `in_memory`: ranks
-    exchange in memory that they share. `tell_idle` is called with each codec that has no effect, because all ranks
-    share memory.
+    exchange in memory that they share. `warn_unused_codec` is called with each codec that has no effect, because all
+    ranks share memory.
     """
 
     rank: int
@@ -124,7 +126,7 @@ class CallContext(NamedTuple):
     codec: str = NONE
     codec_seed: int = 0
     in_memory: bool = False
-    tell_idle: Callable[[str], None] | None = None
+    warn_unused_codec: Callable[[str], None] | None = None
 
     def layout(self, descriptor: Descriptor) -> Layout:
         return self.sharding.layout(descriptor)
@@ -147,10 +149,10 @@ def reduction(
     block_size = context.block_size if block_size is None else whole(block_size, "block_size")
     name, op = check_name(name, context.owner), check_op(op)
     codec, seed = _codec_of(context, kind, element, op, codec, block_size)
-    if codec and context.tell_idle is not None:
-        context.tell_idle(codec)
-    called = describe(kind, name, element.name, x.shape, op, block_size, group=group, codec=codec, seed=seed)
-    source = flat_view(x, "x", writable=out is None, instead="pass out=")
+    if codec and context.warn_unused_codec is not None:
+        context.warn_unused_codec(codec)
+    descriptor = describe(kind, name, element.name, x.shape, op, block_size, group=group, codec=codec, seed=seed)
+    source = flat_view(x, "x", writable=out is None, advice="pass out=")
     target = source
     if out is not None:
         if check_array(out, "out").shape != x.shape or out.dtype != x.dtype:
@@ -158,22 +160,22 @@ def reduction(
         target = flat_view(out, "out", writable=True)
         if np.may_share_memory(source, target):
             raise UsageError("out overlaps x; to work in place, call without out=")
-    operand = DenseTensor(source, target, context.layout(called), element.zero_mask)
+    operand = DenseTensor(source, target, context.layout(descriptor), element.zero_mask)
     reads, result = () if target is source else (source,), x if out is None else out
-    return Call(called, operand, lambda: result, reads, (target,), codec=codec_named(codec) if codec else None)
+    return Call(descriptor, operand, lambda: result, reads, (target,), codec=codec_named(codec) if codec else None)
 
 
 def _codec_of(
-    context: CallContext, kind: Kind, element: ElementType, op: Op, wanted: str | None, block_size: int
+    context: CallContext, kind: Kind, element: ElementType, op: Op, requested: str | None, block_size: int
 ) -> tuple[str, int]:
-    """The name and the seed of the codec for a call that wants codec `wanted`; an empty name for none. Without a wish
-    (None) the configured codec serves the calls that codecs work on."""
-    works = kind == "allreduce" and element.name == "float32" and op in CODED_OPS and block_size <= CODED_ELEMENTS
-    if wanted is None and works:
-        wanted = context.codec
-    if wanted is None or check_codec(wanted) == NONE:
+    """The name and the seed of the codec for a call that wants codec `requested`; an empty name for none. Without a
+    wish (None) the configured codec serves the calls that codecs work on."""
+    is_codable = kind == "allreduce" and element.name == "float32" and op in CODED_OPS and block_size <= CODED_ELEMENTS
+    if requested is None and is_codable:
+        requested = context.codec
+    if requested is None or check_codec(requested) == NONE:
         return "", 0
-    return wanted, context.codec_seed
+    return requested, context.codec_seed
 
 
 def check_codec(name: object) -> str:
@@ -208,16 +210,16 @@ def reduced_part(context: CallContext, x: NDArray[S], op: str, name: str) -> Cal
 def reduction_at_root(context: CallContext, x: NDArray[S], root: int, op: str, name: str) -> Call[NDArray[S] | None]:
     """A call that combines all elements of `x` in the root's `x`. The other ranks' `x` is only read."""
     root, element = check_root(root, context.size), element_type(check_array(x, "x").dtype)
-    called = describe(
+    descriptor = describe(
         "reduce", check_name(name, context.owner), element.name, x.shape, check_op(op),
         block_size=context.block_size, root=root,
     )  # fmt: skip
-    layout, is_root = context.layout(called), context.rank == root
+    layout, is_root = context.layout(descriptor), context.rank == root
     flat = flat_view(x, "x", writable=is_root)
     if is_root:
-        return Call(called, DenseTensor(flat, flat, layout, element.zero_mask), lambda: x, writes=(flat,))
+        return Call(descriptor, DenseTensor(flat, flat, layout, element.zero_mask), lambda: x, writes=(flat,))
     dropped = np.empty_like(flat)  # the result comes to all ranks
-    return Call(called, DenseTensor(flat, dropped, layout, element.zero_mask), lambda: None, reads=(flat,))
+    return Call(descriptor, DenseTensor(flat, dropped, layout, element.zero_mask), lambda: None, reads=(flat,))
 
 
 def rows(
@@ -231,10 +233,10 @@ def rows(
     group: str = "",
 ) -> Call[Rows[S]]:
     """A call that adds rows of a tall matrix by number."""
-    called, numbers, own = _rows(context, indices, values, n_rows, op=op, name=name, group=group)
-    layout = context.layout(called)
-    operand = context.with_pool(lambda pool: RowSet(numbers, own, layout, pool.take))
-    return Call(called, operand, lambda: operand.result, reads=(indices, values))
+    descriptor, numbers, row_values = _rows(context, indices, values, n_rows, op=op, name=name, group=group)
+    layout = context.layout(descriptor)
+    operand = context.with_pool(lambda pool: RowSet(numbers, row_values, layout, pool.take))
+    return Call(descriptor, operand, lambda: operand.result, reads=(indices, values))
 
 
 def rows_into(
@@ -247,12 +249,12 @@ def rows_into(
             f"out is {out.dtype}{list(out.shape)}, values is {values.dtype}{list(values.shape)}: expected rows of the "
             "same dtype and length"
         )
-    called, numbers, own = _rows(context, indices, values, len(out), op=op, name=name)
+    descriptor, numbers, row_values = _rows(context, indices, values, len(out), op=op, name=name)
     if any(np.may_share_memory(out, array) for array in (indices, values)):
         raise UsageError("out overlaps indices or values; pass an array of its own")
-    layout = context.layout(called)
-    operand = context.with_pool(lambda pool: RowsInto(numbers, own, layout, pool.take, out=out))
-    return Call(called, operand, lambda: out, reads=(indices, values), writes=(target,))
+    layout = context.layout(descriptor)
+    operand = context.with_pool(lambda pool: RowsInto(numbers, row_values, layout, pool.take, out=out))
+    return Call(descriptor, operand, lambda: out, reads=(indices, values), writes=(target,))
 
 
 def _rows(
@@ -261,23 +263,25 @@ def _rows(
     """The descriptor, and this rank's rows: their numbers, which ascend, and their values."""
     element = element_type(check_array(values, "values").dtype)
     shape = check_rows(indices, values, n_rows), values.shape[1]
-    called = describe("allreduce_rows", check_name(name, context.owner), element.name, shape, check_op(op), group=group)
-    return called, *combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
+    descriptor = describe(
+        "allreduce_rows", check_name(name, context.owner), element.name, shape, check_op(op), group=group
+    )
+    return descriptor, *combine_duplicates(indices.astype(np.int64), np.ascontiguousarray(values), element)
 
 
 def copy_of_root(context: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S]]:
     """A call that copies the bytes of the root's `x` to the `x` of every rank."""
     root, flat = check_root(root, context.size), flat_view(x, "x", writable=True)
-    called = _moving(context, "broadcast", name, x, root=root)
-    return _movement(context, called, flat if context.rank == root else None, flat, lambda: x)
+    descriptor = _move_descriptor(context, "broadcast", name, x, root=root)
+    return _move_call(context, descriptor, flat if context.rank == root else None, flat, lambda: x)
 
 
 def all_parts(context: CallContext, x: NDArray[S], name: str) -> Call[NDArray[S]]:
     """A call that gives the bytes of all ranks' `x`, side by side."""
     flat, result = flat_view(x, "x", writable=False), _side_by_side(context, "an allgather", x)
     target = flat_view(result, "result", writable=True)
-    called = _moving(context, "allgather", name, x, parts=context.size)
-    return _movement(context, called, target, target, lambda: result, reads=(flat,))
+    descriptor = _move_descriptor(context, "allgather", name, x, parts=context.size)
+    return _move_call(context, descriptor, target, target, lambda: result, reads=(flat,))
 
 
 def parts_at_root(context: CallContext, x: NDArray[S], root: int, name: str) -> Call[NDArray[S] | None]:
@@ -285,8 +289,10 @@ def parts_at_root(context: CallContext, x: NDArray[S], root: int, name: str) -> 
     root, flat = check_root(root, context.size), flat_view(x, "x", writable=False)
     result = _side_by_side(context, "a gather", x)
     target = result.reshape(-1).view(BYTES)
-    called = _moving(context, "gather", name, x, root=root, parts=context.size)
-    return _movement(context, called, target, target, lambda: result if context.rank == root else None, reads=(flat,))
+    descriptor = _move_descriptor(context, "gather", name, x, root=root, parts=context.size)
+    return _move_call(
+        context, descriptor, target, target, lambda: result if context.rank == root else None, reads=(flat,)
+    )
 
 
 def part_of_root(
@@ -301,14 +307,14 @@ def part_of_root(
         if check_array(parts, "parts").shape != shape or parts.dtype != out.dtype:
             raise UsageError(f"parts is {parts.dtype}{list(parts.shape)}; expected {out.dtype}{list(shape)}")
         source = flat_view(parts, "parts", writable=False).view(BYTES)
-    called = _moving(context, "scatter", name, out, root=root, parts=context.size)
+    descriptor = _move_descriptor(context, "scatter", name, out, root=root, parts=context.size)
     target = np.empty(shape, out.dtype)
 
     def put_back() -> None:
         flat[:] = target[context.rank].reshape(-1)
 
     reads = () if source is None else (source,)
-    call = _movement(context, called, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)
+    call = _move_call(context, descriptor, source, target.reshape(-1).view(BYTES), lambda: out, reads=reads)
     return call._replace(writes=(*call.writes, flat), put_back=put_back)
 
 
@@ -319,17 +325,17 @@ def exchanged_parts(context: CallContext, x: NDArray[S], name: str) -> Call[NDAr
         raise UsageError(f"x is {list(x.shape)}; expected one part for each of the {context.size} ranks, x[rank]")
     everything = _side_by_side(context, "an alltoall", x)
     target = everything.reshape(-1).view(BYTES)
-    called = _moving(context, "alltoall", name, x, parts=context.size)
-    mine = once(lambda: np.ascontiguousarray(everything[:, context.rank]))
-    return _movement(context, called, target, target, mine, reads=(flat,))
+    descriptor = _move_descriptor(context, "alltoall", name, x, parts=context.size)
+    result = once(lambda: np.ascontiguousarray(everything[:, context.rank]))
+    return _move_call(context, descriptor, target, target, result, reads=(flat,))
 
 
-def _side_by_side(context: CallContext, what: str, x: NDArray[S]) -> NDArray[S]:
+def _side_by_side(context: CallContext, call_name: str, x: NDArray[S]) -> NDArray[S]:
     """Room for the `x` of all ranks, with this rank's in place and zeros for the others."""
     try:
         result = np.zeros((context.size, *x.shape), x.dtype)
     except ValueError as error:
-        raise UsageError(f"the result of {what} of {x.shape} by {context.size} ranks: {error}") from None
+        raise UsageError(f"the result of {call_name} of {x.shape} by {context.size} ranks: {error}") from None
     result[context.rank] = x
     return result
 
@@ -337,10 +343,12 @@ def _side_by_side(context: CallContext, what: str, x: NDArray[S]) -> NDArray[S]:
 def barrier(context: CallContext, name: str) -> Call[None]:
     """A call without a result. It is complete once all ranks have called it."""
     empty = np.zeros(0, BYTES)
-    return _movement(context, _moving(context, "barrier", name, empty), None, empty, lambda: None)
+    return _move_call(context, _move_descriptor(context, "barrier", name, empty), None, empty, lambda: None)
 
 
-def _moving(context: CallContext, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1) -> Descriptor:
+def _move_descriptor(
+    context: CallContext, kind: Kind, name: str, x: Array, *, root: int = 0, parts: int = 1
+) -> Descriptor:
     """The descriptor of a collective that moves bytes: `parts` arrays like `x`."""
     name = check_name(name, context.owner)
     return describe(
@@ -349,9 +357,9 @@ def _moving(context: CallContext, kind: Kind, name: str, x: Array, *, root: int 
     )  # fmt: skip
 
 
-def _movement(
+def _move_call(
     context: CallContext,
-    called: Descriptor,
+    descriptor: Descriptor,
     source: Array | None,
     target: Array,
     result: Callable[[], T],
@@ -359,6 +367,6 @@ def _movement(
 ) -> Call[T]:
     """A copy between ranks, as a sum of bytes to which all but one rank contribute zeros."""
     data = target.view(BYTES)
-    mask = called.element.zero_mask
-    operand = DenseTensor(data if source is target else source, data, context.layout(called), mask)
-    return Call(called, operand, result, reads, (data,))
+    mask = descriptor.element.zero_mask
+    operand = DenseTensor(data if source is target else source, data, context.layout(descriptor), mask)
+    return Call(descriptor, operand, result, reads, (data,))
