@@ -21,8 +21,8 @@ from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.warm import warm_up_aggregator
 from omnireduce.runtime.embedded_messages import (
-    MAX_REASON_CHARACTERS,
     MAX_MESSAGE_BYTES,
+    MAX_REASON_CHARACTERS,
     SECRET_BYTES,
     Compiling,
     EmbeddingFailed,

@@ -401,7 +401,8 @@ class Embedded:
                 if patience_s is None:
                     raise RefusedError(
                         f"still waiting for {self._awaited_text(ready)} after cluster.join_timeout_s = {limit_s:g}; "
-                        f"were all workers started on this host, with the same job? For workers on several hosts {ADVICE}",
+                        f"were all workers started on this host, with the same job? For workers on several hosts "
+                        f"{ADVICE}",
                         temporary=True,
                     )
                 for key, _ in selector.select(patience_s):
