@@ -28,7 +28,7 @@ from omnireduce.data_parallel.operations import (
     together,
 )
 from omnireduce.data_parallel.queue_timeline import QueueTimeline
-from omnireduce.data_parallel.stalls import Ready, stalls, wait_text
+from omnireduce.data_parallel.stalls import Ready, in_words, stalls
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
@@ -430,9 +430,9 @@ class Dispatcher:
         abort_s, waiting = told[0][0], [ready for _, ready in told]
         joined = self._machine.joined
         if self._comm.rank == 0 and self._warn_s:
-            for who, what in wait_text(stalls(waiting, joined, self._warn_s)):
+            for who, what in in_words(stalls(waiting, joined, self._warn_s)):
                 log.warning("stalled: %s %s", who, what, extra=tagged("stalled"))
-        fatal = wait_text(stalls(waiting, joined, abort_s)) if abort_s else []
+        fatal = in_words(stalls(waiting, joined, abort_s)) if abort_s else []
         if fatal:
             who, what = fatal[0]
             raise AbortedError(who, f"{who} {what}: longer than stall.abort_s, {abort_s:g} s")

@@ -33,7 +33,7 @@ def stalls(told: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: f
     return sorted(overdue, key=lambda stall: -stall.age_s)
 
 
-def wait_text(found: Sequence[Stall]) -> list[tuple[str, str]]:
+def in_words(found: Sequence[Stall]) -> list[tuple[str, str]]:
     """For each set of missing ranks, two texts: their numbers, and the collectives that wait for them."""
     names: dict[tuple[int, ...], list[Stall]] = {}
     for stall in found:
